@@ -1,0 +1,1 @@
+"""WITH WHAT bytes travel: meshes and groups, streams and handoffs, buffers, collectives. Knows no module and no schedule."""

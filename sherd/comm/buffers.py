@@ -1,0 +1,35 @@
+"""Memory that comes and goes in place: a 1-D buffer whose storage is freed and filled again under its views.
+
+Views are cut once and stay valid as objects; while the buffer is freed they must not be read, which kills the process.
+The engine keeps them out of the user's sight then (`engine/weights.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Buffer:
+    """`numel` elements of `dtype` on `device`, allocated or not.
+
+    An accelerator's allocator hands out memory per stream: allocate on the stream that will write first.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it occupies when allocated."""
+        return self._nbytes
+
+    def allocate(self) -> None:
+        """Have memory, its contents undefined. `resize_` copies what survives, so it must start from nothing."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give the memory back; the views stay as they are and must not be read until the next `allocate`."""
+        self._storage.resize_(0)

@@ -1,0 +1,120 @@
+"""The three collectives on 1-D buffers, behind the interface that users' own ones have too (`sherd.policy.AllGather`).
+
+A group of one rank is no special case for the engine: the collective is a copy there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sherd._torch import all_gather_single, reduce_scatter_single
+from sherd.errors import PolicyError
+from sherd.policy import AllGather, Comm, ReduceScatter
+
+
+class _OrdinaryMemory(Comm):
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory from the device's usual allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _GroupMemory(Comm):
+    """Buffers from the process group's own allocator, which may be registered with the network (NCCL)."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        backend = group._get_backend(device)
+        self._backend = backend if backend.supports_tensor_alloc(device) else None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory from the group, or from the usual allocator where the group has none (gloo)."""
+        if self._backend is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        numel = 1
+        for each in size:
+            numel *= each
+        return self._backend.allocate_tensor(numel, dtype=dtype, device=device).view(*size)
+
+
+class _SymmetricMemory(Comm):
+    """Buffers that every rank maps, for collectives that copy without a kernel."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        if backend != "NCCL":
+            raise PolicyError(f"set_symm_mem_for_comm(backend={backend!r}): only 'NCCL' is known")
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Symmetric memory; raises `PolicyError` on a device that has none."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        if device.type != "cuda":
+            raise PolicyError(f"symmetric memory needs a CUDA device, the mesh is on {device}")
+        buffer = symmetric.empty(*size, dtype=dtype, device=device)
+        symmetric.rendezvous(buffer, self._group)
+        return buffer
+
+
+class _SingleAllGather(AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """One call into one buffer; a copy when the group is one rank, or None."""
+        if group is None or group.size() == 1:
+            output_tensor.copy_(input_tensor)
+            return None
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
+
+
+class _SingleReduceScatter(ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """One call from one buffer; a copy when the group is one rank, or None."""
+        if group is None or group.size() == 1:
+            output_tensor.copy_(input_tensor)
+            return None
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
+
+
+class DefaultAllGather(_OrdinaryMemory, _SingleAllGather):
+    """torch's all-gather on ordinary memory."""
+
+
+class DefaultReduceScatter(_OrdinaryMemory, _SingleReduceScatter):
+    """torch's reduce-scatter on ordinary memory."""
+
+
+class GroupMemoryAllGather(_GroupMemory, _SingleAllGather):
+    """torch's all-gather on memory of the process group."""
+
+
+class GroupMemoryReduceScatter(_GroupMemory, _SingleReduceScatter):
+    """torch's reduce-scatter on memory of the process group."""
+
+
+class SymmetricAllGather(_SymmetricMemory, _SingleAllGather):
+    """torch's all-gather on symmetric memory."""
+
+
+DEFAULT_ALL_GATHER = DefaultAllGather()
+DEFAULT_REDUCE_SCATTER = DefaultReduceScatter()
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool) -> dist.Work | None:
+    """Sum `tensor` over the group, in place."""
+    if group is None or group.size() == 1:
+        return None
+    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)

@@ -1,0 +1,148 @@
+"""Which ranks shard a parameter and which hold copies of it: the data-parallel part of a device mesh."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sherd._torch import concatenate_meshes, flatten_mesh
+from sherd.errors import MeshError
+from sherd.policy import DataParallelMeshDims
+
+
+class DataMesh:
+    """The data-parallel axes: parameters are sharded over `shard`, and each shard is replicated over `replicate`.
+
+    `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        shard_axis: int | None,
+        replicate_axis: int | None,
+        full: DeviceMesh | None = None,
+        dims: DataParallelMeshDims | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.shard_axis = shard_axis
+        self.replicate_axis = replicate_axis
+        self.full = full
+        self.dims = dims
+        self.shard_group = None if shard_axis is None else mesh.get_group(shard_axis)
+        self.replicate_group = None if replicate_axis is None else mesh.get_group(replicate_axis)
+        self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
+        self.num_replicas = 1 if replicate_axis is None else mesh.size(replicate_axis)
+        self.shard_rank = 0 if shard_axis is None else mesh.get_local_rank(shard_axis)
+        self._smaller: dict[int, dist.ProcessGroup] = {}
+        self._for_reduction: dist.ProcessGroup | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where whole parameters live on this rank."""
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """Global ranks of the shard axis, in order."""
+        assert self.shard_group is not None, "asked for the ranks of an axis that this mesh does not have"
+        return dist.get_process_group_ranks(self.shard_group)
+
+    def smaller_group(self, size: int) -> dist.ProcessGroup:
+        """The group of `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""
+        if size not in self._smaller:
+            first = self.shard_rank // size * size
+            self._smaller[size] = _new_group(self.shard_ranks[first : first + size])
+        return self._smaller[size]
+
+    def reduction_group(self) -> dist.ProcessGroup:
+        """A second group over the shard axis, for reduce-scatters beside all-gathers; made once, collectively."""
+        if self._for_reduction is None:
+            self._for_reduction = _new_group(self.shard_ranks)
+        return self._for_reduction
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    # Only the members meet: the ranks of other rows of the mesh make their own group at the same moment.
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "a rank makes only groups it belongs to"
+    return group
+
+
+# Units on one mesh share one DataMesh, and so its extra groups. Weak, so that a mesh can die.
+_known: weakref.WeakKeyDictionary[DeviceMesh, dict[DataParallelMeshDims | None, DataMesh]] = weakref.WeakKeyDictionary()
+
+
+def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataMesh:
+    """Read a user's mesh: 1-D shards, 2-D replicates over axis 0 and shards over axis 1, `dims` picks axes by name.
+
+    Without a mesh it is one axis over all ranks of the default process group, on the device of its backend.
+
+    Raises:
+        MeshError: another number of axes, a 2-D mesh without names, or a name that the mesh does not have.
+    """
+    mesh = mesh if mesh is not None else _default_mesh()
+    known = _known.setdefault(mesh, {})
+    if dims not in known:
+        known[dims] = _read(mesh) if dims is None else _pick(mesh, dims)
+    return known[dims]
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+
+
+def _default_device_type() -> str:
+    """The accelerator if the default group can reach it, else the CPU: a gloo-only group on a machine with GPUs is CPU."""
+    backend = str(dist.get_backend())
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or backend == "gloo":
+        return "cpu"
+    return accelerator.type
+
+
+def _read(mesh: DeviceMesh) -> DataMesh:
+    if mesh.ndim == 1:
+        return DataMesh(mesh, shard_axis=0, replicate_axis=None)
+    if mesh.ndim != 2:
+        raise MeshError(
+            f"fully_shard expects a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} axes: {mesh}; "
+            "for a larger mesh pass dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+        )
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"a 2-D mesh needs names, to tell its replicate axis from its shard axis: {mesh}; pass "
+            "mesh_dim_names=('replicate', 'shard') to init_device_mesh"
+        )
+    return DataMesh(mesh, shard_axis=1, replicate_axis=0)
+
+
+def _pick(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(f"dp_mesh_dims picks axes by name, but the mesh has none: {mesh}; give it mesh_dim_names")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise MeshError(f"dp_mesh_dims names axis {name!r}, which the mesh does not have; its axes are {names}")
+    shard = _axis(mesh, dims.shard_names)
+    replicate = _axis(mesh, dims.replicate_names)
+    if shard is not None and replicate is not None:
+        return DataMesh(concatenate_meshes([replicate, shard]), 1, 0, mesh, dims)
+    if shard is not None:
+        return DataMesh(shard, 0, None, mesh, dims)
+    assert replicate is not None, "DataParallelMeshDims holds at least one name"
+    return DataMesh(replicate, None, 0, mesh, dims)
+
+
+def _axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """The named axes as one axis."""
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))

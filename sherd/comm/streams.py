@@ -1,0 +1,236 @@
+"""Who may touch a buffer until when: lanes that run collectives beside compute, and handoffs from one to the other.
+
+The only file that names a stream or an event. There are three lanes, so that the collectives of one step overlap with compute
+and with one another: `gather`, `reduce` and `all_reduce`. What a lane produces comes as a `Handoff`; compute touches it only
+after `handoff.wait()`.
+
+On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On an
+accelerator a lane is a stream, `wait` makes the compute stream wait for an event, and the host never blocks.
+
+Memory follows one rule: a buffer belongs to the stream it was allocated on, and goes back to that stream's pool as soon as
+the last reference is dropped. So whoever drops a lane's buffer after compute has read it first calls `lane.follow_compute()`,
+and whoever drops compute's buffer after a lane has read it first waits for the lane's handoff.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Run = Callable[[bool], "dist.Work | None"]
+"""Starts a collective; the argument says whether it must return at once, with a `Work`."""
+
+
+class Handoff(ABC):
+    """The moment from which compute may touch what a lane has produced."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Order compute after the lane. May be called more than once."""
+
+
+class Lane(ABC):
+    """A queue of collectives beside compute."""
+
+    @abstractmethod
+    def run(self, start: Run, after: Handoff | None = None) -> Handoff:
+        """Queue a collective behind the lane's earlier ones, and behind `after`. It may allocate: the memory is the lane's."""
+
+    @abstractmethod
+    def follow_compute(self) -> None:
+        """What the lane does from now on comes after what compute was given until now."""
+
+
+class Streams(ABC):
+    """The lanes of one device."""
+
+    gather: Lane
+    reduce: Lane
+    all_reduce: Lane
+    in_host_order: bool
+    """Whether memory freed by the host is free at once, for every lane: true without streams."""
+
+    @abstractmethod
+    def begin_step(self, event: Any = None) -> None:
+        """Gathers may read the shards from here on: after `event` if given (the optimizer's), else after compute."""
+
+    @abstractmethod
+    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+        """Do `work` on the user's `stream`, ordered after compute and before what compute does next."""
+
+
+# Without streams
+
+
+class _Started(Handoff):
+    """A collective under way on gloo's threads."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class _BackgroundLane(Lane):
+    def run(self, start: Run, after: Handoff | None = None) -> Handoff:
+        if after is not None:
+            after.wait()
+        return _Started(start(True))
+
+    def follow_compute(self) -> None:
+        return None
+
+
+class HostStreams(Streams):
+    """A device without streams: the order of the program is the order of the work."""
+
+    in_host_order = True
+
+    def __init__(self) -> None:
+        self.gather = self.reduce = self.all_reduce = _BackgroundLane()
+
+    def begin_step(self, event: Any = None) -> None:
+        return None
+
+    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+        work()
+
+
+# With streams
+
+
+class _Recorded(Handoff):
+    """An event on a lane's stream."""
+
+    def __init__(self, device: torch.device, event: torch.Event) -> None:
+        self._device = device
+        self.event = event
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self.event)
+
+
+class _StreamLane(Lane):
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self._device = device
+        self._stream = torch.Stream(device, priority=priority)
+
+    def run(self, start: Run, after: Handoff | None = None) -> Handoff:
+        if isinstance(after, _Recorded):
+            self._stream.wait_event(after.event)
+        with self._stream:
+            start(False)
+            return _Recorded(self._device, self._stream.record_event())
+
+    def follow_compute(self) -> None:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def follow_event(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+
+class DeviceStreams(Streams):
+    """An accelerator: one stream a lane, of high priority so that communication is not queued behind compute."""
+
+    in_host_order = False
+    gather: _StreamLane
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.gather = _StreamLane(device, priority=-1)
+        self.reduce = _StreamLane(device, priority=-1)
+        self.all_reduce = _StreamLane(device, priority=0)
+
+    def begin_step(self, event: Any = None) -> None:
+        if event is not None:
+            self.gather.follow_event(event)
+        else:
+            self.gather.follow_compute()
+
+    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+        compute = torch.accelerator.current_stream(self._device)
+        stream.wait_stream(compute)
+        with stream:
+            work()
+        compute.wait_stream(stream)
+
+
+# Finding them
+
+_by_device: dict[torch.device, Streams] = {}
+_replaced: ContextVar[Streams | None] = ContextVar("sherd_streams", default=None)
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The lanes of `device`: one set for all models on it, so that no memory is split between sets."""
+    replaced = _replaced.get()
+    if replaced is not None:
+        return replaced
+    if device not in _by_device:
+        _by_device[device] = HostStreams() if device.type in ("cpu", "meta") else DeviceStreams(device)
+    return _by_device[device]
+
+
+@contextmanager
+def use_streams(streams: Streams) -> Iterator[None]:
+    """Units made inside use these lanes: a recording set, say, in a test."""
+    token = _replaced.set(streams)
+    try:
+        yield
+    finally:
+        _replaced.reset(token)
+
+
+class RecordingStreams(Streams):
+    """Lanes that write down what is asked of them, in order, and do it as `HostStreams` does: for tests."""
+
+    in_host_order = False
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        self._host = HostStreams()
+        self.gather, self.reduce, self.all_reduce = (
+            _RecordingLane(name, self.log) for name in ("gather", "reduce", "all_reduce")
+        )
+
+    def begin_step(self, event: Any = None) -> None:
+        self.log.append(("gather", "follow event" if event is not None else "follow compute"))
+
+    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+        self.log.append(("compute", "run beside"))
+        work()
+
+
+class _RecordingLane(_BackgroundLane):
+    def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
+        self._name = name
+        self._log = log
+
+    def run(self, start: Run, after: Handoff | None = None) -> Handoff:
+        if after is not None:
+            self._log.append((self._name, "follow handoff"))
+        self._log.append((self._name, "run"))
+        return _RecordedWait(self._name, self._log, super().run(start, after))
+
+    def follow_compute(self) -> None:
+        self._log.append((self._name, "follow compute"))
+
+
+class _RecordedWait(Handoff):
+    def __init__(self, name: str, log: list[tuple[str, str]], handoff: Handoff) -> None:
+        self._name = name
+        self._log = log
+        self._handoff = handoff
+
+    def wait(self) -> None:
+        self._log.append(("compute", f"follow {self._name}"))
+        self._handoff.wait()

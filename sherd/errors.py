@@ -1,0 +1,81 @@
+"""What can go wrong in a user's hands, and what kind of Python error each one also is.
+
+SherdError
+├── ModuleError     ValueError    a module that cannot become a unit: no forward, sharded twice, copied
+├── MeshError       ValueError    a mesh, or an axis of it, that does not fit what was asked
+├── PlacementError  ValueError    a parameter that cannot be cut as asked
+├── OwnershipError  ValueError    a parameter in two units' hands, or in none
+├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
+│   └── PolicyTypeError  TypeError    the same, when the value has the wrong type
+├── StateError      RuntimeError  a call at a moment when it cannot be served
+│   └── ShardedAccessError        whole parameters were needed where only shards were at hand
+├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
+├── GradientError   RuntimeError  a gradient that cannot be reduced
+└── CheckpointError RuntimeError  a state dict that does not fit the model
+
+Every message names what was found, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
+as ValueError, TypeError or RuntimeError are also that here, so `except` clauses keep working after a port.
+"""
+
+__all__ = [
+    "CheckpointError",
+    "GradientError",
+    "MeshError",
+    "ModuleError",
+    "OptimizerError",
+    "OwnershipError",
+    "PlacementError",
+    "PolicyError",
+    "PolicyTypeError",
+    "ShardedAccessError",
+    "SherdError",
+    "StateError",
+]
+
+
+class SherdError(Exception):
+    """The root of everything sherd raises on purpose."""
+
+
+class ModuleError(SherdError, ValueError):
+    """A module that cannot become a unit."""
+
+
+class MeshError(SherdError, ValueError):
+    """A device mesh that does not fit what was asked of it."""
+
+
+class PlacementError(SherdError, ValueError):
+    """A parameter that cannot be cut as asked."""
+
+
+class OwnershipError(SherdError, ValueError):
+    """A parameter that would be in two units' hands, or in nobody's."""
+
+
+class PolicyError(SherdError, ValueError):
+    """A choice that means nothing, or that excludes another one."""
+
+
+class PolicyTypeError(PolicyError, TypeError):
+    """A choice of the wrong type."""
+
+
+class StateError(SherdError, RuntimeError):
+    """A call at a moment when it cannot be served."""
+
+
+class ShardedAccessError(StateError):
+    """Whole parameters were needed where only shards were at hand."""
+
+
+class OptimizerError(SherdError, RuntimeError):
+    """An optimizer that holds parameters which are no longer the model's."""
+
+
+class GradientError(SherdError, RuntimeError):
+    """A gradient that cannot be reduced."""
+
+
+class CheckpointError(SherdError, RuntimeError):
+    """A state dict that does not fit the model."""

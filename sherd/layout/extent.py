@@ -1,0 +1,49 @@
+"""Runs of elements: how a line of `size` elements is cut into consecutive pieces. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`numel` elements from `start` on."""
+
+    start: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        assert self.start >= 0 and self.numel >= 0, f"an extent cannot be negative: {self}"
+
+    @property
+    def stop(self) -> int:
+        """The first element after the extent."""
+        return self.start + self.numel
+
+    def shifted(self, by: int) -> Extent:
+        """The same run, `by` elements further on."""
+        return Extent(self.start + by, self.numel)
+
+    def intersect(self, other: Extent) -> Extent:
+        """What both hold; empty, and placed inside `self`, when they share nothing."""
+        start = min(max(self.start, other.start), self.stop)
+        stop = max(start, min(self.stop, other.stop))
+        return Extent(start, stop - start)
+
+
+def chunks(size: int, parts: int) -> tuple[Extent, ...]:
+    """Cut `size` elements into `parts` runs the way `torch.chunk` does: equal ones, then a shorter one, then empty ones.
+
+    >>> [e.numel for e in chunks(7, 4)]
+    [2, 2, 2, 1]
+    >>> [e.numel for e in chunks(5, 4)]
+    [2, 2, 1, 0]
+    """
+    step = -(-size // parts)
+    starts = [min(part * step, size) for part in range(parts)]
+    return tuple(Extent(start, min(step, size - start)) for start in starts)
+
+
+def aligned(numel: int, to: int) -> int:
+    """The least multiple of `to` that is at least `numel`."""
+    return -(-numel // to) * to

@@ -1,0 +1,96 @@
+"""How a group's tensors lie in its buffers: one record of offsets, checked when it is made. Integers only.
+
+Three buffers share one packing (2 ranks; tensors a and b, `|` between slots, `.` for padding):
+
+    rest     rank r's shards, 1-D, what the optimizer owns             | a_r | b_r . |
+    rows     what the ranks' rest buffers become side by side,         | a_0 | b_0 . |
+             `[num_ranks, rest_numel]`: the gathered, and the          | a_1 | b_1 . |
+             to-be-scattered, form
+    whole    every tensor in its own order, 1-D                        | a_0 a_1 | b_0 . b_1 . |
+
+In the whole buffer a tensor takes its padded pieces one after the other where that keeps it in order (`Cut.in_order`), so
+that one strided copy per tensor turns rows into whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sherd.layout.extent import Extent, aligned
+from sherd.layout.placement import Cut
+
+ALIGNMENT = 16
+"""Slots start at multiples of this many elements: 16 bytes, which vector loads want, at one byte per element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor lies: its extent in each rank's rest buffer, and in the whole buffer; padding included."""
+
+    cut: Cut
+    rest: Extent
+    whole: Extent
+
+    def held(self, rank: int) -> Extent:
+        """The elements of `rank`'s rest buffer that are the tensor's own, without padding."""
+        return Extent(self.rest.start, self.cut.local_numel(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """All slots of a group, in the order of its tensors, and the sizes of its buffers."""
+
+    num_ranks: int
+    slots: tuple[Slot, ...]
+    rest_numel: int
+    whole_numel: int
+
+    def __post_init__(self) -> None:
+        for which, size in (("rest", self.rest_numel), ("whole", self.whole_numel)):
+            extents = sorted((getattr(slot, which) for slot in self.slots), key=lambda e: (e.start, e.numel))
+            for before, after in zip(extents, extents[1:], strict=False):
+                assert before.stop <= after.start, f"slots overlap in the {which} buffer: {before}, {after}"
+            assert not extents or extents[-1].stop <= size, f"a slot ends after the {which} buffer"
+        assert self.whole_numel % self.num_ranks == 0, "the whole buffer must divide by the ranks, to be resharded"
+        for slot in self.slots:
+            held = sum(slot.cut.local_numel(rank) for rank in range(self.num_ranks))
+            copies = self.num_ranks if slot.cut.dim is None else 1
+            assert held == copies * slot.cut.numel, f"some element of {slot} has no owner, or two"
+
+    @property
+    def direct(self) -> bool:
+        """Whether rows and whole are the same bytes, so that an all-gather may write the whole buffer itself."""
+        if not all(slot.cut.in_order for slot in self.slots):
+            return False
+        return self.num_ranks == 1 or (len(self.slots) == 1 and self.slots[0].rest.numel == self.rest_numel)
+
+    @property
+    def padding(self) -> float:
+        """The share of the rows buffer that holds no tensor's element, 0.0 to 1.0."""
+        total = self.num_ranks * self.rest_numel
+        held = sum(slot.held(rank).numel for slot in self.slots for rank in range(self.num_ranks))
+        return 1 - held / total if total else 0.0
+
+
+def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
+    """Lay tensors one behind the other, so that gaps are few and the common case is one run.
+
+    Those cut in order come first (one strided copy moves them all), and among them those whose slots keep the next one
+    aligned. The order of `cuts` is the order of the packing's slots; where they lie is the packing's own choice.
+    """
+
+    def last(index: int) -> tuple[bool, bool]:
+        return not cuts[index].in_order, cuts[index].slot % ALIGNMENT != 0
+
+    order = sorted(range(len(cuts)), key=last)
+    slots: dict[int, Slot] = {}
+    rest = whole = 0
+    for index in order:
+        cut = cuts[index]
+        slots[index] = Slot(cut, Extent(rest, cut.slot), Extent(whole, cut.whole_numel))
+        rest = aligned(rest + cut.slot, ALIGNMENT)
+        whole = aligned(whole + cut.whole_numel, ALIGNMENT)
+    # A group that is resharded to k ranks cuts its whole buffer into k equal runs, for any k that divides num_ranks.
+    whole = aligned(whole, num_ranks)
+    return Packing(num_ranks, tuple(slots[index] for index in range(len(cuts))), rest, whole)

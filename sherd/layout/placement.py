@@ -1,0 +1,111 @@
+"""How one tensor is cut over one mesh axis: what does rank r hold of it? Integers only.
+
+A placement is a rule (`Shard(dim)`, `Replicate()`); applied to a shape and a number of ranks it gives a `Cut`, the numbers
+that everything else works with. A packing asks a cut only for its sizes, so a new placement is a new class here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from sherd.errors import PlacementError
+from sherd.layout.extent import Extent, chunks
+
+Shape = tuple[int, ...]
+
+
+class Placement(Protocol):
+    """A rule that cuts a tensor over the ranks of one mesh axis."""
+
+    def cut(self, shape: Shape, num_ranks: int, name: str) -> Cut:
+        """The numbers for one tensor. `name` is for the error message. Raises `PlacementError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One tensor of `shape`, cut over `num_ranks` ranks along `dim`; `dim` is None when every rank holds all of it.
+
+    Seen as `[outer, size, inner]` around `dim`, rank r holds `rows[r]` of the middle axis, for every outer index:
+
+        shape (3, 5), dim 0, 2 ranks           shape (2, 5), dim 1, 2 ranks
+        rank 0 | row 0 | row 1 |               rank 0 | r0: 0 1 2 | r1: 0 1 2 |
+        rank 1 | row 2 |  pad  |               rank 1 | r0: 3 4 . | r1: 3 4 . |
+
+    In the gathered buffer each rank's piece takes `slot` elements, the largest piece's size, its own elements first.
+    """
+
+    shape: Shape
+    num_ranks: int
+    dim: int | None
+    rows: tuple[Extent, ...]
+
+    @property
+    def outer(self) -> int:
+        """Elements before `dim`."""
+        return prod(self.shape[: self.dim]) if self.dim is not None else 1
+
+    @property
+    def inner(self) -> int:
+        """Elements after `dim`."""
+        return prod(self.shape[self.dim + 1 :]) if self.dim is not None else prod(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def slot(self) -> int:
+        """Elements that each rank's piece takes in a buffer, padding included."""
+        return self.outer * max(extent.numel for extent in self.rows) * self.inner
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks' padded pieces, one after the other, begin with the whole tensor in its own order."""
+        return self.outer == 1
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements the whole tensor takes in the whole buffer: the padded pieces if they are in order, else its own."""
+        return self.num_ranks * self.slot if self.in_order else self.numel
+
+    def local_shape(self, rank: int) -> Shape:
+        """The shape of what `rank` holds."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.rows[rank].numel, *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        """Elements that `rank` holds."""
+        return prod(self.local_shape(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut on tensor dimension `dim`, as `torch.chunk` does; negative dims count from the end. Uneven and empty are fine."""
+
+    dim: int = 0
+
+    def cut(self, shape: Shape, num_ranks: int, name: str) -> Cut:
+        """The numbers for one tensor; raises `PlacementError` when it has no such dimension."""
+        dim = self.dim + len(shape) if self.dim < 0 else self.dim
+        if not 0 <= dim < len(shape):
+            raise PlacementError(
+                f"{name}: Shard({self.dim}) asks for a dimension that a tensor of shape {shape} does not have; "
+                f"use a dim from {-len(shape)} to {len(shape) - 1}"
+                if shape
+                else f"{name}: a scalar has no dimension to shard; return None for it, every rank then keeps a copy"
+            )
+        return Cut(shape, num_ranks, dim, chunks(shape[dim], num_ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank holds the whole tensor: for scalars, which have no dimension to cut."""
+
+    def cut(self, shape: Shape, num_ranks: int, name: str) -> Cut:
+        """The numbers for one tensor: one row, held by all."""
+        return Cut(shape, num_ranks, None, tuple(Extent(0, 1) for _ in range(num_ranks)))

@@ -1,0 +1,226 @@
+"""What an event asks for: one pure step from a state and an event to the next state and the actions that lead there.
+
+    event             what happens
+    BeforeForward     gather and await the unit, then gather what the learnt order says comes next
+    AfterForward      free it, shrink it, or keep it, as its spec says
+    EndForward        free what was gathered and not used; the pass teaches the order
+    BeforeBackward    as BeforeForward, in backward order
+    GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
+    AfterBackward     the same if gradients are left, then free it
+    EndBackward       free the rest, settle all reductions; the pass teaches the order
+
+Recomputation (activation checkpointing) runs a forward inside backward: the unit is made whole and stays so, because its
+backward follows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from sherd.schedule.actions import (
+    Action,
+    AfterBackward,
+    AfterForward,
+    Await,
+    BeforeBackward,
+    BeforeForward,
+    EndBackward,
+    EndForward,
+    Event,
+    Forget,
+    Free,
+    Gather,
+    GradientsReady,
+    Reduce,
+    Reset,
+    Reshard,
+    Settle,
+    ShardsChanged,
+    Shrink,
+    Unshard,
+)
+from sherd.schedule.order import Order
+from sherd.schedule.state import Keep, Live, State
+
+Decision = tuple[State, tuple[Action, ...]]
+
+
+def decide(state: State, event: Event) -> Decision:
+    """The next state, and the actions that lead there."""
+    turn = _Turn(state)
+    match event:
+        case BeforeForward(unit, recomputing):
+            turn.enter_backward(unit) if recomputing else turn.enter_forward(unit)
+        case AfterForward(unit, recomputing):
+            if not recomputing:
+                turn.leave_forward(unit)
+        case EndForward(differentiable):
+            turn.end_forward(differentiable)
+        case BeforeBackward(unit):
+            turn.enter_backward(unit)
+        case GradientsReady(unit):
+            turn.reduce(unit)
+        case AfterBackward(unit, unreduced):
+            turn.leave_backward(unit, unreduced)
+        case EndBackward(last):
+            turn.end_backward(last)
+        case Unshard(unit, wait):
+            turn.gather(unit)
+            if wait:
+                turn.wait(unit)
+        case Reshard(unit):
+            turn.free(unit)
+        case ShardsChanged(unit):
+            turn.mark_stale(unit)
+        case Reset(gradients):
+            turn.reset(gradients)
+    return turn.state, tuple(turn.actions)
+
+
+class _Turn:
+    """One decision in the making: the state so far, and the actions so far."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.actions: list[Action] = []
+
+    # Forward
+
+    def enter_forward(self, unit: int) -> None:
+        needed = (unit, *self.state.specs[unit].companions)
+        for each in needed:
+            if each in self.state.stale:
+                self.free(each)
+        self._make_whole(needed)
+        self.state = replace(self.state, forward=self.state.forward.after(unit))
+        explicit = self.state.specs[unit].forward_prefetch
+        self._prefetch(explicit, self.state.forward.upcoming(), self.state.limits.forward_depth)
+
+    def leave_forward(self, unit: int) -> None:
+        self.state = replace(self.state, finished=self.state.finished.after(unit))
+        if unit in self.state.borrowed:
+            return  # another unit may still need it: it goes when the whole forward ends
+        self._release(unit)
+
+    def end_forward(self, differentiable: bool) -> None:
+        for unit, live in enumerate(self.state.live):
+            keep = self.state.specs[unit].after_forward
+            if live is Live.GATHERING or (keep is Keep.FOR_BACKWARD and not differentiable):
+                self.free(unit)
+        for unit in sorted(self.state.borrowed):
+            self._release(unit)
+        self.state = replace(
+            self.state, forward=self.state.forward.rewound(), finished=self.state.finished.rewound()
+        )
+
+    def _release(self, unit: int) -> None:
+        """Let go of `unit` after its forward, as far as its spec says."""
+        keep = self.state.specs[unit].after_forward
+        if keep is Keep.NOTHING:
+            self.free(unit)
+        elif keep is Keep.PART and self.state.live[unit] is Live.WHOLE:
+            self.actions.append(Shrink(unit))
+            self.state = self.state.with_live(unit, Live.SHRUNK)
+
+    # Backward
+
+    def enter_backward(self, unit: int) -> None:
+        spec = self.state.specs[unit]
+        if spec.unshard_in_backward:
+            self._make_whole((unit, *spec.companions))
+        if unit in self.state.entered:
+            return
+        order = self.state.backward
+        if not order.learnt and order.strayed is None:
+            order = Order(learnt=self.state.finished.learnt[::-1])
+        self.state = replace(self.state, backward=order.after(unit), entered=self.state.entered | {unit})
+        upcoming = [each for each in self.state.backward.upcoming() if self.state.specs[each].unshard_in_backward]
+        self._prefetch(spec.backward_prefetch, upcoming, self.state.limits.backward_depth)
+
+    def reduce(self, unit: int) -> None:
+        if not self.state.specs[unit].reduces:
+            return
+        if unit in self.state.reducing:
+            self.settle(unit)
+        while len(self.state.reducing) >= self.state.limits.reduce_buffers:
+            self.settle(self.state.reducing[0])
+        self.actions.append(Reduce(unit))
+        self.state = replace(self.state, reducing=(*self.state.reducing, unit))
+
+    def settle(self, unit: int) -> None:
+        self.actions.append(Settle(unit))
+        self.state = replace(self.state, reducing=tuple(each for each in self.state.reducing if each != unit))
+
+    def leave_backward(self, unit: int, unreduced: bool) -> None:
+        # Freed before the reduction is started, so that the two never add up in the peak.
+        if self.state.specs[unit].reshard_after_backward:
+            self.free(unit)
+        if unreduced:
+            self.reduce(unit)
+
+    def end_backward(self, last: bool) -> None:
+        for unit, live in enumerate(self.state.live):
+            if live is not Live.WHOLE or self.state.specs[unit].reshard_after_backward:
+                self.free(unit)
+        if last:
+            for unit in self.state.reducing:
+                self.settle(unit)
+        self.state = replace(self.state, backward=self.state.backward.rewound(), entered=frozenset())
+
+    # Any time
+
+    def gather(self, unit: int) -> None:
+        if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK):
+            self.actions.append(Gather(unit))
+            self.state = self.state.with_live(unit, Live.GATHERING)
+
+    def wait(self, unit: int) -> None:
+        if self.state.live[unit] is Live.GATHERING:
+            self.actions.append(Await(unit))
+            self.state = self.state.with_live(unit, Live.WHOLE)
+
+    def free(self, unit: int) -> None:
+        if self.state.live[unit] is not Live.SHARDED:
+            self.actions.append(Free(unit))
+            self.state = self.state.with_live(unit, Live.SHARDED)
+
+    def mark_stale(self, unit: int) -> None:
+        # Not freed at once: the optimizer may be stepping inside backward, while the old values are still being read.
+        if self.state.live[unit] is not Live.SHARDED:
+            self.state = replace(self.state, stale=self.state.stale | {unit})
+
+    def reset(self, gradients: bool) -> None:
+        for unit in range(len(self.state.specs)):
+            self.free(unit)
+            if gradients:
+                self.actions.append(Forget(unit))
+        if gradients:
+            self.state = replace(self.state, reducing=())
+        self.state = replace(
+            self.state,
+            forward=Order(self.state.forward.learnt),
+            finished=Order(self.state.finished.learnt),
+            backward=Order(self.state.backward.learnt),
+            entered=frozenset(),
+        )
+
+    def _make_whole(self, units: Iterable[int]) -> None:
+        """All gathers are started before the first is waited for."""
+        units = tuple(units)
+        for unit in units:
+            self.gather(unit)
+        for unit in units:
+            self.wait(unit)
+
+    def _prefetch(self, explicit: tuple[int, ...] | None, upcoming: Iterable[int], depth: int) -> None:
+        """Gather the user's list, or else the next `depth` units, while they fit the bytes that may be in flight."""
+        if explicit is not None:
+            for unit in explicit:
+                self.gather(unit)
+            return
+        limit = self.state.limits.bytes_in_flight
+        for unit in list(dict.fromkeys(upcoming))[:depth]:
+            fits = limit is None or self.state.bytes_in_flight + self.state.specs[unit].whole_bytes <= limit
+            if fits:
+                self.gather(unit)

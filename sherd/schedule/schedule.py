@@ -1,0 +1,56 @@
+"""The schedule as an object: it stands in a state, and answers each event with actions.
+
+Decisions are pure, so each is made once: states are the nodes of a graph that grows as it is walked, events its edges. From
+the second step on a training loop goes round in the nodes it knows, and an answer costs one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+from sherd.schedule.actions import Action, Event
+from sherd.schedule.decide import decide
+from sherd.schedule.state import Limits, State, UnitSpec
+
+MOST_NODES = 20_000
+"""Forget the graph beyond this many states: a model that never repeats itself must not fill the memory."""
+
+
+class _Node:
+    __slots__ = ("edges", "state")
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.edges: dict[Event, tuple[_Node, tuple[Action, ...]]] = {}
+
+
+class Schedule:
+    """Events in, actions out, for one model's units; the same object runs, is simulated and is tested."""
+
+    def __init__(self, specs: tuple[UnitSpec, ...], limits: Limits = Limits()) -> None:
+        self._nodes: dict[State, _Node] = {}
+        self._node = self._at(State.at_rest(specs, limits))
+
+    @property
+    def state(self) -> State:
+        """Where everything stands now."""
+        return self._node.state
+
+    def on(self, event: Event) -> tuple[Action, ...]:
+        """What `event` asks for. The caller carries the actions out, in order."""
+        edge = self._node.edges.get(event)
+        if edge is None:
+            state, actions = decide(self._node.state, event)
+            edge = self._node.edges[event] = (self._at(state), actions)
+        self._node, actions = edge
+        return actions
+
+    def move_to(self, state: State) -> None:
+        """Stand in `state`: the same moment under other choices, or with parameters that were live before."""
+        self._node = self._at(state)
+
+    def _at(self, state: State) -> _Node:
+        if len(self._nodes) >= MOST_NODES:
+            self._nodes.clear()
+        node = self._nodes.get(state)
+        if node is None:
+            node = self._nodes[state] = _Node(state)
+        return node

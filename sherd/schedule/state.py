@@ -1,0 +1,104 @@
+"""What the schedule knows: each unit's choices, and one frozen record of where everything stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from sherd.schedule.order import Order
+
+
+class Live(Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = auto()
+    SHRUNK = auto()
+    """Resharded to a smaller mesh: this rank keeps a larger part than its shard."""
+    GATHERING = auto()
+    WHOLE = auto()
+
+
+class Keep(Enum):
+    """What becomes of a unit's whole parameters after its forward."""
+
+    NOTHING = auto()
+    PART = auto()
+    """The part of a smaller mesh (`reshard_after_forward=k`)."""
+    FOR_BACKWARD = auto()
+    """All, if a backward may follow: the root's default, since backward begins there."""
+    ALWAYS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """One unit as the schedule sees it. `whole_bytes`: what its gathered parameters occupy.
+
+    `companions` are units that own a parameter this one uses too (tied weights); they are whole whenever it is.
+    `forward_prefetch`, `backward_prefetch`: what to gather behind this unit; None leaves that to the learnt order.
+    """
+
+    whole_bytes: int
+    after_forward: Keep = Keep.NOTHING
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    reduces: bool = True
+    companions: tuple[int, ...] = ()
+    forward_prefetch: tuple[int, ...] | None = None
+    backward_prefetch: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far ahead to gather, and how much may be in flight: units, bytes (None: no bound), buffers being reduced."""
+
+    forward_depth: int = 1
+    backward_depth: int = 1
+    bytes_in_flight: int | None = None
+    reduce_buffers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything a decision depends on.
+
+    `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units that
+    the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `stale`: units whose
+    live whole parameters are older than their shards.
+    """
+
+    specs: tuple[UnitSpec, ...]
+    limits: Limits
+    live: tuple[Live, ...]
+    forward: Order = Order()
+    finished: Order = Order()
+    backward: Order = Order()
+    entered: frozenset[int] = frozenset()
+    reducing: tuple[int, ...] = ()
+    stale: frozenset[int] = frozenset()
+
+    @classmethod
+    def at_rest(cls, specs: tuple[UnitSpec, ...], limits: Limits = Limits()) -> State:
+        """All sharded, nothing learnt."""
+        return cls(specs, limits, (Live.SHARDED,) * len(specs))
+
+    def with_live(self, unit: int, live: Live) -> State:
+        """The state once `unit`'s parameters are `live`; sharded ones cannot be stale."""
+        changed = (*self.live[:unit], live, *self.live[unit + 1 :])
+        stale = self.stale - {unit} if live is Live.SHARDED else self.stale
+        return replace(self, live=changed, stale=stale)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of whole parameters whose all-gather was started and not yet awaited."""
+        return sum(spec.whole_bytes for spec, live in zip(self.specs, self.live, strict=True) if live is Live.GATHERING)
+
+    @property
+    def bytes_live(self) -> int:
+        """Bytes of whole parameters allocated."""
+        allocated = (Live.GATHERING, Live.WHOLE)
+        return sum(spec.whole_bytes for spec, live in zip(self.specs, self.live, strict=True) if live in allocated)
+
+    @property
+    def borrowed(self) -> frozenset[int]:
+        """Units that are some other unit's companion."""
+        return frozenset(companion for spec in self.specs for companion in spec.companions)
