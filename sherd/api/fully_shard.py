@@ -1,0 +1,245 @@
+"""`fully_shard`: make a module, or several, into one unit. The composable front end; signature and meaning as torch 2.13's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard as ShardSpec
+
+from sherd._torch import dtensor
+from sherd.api.module import FSDPModule, checked_reshard, swap_class
+from sherd.comm.mesh import DataMesh, data_mesh
+from sherd.comm.streams import streams_for
+from sherd.engine import hooks
+from sherd.engine.adoption import watcher
+from sherd.engine.ownership import Belongings, Found, belongings
+from sherd.engine.parameter import ShardedParameter, form_of
+from sherd.engine.seal import attach, unit_of
+from sherd.engine.unit import Unit
+from sherd.errors import ModuleError, OwnershipError, PlacementError, PolicyTypeError
+from sherd.policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PrefetchPolicy,
+    UnitPolicy,
+)
+
+ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | None"]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    prefetch_policy: PrefetchPolicy = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    prefetch_policy: PrefetchPolicy = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy(),
+) -> Any:
+    """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them right after.
+
+    Each call makes one unit of all parameters below `module` that no earlier call took: call it on the blocks first and on the
+    model last. The module keeps its object and its attributes; its class becomes a subclass of `FSDPModule` and of its own,
+    and its parameters become DTensors, which the optimizer is to be built from. An optimizer built before is adopted at its
+    first step.
+
+    Args:
+        module: a module, or a list of modules to be gathered and freed as one unit.
+        mesh: a 1-D mesh shards; a 2-D mesh `(replicate, shard)` with names shards over its second axis and replicates over
+            its first (HSDP). None: all ranks of the default process group.
+        reshard_after_forward: True frees the whole parameters after forward and gathers them again for backward; False keeps
+            them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's gather is among k.
+            None: False for the root, True for others.
+        shard_placement_fn: given a parameter, `Shard(dim)` to cut it on another dim than 0, or None. Any dim, even or not.
+        mp_policy: dtypes of compute, of reduction and of outputs.
+        offload_policy: where shards rest; `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory.
+        ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
+        dp_mesh_dims: `mesh` is a larger mesh, and these of its named axes are the data-parallel ones; parameters that are
+            DTensors on it keep their placement on the other axes.
+        prefetch_policy: how far gathers run ahead, in units and in bytes; the root's holds for the model. Beyond torch.
+
+    Returns:
+        `module`, changed in place.
+
+    Raises:
+        ModuleError: a container without forward, or a module that is sharded already.
+        MeshError: a mesh with other than 1 or 2 axes, or without the names asked for.
+        PlacementError: a parameter that cannot be cut as asked.
+        PolicyError: an int `reshard_after_forward` that does not divide the shard axis. `PolicyTypeError` for other types.
+        OwnershipError: a parameter of another unit under another mesh.
+    """
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_modules(modules)
+    data = data_mesh(mesh, dp_mesh_dims)
+    _check_policies(mp_policy, offload_policy, prefetch_policy, ignored_params)
+    if reshard_after_forward is not None:
+        reshard_after_forward = checked_reshard(reshard_after_forward, data.num_shards)
+    found = belongings(modules, ignored_params or (), lambda each: unit_of(each) is not None)
+    records = _shard(found, data, shard_placement_fn)
+    unit = Unit(
+        modules,
+        records,
+        _borrow(found),
+        data,
+        streams_for(data.device),
+        mp_policy,
+        offload_policy,
+        UnitPolicy(reshard_after_forward=reshard_after_forward, prefetch=prefetch_policy),
+    )
+    _bring_buffers(found.modules, data.device)
+    hooks.install(unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())])
+    for each in modules:
+        attach(each, unit)
+        swap_class(each)
+    for each in found.modules:
+        # Dynamo then takes parameters as inputs of the graph instead of guarding each object, which changes on every gather.
+        each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+    watcher.install()
+    watcher.sharded_again()
+    return module
+
+
+def state(module: nn.Module) -> Unit | None:
+    """The unit that `module` belongs to as one of its own modules; None if `fully_shard` was not called on it."""
+    return unit_of(module)
+
+
+fully_shard.state = state  # type: ignore[attr-defined]
+
+
+def _check_modules(modules: Sequence[Any]) -> None:
+    if not modules:
+        raise ModuleError("fully_shard got an empty list of modules")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise PolicyTypeError(f"fully_shard expects a module or a list of modules, got a {type(module).__name__}")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ModuleError(
+                f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it on the "
+                "modules inside, or pass them as a list to make one unit of them"
+            )
+        if unit_of(module) is not None:
+            raise ModuleError(
+                f"{type(module).__name__} is sharded already; fully_shard takes each module once (set_reshard_after_forward "
+                "and the other setters change a unit later)"
+            )
+    if len({id(module) for module in modules}) < len(modules):
+        raise ModuleError("fully_shard got a list that holds a module twice")
+
+
+def _check_policies(mp_policy: Any, offload_policy: Any, prefetch_policy: Any, ignored_params: Any) -> None:
+    expected = (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+        ("prefetch_policy", prefetch_policy, PrefetchPolicy),
+        ("ignored_params", ignored_params if ignored_params is not None else (), Collection),
+    )
+    for name, value, kind in expected:
+        if not isinstance(value, kind):
+            raise PolicyTypeError(
+                f"fully_shard({name}=...): expected a {kind.__module__}.{kind.__name__}, got a "
+                f"{type(value).__module__}.{type(value).__name__}"
+            )
+
+
+@torch.no_grad()
+def _shard(
+    found: Belongings, mesh: DataMesh, placement_fn: ShardPlacementFn | None
+) -> list[ShardedParameter]:
+    """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
+    forms = [form_of(each.parameter, mesh, _dim(each, placement_fn), each.name) for each in found.owned]
+    records = []
+    for each, form in zip(found.owned, forms, strict=True):
+        cut = form.cut
+        rows = cut.rows[mesh.shard_rank]
+        part = form.data if cut.dim is None else form.data.narrow(cut.dim, rows.start, rows.numel)
+        shard = nn.Parameter(dtensor(part.detach(), form.shard_spec), requires_grad=each.parameter.requires_grad)
+        record = ShardedParameter(
+            each.name,
+            form.data.shape,
+            form.data.dtype,
+            cut,
+            form.shard_spec,
+            form.whole_spec,
+            shard,
+            weakref.ref(each.holder),
+            each.places,
+        )
+        record.claim(each.parameter)
+        record.show(shard)
+        records.append(record)
+    return records
+
+
+def _dim(found: Found, placement_fn: ShardPlacementFn | None) -> int | None:
+    """The dim that the user's function asks for; None for the default."""
+    asked = None if placement_fn is None else placement_fn(found.parameter)
+    if asked is None:
+        return None
+    if not isinstance(asked, ShardSpec):
+        raise PlacementError(
+            f"{found.name}: shard_placement_fn returned {asked!r}; expected a torch.distributed.tensor.Shard, or None for Shard(0)"
+        )
+    return asked.dim
+
+
+def _borrow(found: Belongings) -> list[Unit]:
+    """Hang other units' parameters on the places where this unit's modules use them too; return those units."""
+    owners: dict[int, Unit] = {}
+    for each in found.borrowed:
+        owner = each.record.owner
+        if not isinstance(owner, Unit):
+            raise OwnershipError(
+                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; build the model anew"
+            )
+        each.record.places.append(each.place)
+        each.place.show(each.record.shard)
+        owners[owner.id] = owner
+    return list(owners.values())
+
+
+def _bring_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Buffers are used whole: they live where compute does."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,384 @@
+"""What a module can do once it is a unit: the methods that `fully_shard` adds, and the class that carries them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+from torch import nn
+
+from sherd.comm.collectives import (
+    GroupMemoryAllGather,
+    GroupMemoryReduceScatter,
+    SymmetricAllGather,
+)
+from sherd.engine.hooks import as_forward
+from sherd.engine.seal import runtime_of, unit_of
+from sherd.engine.unit import Unit
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError, ShardedAccessError, StateError
+from sherd.policy import AllGather, ReduceScatter
+
+
+class UnshardHandle:
+    """An all-gather started by `FSDPModule.unshard(async_op=True)`."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Go on only with the whole parameters in place; they are shown on the module. May be called more than once."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+class FSDPModule:
+    """The base that `fully_shard` puts in front of a module's class. Not to be made by hand.
+
+    Setters replace one field of the unit's policy; what they change holds from the next forward or backward on. Those that
+    take `recurse` change every unit at and below the module.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
+        """An instance of the original class: a sharded `Sequential[1:]` builds a plain `Sequential`."""
+        original = cls.__mro__[2]
+        plain = original.__new__(original, *args, **kwargs)
+        plain.__init__(*args, **kwargs)  # type: ignore[misc]
+        return cast(FSDPModule, plain)
+
+    # Whole and shard, by hand
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this unit's parameters, not those of units below it.
+
+        Args:
+            async_op: return a handle at once; the unit's next forward waits for it too.
+
+        Returns:
+            The handle if `async_op`, else None, with the whole parameters shown on the module.
+        """
+        unit, module = self._sherd_unit_and_module()
+        runtime = runtime_of(unit, module)
+        runtime.unshard(unit, wait=not async_op)
+        return UnshardHandle(lambda: runtime.unshard(unit, wait=True)) if async_op else None
+
+    def reshard(self) -> None:
+        """Free this unit's whole parameters and show the shards; not those of units below it."""
+        unit = self._sherd_unit_and_module()[0]
+        runtime = unit.runtime
+        if runtime is not None:
+            runtime.reshard(unit)
+
+    def reset_iter_state(self) -> None:
+        """Give up a forward or backward that raised: everything back to shards, gradients not yet reduced are lost.
+
+        The next forward of the root does the same by itself; call it to free memory at once.
+
+        Raises:
+            StateError: called on a unit that is not the root.
+        """
+        unit, module = self._sherd_unit_and_module()
+        runtime = runtime_of(unit, module)
+        if runtime.root is not unit:
+            raise StateError(f"reset_iter_state: {unit.name} is not the root; call it on {runtime.root.name}")
+        runtime.reset()
+
+    # Gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last before the optimizer step; until then reductions may stay in flight."""
+        unit, module = self._sherd_unit_and_module()
+        runtime_of(unit, module).expect_last_backward(is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. If not, they are kept whole, in the reduce dtype, and added up."""
+        self._sherd_change(
+            recurse, reduce_gradients=requires_gradient_sync, all_reduce_gradients=requires_gradient_sync
+        )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums over the replicate axis. If not, gradients are added up as shards."""
+        self._sherd_change(recurse, all_reduce_gradients=requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by `factor`, instead of by the number of data-parallel ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise PolicyTypeError(f"set_gradient_divide_factor({factor!r}): expected a number")
+        if not factor > 0:
+            raise PolicyError(f"set_gradient_divide_factor({factor!r}): expected a number above 0")
+        self._sherd_change(False, divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for torch's sake: sherd always sums, and scales on the way in."""
+        _require_bool("set_force_sum_reduction_for_comms", enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters that got no gradient here take part with zeros, because other ranks may have one."""
+        _require_bool("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
+        self._sherd_change(recurse, reduce_unused=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many units' gradients may be in reduction at once: more overlap, more memory. The largest of all units holds."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise PolicyTypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int")
+        if max_input_buffers < 1:
+            raise PolicyError(f"set_reduce_scatter_max_input_buffers({max_input_buffers}): expected 1 or more")
+        self._sherd_change(recurse, reduce_buffers=max_input_buffers)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce-scatter on a process group of its own, beside the all-gathers. Collective over the shard axis."""
+        _require_bool("set_separate_reduce_scatter_group", enable)
+        for unit in self._sherd_units(recurse):
+            if enable and unit.mesh.shard_group is not None:
+                unit.mesh.reduction_group()
+            unit.change(separate_reduce_group=enable)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook(reduced)` on this unit's reduced gradients (1-D, all of a group's shards), on `stream` if given.
+
+        Raises:
+            PolicyError: several groups, so that the hook would run several times; or `stream` on a mesh with replicas.
+        """
+        unit = self._sherd_single_group("set_all_reduce_hook")
+        if stream is not None and unit.mesh.num_replicas > 1:
+            raise PolicyError(f"set_all_reduce_hook: unit {unit.name} is replicated, its all-reduce has its own stream; pass none")
+        unit.change(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+
+    # Parameters
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
+        """What becomes of whole parameters after forward, as `fully_shard(reshard_after_forward=...)`; an int too."""
+        for unit in self._sherd_units(recurse):
+            unit.change(reshard_after_forward=checked_reshard(reshard_after_forward, unit.mesh.num_shards))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are freed after backward; if not, the next forward needs no all-gather."""
+        _require_bool("set_reshard_after_backward", reshard_after_backward)
+        self._sherd_change(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit's backward needs its parameters; an embedding's does not."""
+        _require_bool("set_unshard_in_backward", unshard_in_backward)
+        self._sherd_change(False, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """All-gather these behind this unit's forward, in this order, instead of what the learnt order says."""
+        self._sherd_change(False, forward_prefetch=_unit_ids(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """All-gather these behind this unit's backward, in this order, instead of what the learnt order says."""
+        self._sherd_change(False, backward_prefetch=_unit_ids(modules))
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """The next forward's all-gathers wait for `event`, recorded after the optimizer step, and for nothing later."""
+        unit, module = self._sherd_unit_and_module()
+        runtime_of(unit, module).gathers_follow(event)
+
+    # Collectives
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit's parameters with `comm`. Raises `PolicyError` if the unit has several groups."""
+        self._sherd_single_group("set_custom_all_gather").change(all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit's gradients with `comm`. Raises `PolicyError` if the unit has several groups."""
+        self._sherd_single_group("set_custom_reduce_scatter").change(reduce_scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Run this unit's collectives on memory of the process group's allocator, where it has one (NCCL)."""
+        _require_bool("set_allocate_memory_from_process_group_for_comm", enable)
+        unit = self._sherd_unit_and_module()[0]
+        self._sherd_require_own_comms(unit, "set_allocate_memory_from_process_group_for_comm")
+        if not enable or unit.mesh.shard_group is None:
+            unit.change(all_gather=None, reduce_scatter=None)
+            return
+        group, device = unit.mesh.shard_group, unit.mesh.device
+        unit.change(
+            all_gather=GroupMemoryAllGather(group, device), reduce_scatter=GroupMemoryReduceScatter(group, device)
+        )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Run this unit's all-gathers on symmetric memory. Raises `PolicyError` where there is none (CPU)."""
+        unit = self._sherd_unit_and_module()[0]
+        self._sherd_require_own_comms(unit, "set_symm_mem_for_comm")
+        if unit.mesh.device.type != "cuda" or unit.mesh.shard_group is None:
+            raise PolicyError(
+                f"set_symm_mem_for_comm: symmetric memory needs a CUDA mesh with a shard axis, unit {unit.name} is on "
+                f"{unit.mesh.device}; leave it out there"
+            )
+        unit.change(all_gather=SymmetricAllGather(unit.mesh.shard_group, backend))
+
+    # Inside
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module's, on the shards, which then go back into one buffer."""
+        unit = self._sherd_unit_and_module()[0]
+        unit.show_shards()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        unit.reseat()
+        unit.shards_written()
+        return result
+
+    def _sherd_unit_and_module(self) -> tuple[Unit, nn.Module]:
+        module = cast(nn.Module, self)
+        unit = unit_of(module)
+        assert unit is not None, "an FSDPModule has a unit from its making on"
+        return unit, module
+
+    def _sherd_units(self, recurse: bool) -> list[Unit]:
+        """This module's unit, and those below it if `recurse`, each once."""
+        unit, module = self._sherd_unit_and_module()
+        if not recurse:
+            return [unit]
+        found = (unit_of(each) for each in module.modules())
+        return list({each.id: each for each in found if each is not None}.values())
+
+    def _sherd_change(self, recurse: bool, **fields: Any) -> None:
+        for unit in self._sherd_units(recurse):
+            unit.change(**fields)
+
+    def _sherd_single_group(self, method: str) -> Unit:
+        unit = self._sherd_unit_and_module()[0]
+        if len(unit.weights) > 1:
+            groups = "; ".join(weights.group.name for weights in unit.weights)
+            raise PolicyError(
+                f"{method}: unit {unit.name} has {len(unit.weights)} groups (parameters that differ in dtype or in "
+                f"requires_grad: {groups}), so one custom collective would run several times; shard them as separate units"
+            )
+        return unit
+
+    def _sherd_require_own_comms(self, unit: Unit, method: str) -> None:
+        own = (GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather)
+        for comm in (unit.policy.all_gather, unit.policy.reduce_scatter):
+            if comm is not None and not isinstance(comm, own):
+                raise PolicyError(
+                    f"{method}: unit {unit.name} has a custom collective, {type(comm).__name__}, which chooses its memory itself"
+                )
+
+
+def checked_reshard(value: Any, num_shards: int) -> bool | int:
+    """`reshard_after_forward` as a user may give it. Raises `PolicyTypeError`, or `PolicyError` for a number that does not divide."""
+    if not isinstance(value, int):
+        raise PolicyTypeError(f"reshard_after_forward={value!r}: expected a bool, or an int that divides {num_shards}")
+    if not isinstance(value, bool) and (value < 1 or num_shards % value):
+        raise PolicyError(
+            f"reshard_after_forward={value}: parameters are sharded over {num_shards} ranks, and {value} does not divide that; "
+            f"use one of {[n for n in range(1, num_shards + 1) if num_shards % n == 0]}, True or False"
+        )
+    return value
+
+
+def _require_bool(method: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PolicyTypeError(f"{method}({value!r}): expected a bool")
+
+
+def _unit_ids(modules: Sequence[FSDPModule]) -> tuple[int, ...]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise PolicyError(f"expected modules that fully_shard was called on, got a {type(module).__name__}")
+    return tuple(module._sherd_unit_and_module()[0].id for module in modules)
+
+
+# The class
+
+_classes: dict[type, type] = {}
+
+
+def swap_class(module: nn.Module) -> None:
+    """Make `module` an `FSDPModule` too, in place: its class becomes one that has both."""
+    original = type(module)
+    if original not in _classes:
+        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy, "__module__": original.__module__}
+        members |= {name: _explained(name, method) for name, method in _public_methods(original)}
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
+    module.__class__ = _classes[original]
+
+
+def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
+    raise ModuleError(
+        f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or build a second "
+        "one and load this one's state_dict()"
+    )
+
+
+def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
+    """The methods that the user's own classes add to nn.Module's, forward apart."""
+    found: dict[str, Callable[..., Any]] = {}
+    known = set(dir(nn.Module)) | set(dir(FSDPModule))
+    for cls in original.__mro__:
+        if cls.__module__.startswith("torch."):
+            continue
+        for name, value in vars(cls).items():
+            if callable(value) and hasattr(value, "__get__") and not isinstance(value, (type, staticmethod, classmethod)):
+                if not name.startswith("_") and name not in known:
+                    found.setdefault(name, value)
+    return list(found.items())
+
+
+def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, with an error that says what to do when it finds shards where it needs whole parameters."""
+
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, StateError) or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            unit = unit_of(self)
+            raise ShardedAccessError(
+                f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are sharded, "
+                f"outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or module.unshard() before "
+                "and module.reshard() after"
+            ) from error
+
+    return call
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Run `module.method_name(...)` as a forward: parameters whole inside, resharded after as their policy says.
+
+    Does nothing on a module that is not sharded, so that a program may call it either way.
+
+    Raises:
+        ModuleError: there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    unit, _ = module._sherd_unit_and_module()
+    if not callable(getattr(module, method_name, None)):
+        raise ModuleError(f"{type(module).__name__} has no method {method_name!r} to register")
+    setattr(module, method_name, _BoundForward(unit, module, method_name))
+
+
+class _BoundForward:
+    """A method run as a forward. It finds its module weakly: the module holds it."""
+
+    def __init__(self, unit: Unit, module: nn.Module, method_name: str) -> None:
+        import weakref
+
+        self._unit = unit
+        self._module = weakref.ref(module)
+        self._function = getattr(type(module), method_name)
+        functools.update_wrapper(self, self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None, "called through the module"
+        return as_forward(self._unit, module, self._function.__get__(module))(*args, **kwargs)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let several models, pipeline stages say, use the same communication streams. In sherd those on one device always do.
+
+    Raises:
+        PolicyError: one of them is not sharded.
+    """
+    _unit_ids(modules)

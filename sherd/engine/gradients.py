@@ -1,0 +1,338 @@
+"""A group's gradients from whole to shard: collected, reduced over the ranks, added to the shards' `.grad`.
+
+Each gradient is copied once: from where autograd left it into the rows that the reduce-scatter sends, in the reduce dtype, and
+dropped. With 2 ranks and two tensors (a 2x2, b 2), mean over ranks:
+
+    rank 0: a.grad [[1 2] [3 4]]  b.grad [5 6]        rows  | 1 2 | 5 |     rank 0's shards get | (1+1)/2 (2+1)/2 | (5+3)/2 |
+                                                            | 3 4 | 6 |
+    rank 1: a.grad [[1 1] [1 1]]  b.grad [3 3]        rows  | 1 1 | 3 |     rank 1's shards get | (3+1)/2 (4+1)/2 | (6+3)/2 |
+                                                            | 1 1 | 3 |
+
+Without a reduction (`set_requires_gradient_sync(False)`) the rows stay and the next backward adds to them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import dtensor, local_tensor
+from sherd.comm.buffers import Buffer
+from sherd.comm.collectives import DEFAULT_REDUCE_SCATTER, all_reduce
+from sherd.comm.streams import Handoff, Streams
+from sherd.engine.group import Group
+from sherd.engine.pieces import row_views, tensor_views
+from sherd.errors import GradientError
+from sherd.policy import UnitPolicy
+
+BATCH_BYTES = 1 << 20
+"""Small gradients wait until this many bytes have come, and are copied in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What turns a sum over ranks into the mean: a factor for each gradient on its way in, and one for the sum."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def for_(cls, dtype: torch.dtype, divide_by: float) -> Scale:
+        """In float32 and wider all of it goes in front, where it is free. Narrow types:
+
+        bfloat16 has float32's range, so the sum is divided after it was widened. float16 overflows on sums and
+        underflows on quotients: half of the factor (a power of two, hence exact) in front and the rest behind.
+        """
+        if dtype.itemsize >= 4:
+            return cls(1 / divide_by, 1.0)
+        if dtype == torch.float16:
+            front = 2.0 ** math.floor(math.log2(divide_by) / 2)
+            return cls(1 / front, front / divide_by)
+        return cls(1.0, 1 / divide_by)
+
+
+class _Rows:
+    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it."""
+
+    def __init__(self, group: Group) -> None:
+        packing = group.packing
+        self.buffer = Buffer(packing.num_ranks * packing.rest_numel, group.reduce_dtype, group.device)
+        rows = self.buffer.tensor.view(packing.num_ranks, packing.rest_numel)
+        self.views = [row_views(rows, slot) for slot in packing.slots]
+        self.filled: set[int] = set()
+
+
+@dataclass(eq=False, slots=True)
+class _Reduction:
+    """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time."""
+
+    handoff: Handoff
+    rows: _Rows
+    reduced: torch.Tensor
+    with_gradient: frozenset[int]
+    scale: Scale
+    partial: bool
+
+
+class Gradients:
+    """One group's gradients. `complete()` is called when every trainable parameter has had its gradient."""
+
+    def __init__(self, group: Group, streams: Streams, complete: Callable[[], None]) -> None:
+        self.group = group
+        self._streams = streams
+        self._complete = complete
+        self._specs = group.grad_specs()
+        self._arrived: set[int] = set()
+        self._batch: list[tuple[int, torch.Tensor]] = []
+        self._batch_bytes = 0
+        self._rows: _Rows | None = None
+        self._spare: list[_Rows] = []
+        self._reduction: _Reduction | None = None
+        self._partial: torch.Tensor | None = None
+        self._partly_reduced: frozenset[int] = frozenset()
+        self._scale = Scale(1.0, 1.0)
+        self._expected = 0
+
+    def watch(self, index: int, parameter: nn.Parameter) -> None:
+        """Take the gradient of `parameter`, the whole form of the group's parameter `index`, whenever there is one."""
+        if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
+            return
+        # Weak: the parameter holds its hook, and we hold the parameter.
+        this = weakref.ref(self)
+
+        @torch._dynamo.disable(recursive=True)  # type: ignore[untyped-decorator]
+        def arrived(whole: torch.Tensor) -> None:
+            gradients = this()
+            if gradients is not None:
+                gradients._take(index, whole)
+
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)
+        parameter.requires_grad_(self.group.parameters[index].shard.requires_grad)
+
+    # Collecting
+
+    def expect(self, divide_by: float) -> None:
+        """A backward is about to reach the group: what will come, and by how much the sum will be divided."""
+        self._expected = sum(each.shard.requires_grad for each in self.group.parameters)
+        self._scale = Scale.for_(self.group.reduce_dtype, divide_by)
+
+    @property
+    def expects_any(self) -> bool:
+        """Whether the group has a trainable parameter."""
+        return self._expected > 0
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether there are gradients that no reduction has taken, or that one has taken half of the way."""
+        collected = bool(self._batch) or (self._rows is not None and bool(self._rows.filled))
+        return collected or self._partial is not None
+
+    def _take(self, index: int, whole: torch.Tensor) -> None:
+        gradient = whole.grad
+        assert gradient is not None, "autograd calls the hook after it has accumulated"
+        whole.grad = None
+        if isinstance(gradient, DTensor):
+            gradient = self._local_gradient(index, gradient)
+        if gradient.layout is not torch.strided:
+            raise GradientError(
+                f"{self.group.parameters[index].name}: its gradient is {gradient.layout}; only dense gradients are "
+                "reduced, so build the embedding with sparse=False"
+            )
+        self._batch.append((index, gradient))
+        self._batch_bytes += gradient.nbytes
+        self._arrived.add(index)
+        if len(self._arrived) >= self._expected:
+            self._copy_batch()
+            self._arrived.clear()
+            self._complete()
+        elif self._batch_bytes >= BATCH_BYTES:
+            self._copy_batch()
+
+    def _local_gradient(self, index: int, gradient: DTensor) -> torch.Tensor:
+        """Under tensor parallelism: the gradient as the parameter is placed. Data-parallel axes are left to our reduction."""
+        spec = self.group.parameters[index].whole_spec
+        assert spec is not None, "only a DTensor parameter has a DTensor gradient"
+        data_axes = self._data_axes(spec.mesh.mesh_dim_names)
+        wanted = [
+            have if axis in data_axes else want
+            for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
+        ]
+        return local_tensor(gradient.redistribute(placements=wanted))
+
+    def _data_axes(self, names: tuple[str, ...] | None) -> set[int]:
+        dims = self.group.mesh.dims
+        if dims is None or names is None:
+            return set()
+        return {names.index(name) for name in (*dims.shard_names, *dims.replicate_names) if name in names}
+
+    @torch.no_grad()
+    def _copy_batch(self) -> None:
+        """Move the waiting gradients into the rows: written where nothing is yet, added where something is."""
+        if not self._batch:
+            return
+        rows = self._rows if self._rows is not None else self._take_rows()
+        fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index, gradient in self._batch:
+            targets, sources = again if index in rows.filled else fresh
+            targets.extend(rows.views[index])
+            sources.extend(tensor_views(gradient, self.group.packing.slots[index].cut))
+            rows.filled.add(index)
+        self._batch.clear()
+        self._batch_bytes = 0
+        before = self._scale.before
+        if again[0]:
+            torch._foreach_add_(*again, alpha=before)
+        if before == 1.0 and fresh[0]:
+            torch._foreach_copy_(*fresh)
+        else:
+            for target, source in zip(*fresh, strict=True):
+                # Scaled while it is copied; a narrow gradient is widened first, or it would be rounded twice.
+                if source.dtype == target.dtype:
+                    torch.mul(source, before, out=target)
+                else:
+                    target.copy_(source).mul_(before)
+
+    def _take_rows(self) -> _Rows:
+        rows = self._spare.pop() if self._spare else _Rows(self.group)
+        rows.buffer.allocate()
+        self._rows = rows
+        return rows
+
+    def _return_rows(self, rows: _Rows) -> None:
+        rows.filled.clear()
+        rows.buffer.free()
+        self._spare.append(rows)
+
+    # Reducing
+
+    @torch.no_grad()
+    def reduce(self, policy: UnitPolicy) -> None:
+        """Start the reduction of what has been collected: over the shard axis, then, if `policy` says so, the replicas."""
+        self._copy_batch()
+        self._arrived.clear()
+        rows = self._rows
+        if rows is None and self._partial is not None and policy.all_reduce_gradients:
+            rows = self._take_rows()  # nothing new, but earlier backwards still wait for the replicas
+        if rows is None:
+            return
+        group, mesh = self.group, self.group.mesh
+        self._rows = None
+        trainable = frozenset(i for i, each in enumerate(group.parameters) if each.shard.requires_grad)
+        for index in range(len(group.parameters)):
+            if index not in rows.filled:
+                torch._foreach_zero_(rows.views[index])
+        reduce_scatter = policy.reduce_scatter or DEFAULT_REDUCE_SCATTER
+        shard_group = mesh.reduction_group() if policy.separate_reduce_group else mesh.shard_group
+        result: list[torch.Tensor] = []
+
+        def scatter(async_op: bool) -> dist.Work | None:
+            size = (group.packing.rest_numel,)
+            reduced = reduce_scatter.allocate(size, dtype=group.reduce_dtype, device=group.device)
+            result.append(reduced)
+            sent = rows.buffer.tensor
+            return reduce_scatter(reduced, sent, shard_group, dist.ReduceOp.SUM, async_op)  # type: ignore[arg-type]
+
+        # The rows are compute's memory and compute has just written them.
+        self._streams.reduce.follow_compute()
+        handoff = self._streams.reduce.run(scatter)
+        (reduced,) = result
+        replicated = mesh.num_replicas > 1
+        if replicated and policy.all_reduce_gradients:
+            handoff = self._all_reduce(reduced, handoff)
+        used = frozenset(rows.filled) | (trainable if policy.reduce_unused else frozenset())
+        partial = replicated and not policy.all_reduce_gradients
+        self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial)
+
+    def _all_reduce(self, reduced: torch.Tensor, scattered: Handoff) -> Handoff:
+        """Sum over the replicas, with what earlier backwards left to this one."""
+        earlier, self._partial = self._partial, None
+
+        def run(async_op: bool) -> dist.Work | None:
+            if earlier is not None:
+                reduced.add_(earlier)
+            return all_reduce(reduced, self.group.mesh.replicate_group, async_op)
+
+        return self._streams.all_reduce.run(run, after=scattered)
+
+    @torch.no_grad()
+    def settle(self, policy: UnitPolicy) -> None:
+        """Order compute after the reduction, add its result to the shards' gradients, free the rows."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        reduction.handoff.wait()
+        self._return_rows(reduction.rows)
+        reduced = reduction.reduced
+        if reduction.partial:
+            self._partial = reduced if self._partial is None else self._partial.add_(reduced)
+            self._partly_reduced |= reduction.with_gradient
+            return
+        if reduction.scale.after != 1.0:
+            reduced = reduced.to(self.group.dtype) if self.group.dtype.itemsize > reduced.itemsize else reduced
+            reduced.mul_(reduction.scale.after)
+        if policy.all_reduce_hook is not None:
+            self._run_hook(policy, reduced)
+        if reduced.dtype != self.group.dtype:
+            reduced = reduced.to(self.group.dtype)
+        with_gradient, self._partly_reduced = reduction.with_gradient | self._partly_reduced, frozenset()
+        self._give_to_shards(self.group.place.store(reduced), with_gradient)
+
+    def _run_hook(self, policy: UnitPolicy, reduced: torch.Tensor) -> None:
+        hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
+        assert hook is not None, "called only when there is a hook"
+        if stream is None:
+            hook(reduced)
+        else:
+            self._streams.run_beside(stream, lambda: hook(reduced))
+
+    def _give_to_shards(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
+        """Every shard's gradient is a view of `reduced`, which lives as long as one of them does."""
+        sums: list[torch.Tensor] = []
+        terms: list[torch.Tensor] = []
+        rank = self.group.mesh.shard_rank
+        for index in sorted(with_gradient):
+            parameter, slot = self.group.parameters[index], self.group.packing.slots[index]
+            held = slot.held(rank)
+            term = reduced[held.start : held.stop].view(slot.cut.local_shape(rank))
+            gradient = parameter.shard.grad
+            if gradient is None:
+                parameter.shard.grad = dtensor(term, self._specs[index])
+            elif isinstance(gradient, DTensor):
+                sums.append(local_tensor(gradient))
+                terms.append(term)
+            else:
+                raise GradientError(
+                    f"{parameter.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced gradient "
+                    "cannot be added to it; set it to None, or to a DTensor placed as the parameter"
+                )
+        if sums:
+            torch._foreach_add_(sums, terms)
+
+    # Giving up
+
+    def forget(self) -> None:
+        """Drop everything that has not reached the shards."""
+        if self._reduction is not None:
+            self._reduction.handoff.wait()
+            self._return_rows(self._reduction.rows)
+            self._reduction = None
+        if self._rows is not None:
+            self._return_rows(self._rows)
+            self._rows = None
+        self._batch.clear()
+        self._batch_bytes = 0
+        self._arrived.clear()
+        self._partial = None
+        self._partly_reduced = frozenset()
+
+    def end_backward(self) -> None:
+        """The pass is over: gradients that did not come will not come."""
+        self._arrived.clear()

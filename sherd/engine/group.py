@@ -1,0 +1,115 @@
+"""The parameters of a unit that share dtypes and trainability, and the one rest buffer their shards are views of.
+
+What differs between two parameters of a unit (mixed dtypes, frozen layers) puts them into two groups; a group needs no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import DTensorSpec, dtensor, dtensor_spec, replace_local_tensor
+from sherd.comm.mesh import DataMesh
+from sherd.engine.offload import RestingPlace
+from sherd.engine.parameter import ShardedParameter
+from sherd.layout.packing import Packing, pack
+from sherd.policy import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the parameters of one group have in common. `gathers_itself`: a tensor subclass with its own all-gather."""
+
+    dtype: torch.dtype
+    trainable: bool
+    gathers_itself: bool
+
+
+def kind_of(parameter: ShardedParameter) -> Kind:
+    """The group that `parameter` belongs to."""
+    local = parameter.local
+    return Kind(local.dtype, parameter.shard.requires_grad, hasattr(local, "fsdp_pre_all_gather"))
+
+
+class Group:
+    """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
+
+    `rest` is 1-D, `packing.rest_numel` elements: this rank's shards. Each shard's local tensor is a view of it, so that the
+    optimizer writes what the next all-gather sends.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        mesh: DataMesh,
+        precision: MixedPrecisionPolicy,
+        place: RestingPlace,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.mesh = mesh
+        self.place = place
+        self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_shards)
+        self.dtype = self.parameters[0].local.dtype
+        floating = self.dtype.is_floating_point
+        self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
+        self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
+        self.device = mesh.device
+        self.rest = self._gather_shards_into_one_buffer()
+
+    @property
+    def name(self) -> str:
+        """For messages: the first parameter, and how many more there are."""
+        more = len(self.parameters) - 1
+        return self.parameters[0].name + (f" (and {more} more)" if more else "")
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return self.packing.whole_numel * self.compute_dtype.itemsize
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the shards have no data yet."""
+        return self.rest.is_meta
+
+    @property
+    def is_seated(self) -> bool:
+        """Whether every shard is still the view of the rest buffer that it was made as."""
+        start, device = self.rest.untyped_storage().data_ptr(), self.rest.device
+        locals_ = [each.local for each in self.parameters]
+        return all(each.device == device and each.untyped_storage().data_ptr() == start for each in locals_)
+
+    def _gather_shards_into_one_buffer(self) -> torch.Tensor:
+        """Copy the shards' local tensors into a new rest buffer, and make them views of it."""
+        device = self.parameters[0].local.device
+        rest = self.place.empty(self.packing.rest_numel, self.dtype, device)
+        for parameter, slot in zip(self.parameters, self.packing.slots, strict=True):
+            held = slot.held(self.mesh.shard_rank)
+            seat = rest[held.start : held.stop].view(slot.cut.local_shape(self.mesh.shard_rank))
+            if not rest.is_meta:
+                seat.copy_(parameter.local)
+            assert isinstance(parameter.shard, DTensor), "a shard is a DTensor"
+            replace_local_tensor(parameter.shard, seat)
+            parameter.claim(parameter.shard)
+        return rest
+
+    def grad_specs(self) -> list[DTensorSpec]:
+        """What each shard's gradient is as a DTensor: the shard's own layout, in the group's dtype."""
+        specs = []
+        for parameter in self.parameters:
+            old = parameter.shard_spec
+            specs.append(
+                old
+                if parameter.dtype == self.dtype
+                else dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
+            )
+        return specs
+
+
+def new_shard(form_data: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
+    """The Parameter that replaces the user's: a DTensor around this rank's part."""
+    return nn.Parameter(dtensor(form_data, spec), requires_grad=requires_grad)

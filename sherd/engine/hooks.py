@@ -1,0 +1,152 @@
+"""Module calls, autograd and state dicts, turned into calls of the runtime. The only file that hooks into modules.
+
+    where                         hook                                    what the runtime hears
+    module call                   forward pre-hook, first of all          enter
+    module return, or raise       forward hook, always called             leave
+    first node behind an output   prehook on its grad_fn                  before_backward
+    node that made an input       prehook on its grad_fn                  after_backward
+    a parameter's gradient        post-accumulate hook (gradients.py)     gradients complete
+    end of backward               engine callback (runtime.py)            end of backward
+
+No autograd Function is put around the user's tensors: it would forbid in-place operations on them. A prehook on
+`(t._base or t).grad_fn` also survives a user's in-place change of `t`.
+
+The node that made an input runs after every node of the unit: autograd takes ready nodes in the reverse order of their making.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sherd.engine.loading import after_load, before_load
+from sherd.engine.runtime import Runtime
+from sherd.engine.seal import runtime_of
+from sherd.engine.structures import map_tensors, tensors_in
+from sherd.engine.unit import Unit
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def install(unit: Unit, modules: Sequence[nn.Module], holders: Iterable[nn.Module]) -> None:
+    """Hook the unit's `modules` for forward and backward, and the `holders` of its parameters for state dicts."""
+    for module in modules:
+        # Disabled for Dynamo here and not inside: a compiled block must find no Python of ours to trace
+        # (test_compiled_block_is_one_graph).
+        module.register_forward_pre_hook(_eager(_before_forward, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(_eager(_after_forward, unit), always_call=True)
+    for holder in holders:
+        holder.register_state_dict_pre_hook(_eager(_before_save, unit))
+        holder.register_load_state_dict_pre_hook(_eager(before_load, unit))
+        holder.register_load_state_dict_post_hook(_eager(after_load, unit))
+
+
+def _eager(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
+    bound = functools.partial(function, unit)
+    disabled: Callable[..., Any] = torch._dynamo.disable(bound, recursive=True)
+    return disabled
+
+
+def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of `module`, run as if it were its forward."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _before_forward(unit, module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            _after_forward(unit, module, args, None)
+            raise
+        return _after_forward(unit, module, args, output)
+
+    return run
+
+
+# Forward
+
+
+def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    runtime = runtime_of(unit, module)
+    call = runtime.enter(unit, module)
+    if call.outermost and unit.mesh.device.type != "cpu":
+        args, kwargs = map_tensors(functools.partial(_to_device, unit.mesh.device), (args, kwargs))
+    precision = unit.precision
+    if precision.cast_forward_inputs and precision.param_dtype is not None:
+        args, kwargs = map_tensors(functools.partial(_cast, precision.param_dtype), (args, kwargs))
+    if call.opens_run and torch.is_grad_enabled():
+        _watch_inputs(runtime, unit, (args, kwargs))
+    return args, kwargs
+
+
+def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
+    runtime = unit.runtime
+    if runtime is None:
+        return output
+    differentiable = torch.is_grad_enabled()
+    if not runtime.leave(module, differentiable):
+        return output
+    if unit.precision.output_dtype is not None:
+        output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)
+    if differentiable:
+        _watch_outputs(runtime, unit, output)
+    return output
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+
+# Backward
+
+
+def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
+    """Tell the runtime when backward reaches the first node behind an output of `unit`."""
+
+    def reached(_: Any) -> None:
+        runtime.before_backward(unit)
+
+    for node in _nodes_of(output):
+        node.register_prehook(reached)
+
+
+def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
+    """Tell the runtime when backward has passed all of `unit`: when it reaches a node that made one of the inputs."""
+
+    def passed(_: Any) -> None:
+        runtime.after_backward(unit)
+
+    for tensor in tensors_in(inputs):
+        if tensor.requires_grad and tensor.grad_fn is None and tensor.is_leaf:
+            # A leaf (a detached input of a reentrant checkpoint, say) has no such node: its gradient is the sign.
+            tensor.register_hook(passed)
+    for node in _nodes_of(inputs):
+        node.register_prehook(passed)
+
+
+def _nodes_of(value: Any) -> list[Any]:
+    """The distinct autograd nodes that made the tensors in `value`."""
+    nodes: dict[Any, None] = {}
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            node = (tensor if tensor._base is None else tensor._base).grad_fn
+            if node is not None:
+                nodes[node] = None
+    return list(nodes)
+
+
+# State dicts
+
+
+def _before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    unit.show_shards()

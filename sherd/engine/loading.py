@@ -1,0 +1,50 @@
+"""What `load_state_dict` finds in place of whole tensors: before it, each is cut to this rank's shard; after it, shards may be new.
+
+torch copies a DTensor into a DTensor, but refuses a plain tensor. Here a full state dict loads as it is, without communication, as
+every rank holds all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sherd._torch import dtensor, dtensor_spec
+from sherd.engine.parameter import ShardedParameter, record_of
+from sherd.engine.unit import Unit
+
+
+def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Show the shards of `module`, and cut the whole tensors that are about to be loaded into them."""
+    unit.show_shards()
+    for attribute, parameter in module._parameters.items():
+        record = None if parameter is None else record_of(parameter)
+        given = state_dict.get(prefix + attribute)
+        if record is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+            continue
+        if given.shape == record.shard.shape:
+            state_dict[prefix + attribute] = _shard_of(record, given, unit.mesh.shard_rank)
+
+
+def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
+    """Take up Parameters that `assign=True` has exchanged, and note that the shards have new values."""
+    for attribute, parameter in module._parameters.items():
+        record = unit.record_at(module, attribute)
+        if record is not None and parameter is not None and parameter is not record.shard:
+            record.exchange(parameter)
+    unit.reseat()
+    unit.shards_written()
+
+
+def _shard_of(record: ShardedParameter, whole: torch.Tensor, rank: int) -> DTensor:
+    """This rank's part of `whole`, a view of it, as a DTensor like the shard."""
+    spec = record.shard_spec
+    if record.whole_spec is not None:
+        return distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
+    cut = record.cut
+    rows = cut.rows[rank]
+    local = whole if cut.dim is None else whole.narrow(cut.dim, rows.start, rows.numel)
+    return dtensor(local.detach(), dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype))

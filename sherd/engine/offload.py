@@ -1,0 +1,41 @@
+"""Where shards rest between two uses: on the mesh's device, or in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sherd.policy import CPUOffloadPolicy, OffloadPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class RestingPlace:
+    """`device`: where rest buffers and shard gradients live; `pinned`: in page-locked host memory."""
+
+    device: torch.device
+    pinned: bool = False
+
+    @classmethod
+    def under(cls, policy: OffloadPolicy, mesh_device: torch.device) -> RestingPlace:
+        """What `policy` says, on a mesh of `mesh_device`. On a CPU mesh offloading is where things are anyway."""
+        if not isinstance(policy, CPUOffloadPolicy):
+            return cls(mesh_device)
+        return cls(torch.device("cpu"), pinned=policy.pin_memory and mesh_device.type != "cpu")
+
+    def empty(self, numel: int, dtype: torch.dtype, now_on: torch.device) -> torch.Tensor:
+        """A zeroed buffer here; a meta one while the parameters have no data (`now_on` meta)."""
+        if now_on.type == "meta":
+            return torch.empty(numel, dtype=dtype, device="meta")
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+    def fetch(self, rest: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """`rest` on the compute device; the copy is ordered on the current stream."""
+        return rest if rest.device == device else rest.to(device, non_blocking=True)
+
+    def store(self, reduced: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient, brought here.
+
+        The copy to host memory is waited for: the optimizer that reads it runs on the host, which no stream orders.
+        """
+        return reduced if reduced.device == self.device else reduced.to(self.device)

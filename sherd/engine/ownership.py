@@ -1,0 +1,81 @@
+"""Which unit owns which parameter: nested units, tied parameters, ignored ones.
+
+A parameter belongs to the first unit that shards it. A later unit whose modules use it too (tied weights) borrows it: it hangs the
+same shard on its own places and makes the owner its companion, which is whole whenever the borrower is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from sherd.engine.parameter import Place, ShardedParameter, record_of
+
+
+@dataclass(frozen=True)
+class Found:
+    """One parameter to shard: its name from the unit's module on, the module it was first met on, all its places."""
+
+    name: str
+    parameter: nn.Parameter
+    holder: nn.Module
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A place where another unit's parameter hangs."""
+
+    record: ShardedParameter
+    place: Place
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a unit is made of. `modules`: every module below it that no nested unit has."""
+
+    modules: list[nn.Module]
+    owned: list[Found]
+    borrowed: list[Borrowed]
+
+
+def belongings(
+    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_unit: Callable[[nn.Module], bool]
+) -> Belongings:
+    """Walk the modules below `roots`, not into modules that are units already, and sort their parameters."""
+    ignored_ids = {id(parameter) for parameter in ignored}
+    modules: dict[int, nn.Module] = {}
+    owned: dict[int, Found] = {}
+    borrowed: list[Borrowed] = []
+    for prefix, module in _walk(roots, is_unit):
+        modules[id(module)] = module
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored_ids:
+                continue
+            place = Place(module._parameters, attribute)
+            record = record_of(parameter)
+            if record is not None:
+                borrowed.append(Borrowed(record, place))
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
+    return Belongings(list(modules.values()), list(owned.values()), borrowed)
+
+
+def _walk(
+    roots: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below `roots` once, with its name; nested units and what is below them are left out."""
+    own = {id(root) for root in roots}
+    seen: set[int] = set()
+    stack = [("", root) for root in reversed(roots)]
+    while stack:
+        prefix, module = stack.pop()
+        if id(module) in seen or (id(module) not in own and is_unit(module)):
+            continue
+        seen.add(id(module))
+        yield prefix, module
+        children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module._modules.items() if child]
+        stack.extend(reversed(children))

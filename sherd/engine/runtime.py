@@ -1,0 +1,291 @@
+"""One per model: the units below a root, their schedule, and the carrying out of its actions.
+
+Units are sealed into a runtime when the root's first forward begins; from then on nothing about it is optional. A unit that is
+used on its own before has a runtime of its own, which the root's one replaces.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sherd._torch import at_end_of_backward, in_backward
+from sherd.engine.unit import Unit
+from sherd.errors import StateError
+from sherd.policy import UnitPolicy
+from sherd.schedule.actions import (
+    Action,
+    AfterBackward,
+    AfterForward,
+    Await,
+    BeforeBackward,
+    BeforeForward,
+    EndBackward,
+    EndForward,
+    Event,
+    Forget,
+    Free,
+    Gather,
+    GradientsReady,
+    Reduce,
+    Reset,
+    Reshard,
+    Settle,
+    ShardsChanged,
+    Shrink,
+    Unshard,
+)
+from sherd.schedule.schedule import Schedule
+from sherd.schedule.state import Keep, Limits, Live, State, UnitSpec
+
+_DO: dict[type[Action], Callable[[Unit], None]] = {
+    Gather: Unit.gather,
+    Await: Unit.wait,
+    Free: Unit.free,
+    Shrink: Unit.shrink,
+    Reduce: Unit.reduce,
+    Settle: Unit.settle,
+    Forget: Unit.forget,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward under way. `opens_run`: it is the first of its unit's modules to run in this pass.
+
+    `handling` is the exception that was being handled when it began, to tell a new one from.
+    """
+
+    unit: Unit
+    module: int
+    outermost: bool
+    opens_run: bool
+    recomputing: bool
+    handling: BaseException | None
+
+
+class Runtime:
+    """The units of one model, in the order of `named_modules`, the first being the root's.
+
+    It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it raised.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.in_backward = False
+        self._is_last_backward = True
+        self._calls: list[Call] = []
+        self._step_event: Any = None
+        self._index = {unit.id: index for index, unit in enumerate(self.units)}
+        self._policies: list[UnitPolicy] = []
+        self.schedule = Schedule(())
+        self.revise()
+
+    @property
+    def root(self) -> Unit:
+        """The outermost unit."""
+        return self.units[0]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward, backward or reduction is under way."""
+        return not self._calls and not self.in_backward and not self.schedule.state.reducing
+
+    # Events
+
+    def on(self, event: Event) -> None:
+        """Carry out what the schedule answers."""
+        for action in self.schedule.on(event):
+            _DO[type(action)](self.units[action.unit])
+
+    def index(self, unit: Unit) -> int:
+        """Where `unit` stands in the schedule."""
+        return self._index[unit.id]
+
+    def enter(self, unit: Unit, module: nn.Module) -> Call:
+        """A forward of `module`, one of `unit`'s, begins: make it whole.
+
+        A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's backward
+        is like any other.
+        """
+        recomputing = self.in_backward and in_backward()
+        outermost = not self._calls and not recomputing
+        call = Call(unit, id(module), outermost, unit.module_begins(), recomputing, sys.exc_info()[1])
+        self._calls.append(call)
+        if call.outermost:
+            self._begin_forward(unit)
+        if recomputing:
+            unit.expect_gradients(self._gradients_complete)
+        self.on(BeforeForward(self._index[unit.id], recomputing))
+        return call
+
+    def leave(self, module: nn.Module, differentiable: bool) -> bool:
+        """A forward of `module` has ended; whether it did so by returning.
+
+        It may have raised, or never have begun because `enter` did.
+        """
+        if not self._calls or self._calls[-1].module != id(module):
+            return False
+        call = self._calls.pop()
+        raised = sys.exc_info()[1] is not call.handling
+        if call.unit.module_ends(module) or raised:
+            self.on(AfterForward(self._index[call.unit.id], call.recomputing))
+        if call.outermost:
+            self._end_forward(differentiable and not raised)
+        return not raised
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if self.in_backward:
+            self._recover_from_backward(unit)
+        self.revise()
+        event, self._step_event = self._step_event, None
+        for streams in {id(each.streams): each.streams for each in self.units}.values():
+            streams.begin_step(event)
+
+    def _end_forward(self, differentiable: bool) -> None:
+        for index, unit in enumerate(self.units):
+            if unit.run_ends():  # a list unit of which the forward ran only some modules
+                self.on(AfterForward(index))
+        self.on(EndForward(differentiable))
+
+    def gathers_follow(self, event: Any) -> None:
+        """The next forward's gathers wait for `event`, the optimizer's, instead of for all of compute."""
+        self._step_event = event
+
+    def before_backward(self, unit: Unit) -> None:
+        """Autograd has reached an output of `unit`."""
+        if not self.in_backward:
+            self.in_backward = True
+            self.revise()
+            at_end_of_backward(self._end_backward)
+        unit.expect_gradients(self._gradients_complete)
+        self.on(BeforeBackward(self._index[unit.id]))
+
+    def after_backward(self, unit: Unit) -> None:
+        """Autograd is past the inputs of `unit`."""
+        if self.in_backward:
+            self.on(AfterBackward(self._index[unit.id], unit.unreduced))
+
+    def _gradients_complete(self, unit: Unit) -> None:
+        self.on(GradientsReady(self._index[unit.id]))
+
+    def _end_backward(self) -> None:
+        """Autograd is done: whatever is left over is reduced and freed."""
+        if not self.in_backward:
+            return
+        for index, unit in enumerate(self.units):
+            if unit.unreduced:
+                self.on(AfterBackward(index, unreduced=True))
+            unit.end_backward()
+        self.on(EndBackward(self._is_last_backward))
+        self.in_backward = False
+
+    def expect_last_backward(self, is_last: bool) -> None:
+        """Whether the next backward is the last one before the optimizer step; reductions stay in flight till then."""
+        self._is_last_backward = is_last
+
+    # The user's own moves
+
+    def unshard(self, unit: Unit, wait: bool) -> None:
+        """Start `unit`'s all-gather, and wait for it if told so."""
+        self.revise()
+        self.on(Unshard(self._index[unit.id], wait))
+
+    def reshard(self, unit: Unit) -> None:
+        """Free `unit`'s whole parameters."""
+        self.on(Reshard(self._index[unit.id]))
+
+    def show_shards(self, unit: Unit) -> None:
+        """As `reshard`, for somebody who will read or write shards; refused while they are needed whole."""
+        if self._calls or (self.in_backward and in_backward()):
+            during = "backward" if self.in_backward else "forward"
+            raise StateError(
+                f"the shards of unit {unit.name} were asked for (state_dict, load_state_dict or .to()) in the middle of a "
+                f"{during} that needs its whole parameters; do it before or after"
+            )
+        self.reshard(unit)
+
+    def shards_written(self, unit: Unit) -> None:
+        """`unit`'s whole parameters, if there are any, are older than its shards."""
+        self.on(ShardsChanged(self._index[unit.id]))
+
+    # When things go wrong
+
+    def reset(self, gradients: bool = True) -> None:
+        """Back to shards with nothing in flight; `gradients`: what has not reached the shards is lost."""
+        self.on(Reset(gradients))
+        self._calls.clear()
+        self.in_backward = False
+        for unit in self.units:
+            unit.end_backward()
+            unit.run_ends()
+
+    def _recover_from_backward(self, unit: Unit) -> None:
+        """The last backward raised, so its final callback never ran."""
+        if unit is not self.root:
+            raise StateError(
+                f"forward of unit {unit.name} while the last backward of {self.root.name} has raised and left gradients "
+                f"half reduced; run {self.root.name}'s forward, or call its reset_iter_state(), first"
+            )
+        self.reset()
+
+    # Choices
+
+    def revise(self) -> None:
+        """Look at the units' policies again, if any has changed."""
+        policies = [unit.policy for unit in self.units]
+        if policies == self._policies:
+            return
+        self._policies = policies
+        specs = tuple(self._spec(unit) for unit in self.units)
+        state = self.schedule.state
+        live = state.live if state.specs else tuple(unit.live for unit in self.units)
+        self.schedule.move_to(
+            State(
+                specs,
+                self._limits(),
+                live,
+                state.forward,
+                state.finished,
+                state.backward,
+                state.entered,
+                state.reducing,
+                state.stale,
+            )
+        )
+
+    def _limits(self) -> Limits:
+        prefetch = self.root.policy.prefetch
+        buffers = max(unit.policy.reduce_buffers for unit in self.units)
+        return Limits(prefetch.forward_depth, prefetch.backward_depth, prefetch.bytes_in_flight, buffers)
+
+    def _spec(self, unit: Unit) -> UnitSpec:
+        policy = unit.policy
+        return UnitSpec(
+            whole_bytes=unit.whole_bytes,
+            after_forward=_keep(policy.reshard_after_forward, unit is self.root, unit.mesh.num_shards),
+            reshard_after_backward=policy.reshard_after_backward,
+            unshard_in_backward=policy.unshard_in_backward,
+            reduces=policy.reduce_gradients,
+            companions=tuple(self._index[each.id] for each in unit.companions if each.id in self._index),
+            forward_prefetch=self._indices(policy.forward_prefetch),
+            backward_prefetch=self._indices(policy.backward_prefetch),
+        )
+
+    def _indices(self, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if ids is None else tuple(self._index[each] for each in ids if each in self._index)
+
+
+def _keep(reshard: bool | int | None, is_root: bool, num_shards: int) -> Keep:
+    """What `reshard_after_forward` means to the schedule."""
+    if reshard is None:
+        return Keep.FOR_BACKWARD if is_root else Keep.NOTHING
+    if isinstance(reshard, bool):
+        return Keep.NOTHING if reshard else Keep.ALWAYS
+    if reshard == num_shards:
+        return Keep.NOTHING
+    return Keep.ALWAYS if reshard == 1 else Keep.PART

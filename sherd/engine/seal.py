@@ -1,0 +1,76 @@
+"""Which units run together: the runtime of a root module, made when its first forward begins.
+
+On a module there is one private key for its unit and, on a root, one for its runtime; both are read here only.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sherd.engine.runtime import Runtime
+from sherd.engine.unit import Unit
+from sherd.errors import StateError
+
+_UNIT = "_sherd_unit"
+_RUNTIME = "_sherd_runtime"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` was made into, alone or in a list."""
+    unit = module.__dict__.get(_UNIT)
+    return unit if isinstance(unit, Unit) else None
+
+
+def attach(module: nn.Module, unit: Unit) -> None:
+    """Make `unit` the unit of `module`; the module keeps it alive."""
+    module.__dict__[_UNIT] = unit
+
+
+def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
+    """The runtime that `unit` is sealed into; if there is none yet, `module`, one of its modules, becomes a root."""
+    runtime = unit.runtime
+    return runtime if runtime is not None else seal(module)
+
+
+def seal(root: nn.Module) -> Runtime:
+    """Take every unit at and below `root` into one runtime, with names as seen from there.
+
+    Raises:
+        StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
+    """
+    names: dict[int, tuple[Unit, list[str]]] = {}
+    parameter_names: dict[int, str] = {}
+    for name, module in root.named_modules():
+        unit = unit_of(module)
+        if unit is not None:
+            names.setdefault(unit.id, (unit, []))[1].append(name or type(module).__name__)
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                parameter_names.setdefault(id(parameter), f"{name}.{attribute}" if name else attribute)
+    units = [unit for unit, _ in names.values()]
+    for unit, unit_names in names.values():
+        earlier = unit.runtime
+        if earlier is not None and not earlier.is_idle:
+            raise StateError(
+                f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
+                f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
+            )
+        unit.rename(", ".join(unit_names), parameter_names)
+    _require_data(units)
+    runtime = Runtime(units)
+    for unit in units:
+        if not unit.is_seated:
+            unit.regroup()
+        unit.join(runtime)
+    root.__dict__[_RUNTIME] = runtime
+    return runtime
+
+
+def _require_data(units: list[Unit]) -> None:
+    missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.meta_parameters]
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise StateError(
+            f"parameters are still on the meta device: {shown}. Give them memory and values before the first forward: "
+            "model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
+        )

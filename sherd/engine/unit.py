@@ -1,0 +1,280 @@
+"""One unit: the modules of one `fully_shard` call, their parameters in groups, and the policy that is in force.
+
+The schedule says what happens to a unit; here it happens to each of its groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from sherd.comm.mesh import DataMesh
+from sherd.comm.streams import Streams
+from sherd.engine.gradients import Gradients
+from sherd.engine.group import Group, Kind, kind_of
+from sherd.engine.offload import RestingPlace
+from sherd.engine.parameter import ShardedParameter
+from sherd.engine.weights import Weights
+from sherd.errors import StateError
+from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from sherd.schedule.state import Live
+
+if TYPE_CHECKING:
+    from sherd.engine.runtime import Runtime
+
+_ids = itertools.count()
+
+
+class Unit:
+    """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too.
+
+    It holds its modules weakly: they hold it, and a deleted model must go at once.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[ShardedParameter],
+        companions: Sequence[Unit],
+        mesh: DataMesh,
+        streams: Streams,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        policy: UnitPolicy,
+    ) -> None:
+        self.id = next(_ids)
+        self.name = type(modules[0]).__name__
+        self.parameters = list(parameters)
+        self.companions = tuple(companions)
+        self.mesh = mesh
+        self.streams = streams
+        self.precision = precision
+        self.policy = policy
+        self._place = RestingPlace.under(offload, mesh.device)
+        self._offload = offload
+        self._modules = tuple(weakref.ref(module) for module in modules)
+        self._runtime: weakref.ref[Runtime] | None = None
+        self._on_gradients: Callable[[Unit], None] | None = None
+        self._completed = 0
+        self._to_run: set[int] = set()
+        self.weights: list[Weights] = []
+        self.gradients: list[Gradients] = []
+        for parameter in self.parameters:
+            parameter.belong_to(self)
+        self.regroup()
+
+    def __repr__(self) -> str:
+        live = self.live.name.lower()
+        return f"Unit({self.name}, {len(self.parameters)} parameters in {len(self.weights)} groups, {live})"
+
+    # What it is
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of its modules that still exist."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def live(self) -> Live:
+        """Where its parameters are; a unit without any is always sharded."""
+        return self.weights[0].live if self.weights else Live.SHARDED
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of its gathered parameters."""
+        return sum(weights.group.whole_bytes for weights in self.weights)
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime it is sealed into, if that still exists."""
+        return None if self._runtime is None else self._runtime()
+
+    def join(self, runtime: Runtime) -> None:
+        """Be sealed into `runtime`, which holds the unit; the unit holds it weakly."""
+        self._runtime = weakref.ref(runtime)
+
+    def record_at(self, module: nn.Module, attribute: str) -> ShardedParameter | None:
+        """The parameter of this unit that hangs on `module` as `attribute`."""
+        for parameter in self.parameters:
+            if any(place.is_at(module, attribute) for place in parameter.places):
+                return parameter
+        return None
+
+    def rename(self, unit_name: str, parameter_names: dict[int, str]) -> None:
+        """Use names as seen from the root module; `parameter_names` are keyed by the id of the shard."""
+        self.name = unit_name
+        for parameter in self.parameters:
+            parameter.name = parameter_names.get(id(parameter.shard), parameter.name)
+
+    def change(self, **fields: Any) -> None:
+        """Replace fields of the policy; the schedule sees it at the next forward or backward."""
+        self.policy = replace(self.policy, **fields)
+
+    # Grouping
+
+    def regroup(self) -> None:
+        """Put parameters into groups and each group's shards into one buffer: at the start, and when shards were moved."""
+        if self.live is not Live.SHARDED:
+            raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
+        kinds: dict[Kind, list[ShardedParameter]] = {}
+        for parameter in self.parameters:
+            kinds.setdefault(kind_of(parameter), []).append(parameter)
+        batches = [
+            batch
+            for kind, members in kinds.items()
+            for batch in ([[each] for each in members] if kind.gathers_itself else [members])
+        ]
+        this = weakref.ref(self)
+        self.weights, self.gradients = [], []
+        for batch in batches:
+            group = Group(batch, self.mesh, self.precision, self._place)
+            gradients = Gradients(group, self.streams, lambda: _completed(this))
+            self.gradients.append(gradients)
+            self.weights.append(Weights(group, self.streams, gradients.watch))
+
+    @property
+    def is_seated(self) -> bool:
+        """Whether all shards still lie in their buffers, as `regroup` left them."""
+        return all(weights.group.is_seated for weights in self.weights)
+
+    def reseat(self) -> None:
+        """After shards may have been moved (`module.to()`, a load): back into one buffer, once all are on one device."""
+        devices = {parameter.local.device for parameter in self.parameters}
+        if len(devices) == 1 and not self.is_seated:
+            self.regroup()
+
+    @property
+    def meta_parameters(self) -> list[str]:
+        """Names of the parameters that have no data yet."""
+        return [each.name for weights in self.weights if weights.group.is_meta for each in weights.group.parameters]
+
+    # What the user asks for
+
+    def show_shards(self) -> None:
+        """Have the modules show shards, for something that is about to read or write them.
+
+        Raises:
+            StateError: the unit is in the middle of a forward or backward, which needs the whole ones.
+        """
+        runtime = self.runtime
+        if runtime is None:
+            self.free()
+        elif self.live is not Live.SHARDED:
+            runtime.show_shards(self)
+
+    def shards_written(self) -> None:
+        """Shards have new values: whole parameters made from the old ones are stale."""
+        runtime = self.runtime
+        if runtime is not None and self.live is not Live.SHARDED:
+            runtime.shards_written(self)
+
+    # What the schedule asks for
+
+    def gather(self) -> None:
+        """Start the all-gathers."""
+        for weights in self.weights:
+            weights.gather(self.policy.all_gather)
+
+    def wait(self) -> None:
+        """Whole parameters from here on."""
+        for weights in self.weights:
+            weights.wait()
+
+    def free(self) -> None:
+        """Shards from here on."""
+        for weights in self.weights:
+            weights.free()
+
+    def shrink(self) -> None:
+        """Shards from here on, keeping a part for the smaller mesh."""
+        size = self.policy.reshard_after_forward
+        assert isinstance(size, int), "only an int asks for a smaller mesh"
+        for weights in self.weights:
+            weights.shrink(size)
+
+    def reduce(self) -> None:
+        """Start the reductions of what has been collected."""
+        for gradients in self.gradients:
+            gradients.reduce(self.policy)
+
+    def settle(self) -> None:
+        """The shards have their gradients from here on."""
+        for gradients in self.gradients:
+            gradients.settle(self.policy)
+
+    def forget(self) -> None:
+        """Drop gradients that have not reached the shards."""
+        self._completed = 0
+        for gradients in self.gradients:
+            gradients.forget()
+
+    # Modules running
+
+    def module_begins(self) -> bool:
+        """One of its modules begins a forward; whether that begins the unit's run, which lasts until all have had one."""
+        if len(self._modules) == 1:
+            return True
+        begins = not self._to_run
+        if begins:
+            self._to_run = {id(each) for each in self.modules}
+        return begins
+
+    def module_ends(self, module: nn.Module) -> bool:
+        """One of its modules has ended a forward; whether that ends the unit's run."""
+        if len(self._modules) == 1:
+            return True
+        was_running = id(module) in self._to_run
+        self._to_run.discard(id(module))
+        return was_running and not self._to_run
+
+    def run_ends(self) -> bool:
+        """The outermost forward is over; whether the unit's run was still going on."""
+        was_running = bool(self._to_run)
+        self._to_run.clear()
+        return was_running
+
+    # Gradients arriving
+
+    @property
+    def divide_by(self) -> float:
+        """What the sum of gradients over all data-parallel ranks is divided by."""
+        chosen = self.policy.divide_factor
+        return chosen if chosen is not None else float(self.mesh.num_shards * self.mesh.num_replicas)
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients wait for a reduction."""
+        return any(gradients.unreduced for gradients in self.gradients)
+
+    def expect_gradients(self, when_complete: Callable[[Unit], None]) -> None:
+        """A backward is about to reach the unit; call back when every trainable parameter has its gradient."""
+        self._on_gradients = when_complete
+        self._completed = 0
+        divide_by = self.divide_by
+        for gradients in self.gradients:
+            gradients.expect(divide_by)
+
+    def end_backward(self) -> None:
+        """What has not come will not come."""
+        self._on_gradients = None
+        self._completed = 0
+        for gradients in self.gradients:
+            gradients.end_backward()
+
+    def _group_completed(self) -> None:
+        self._completed += 1
+        if self._completed >= sum(gradients.expects_any for gradients in self.gradients):
+            self._completed = 0
+            if self._on_gradients is not None:
+                self._on_gradients(self)
+
+
+def _completed(unit: weakref.ref[Unit]) -> None:
+    alive = unit()
+    if alive is not None:
+        alive._group_completed()

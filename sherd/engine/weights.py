@@ -1,0 +1,193 @@
+"""A group's parameters between shard and whole: gathered, shown to the modules, freed.
+
+    SHARDED ──gather──▶ GATHERING ──wait──▶ WHOLE ──free──▶ SHARDED
+                            ▲                 │
+                            └─gather─ SHRUNK ◀┘ shrink
+
+Whole parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage is gone
+kills the process, so the modules show shards at all other times (`test_modules_show_shards_outside_forward_and_backward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sherd._torch import dtensor, dtensor_spec
+from sherd.comm.buffers import Buffer
+from sherd.comm.collectives import DEFAULT_ALL_GATHER
+from sherd.comm.streams import Handoff, Streams
+from sherd.engine.group import Group
+from sherd.engine.pieces import CopyOut
+from sherd.errors import StateError
+from sherd.policy import AllGather
+from sherd.schedule.state import Live
+
+MOVES = {
+    Live.SHARDED: {Live.GATHERING},
+    Live.GATHERING: {Live.WHOLE, Live.SHARDED},
+    Live.WHOLE: {Live.SHARDED, Live.SHRUNK},
+    Live.SHRUNK: {Live.GATHERING, Live.SHARDED},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """An all-gather under way. `rows` is None when it writes the whole buffer itself."""
+
+    handoff: Handoff
+    source: torch.Tensor
+    rows: torch.Tensor | None
+
+
+class _Whole:
+    """The whole buffer, and the parameters cut from it."""
+
+    def __init__(self, group: Group) -> None:
+        self.buffer = Buffer(group.packing.whole_numel, group.compute_dtype, group.device)
+        flat = self.buffer.tensor
+        self.copy_out = CopyOut(group.packing, flat)
+        self.parameters = []
+        for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
+            # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
+            # in-place operation" to autograd, while a user's change of one parameter still is.
+            tensor = flat.data[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
+            if parameter.whole_spec is not None:
+                old = parameter.whole_spec
+                tensor = dtensor(tensor, dtensor_spec(old.mesh, old.placements, old.shape, group.compute_dtype))
+            self.parameters.append(nn.Parameter(tensor, requires_grad=parameter.shard.requires_grad))
+
+
+class Weights:
+    """One group's parameters. `watch(index, parameter)` is told of each whole parameter once, when it is made."""
+
+    def __init__(self, group: Group, streams: Streams, watch: Callable[[int, nn.Parameter], None]) -> None:
+        self.group = group
+        self.live = Live.SHARDED
+        self._streams = streams
+        self._watch = watch
+        self._made: _Whole | None = None
+        self._flight: _Flight | None = None
+        self._part: torch.Tensor | None = None
+        self._part_group: dist.ProcessGroup | None = None
+
+    @property
+    def _whole(self) -> _Whole:
+        """The whole buffer; made at the first gather, so that a model that is only built or loaded never holds one."""
+        if self._made is None:
+            with torch.no_grad():
+                self._made = _Whole(self.group)
+                self._made.buffer.free()
+            for index, parameter in enumerate(self._made.parameters):
+                self.group.parameters[index].claim(parameter)
+                self._watch(index, parameter)
+        return self._made
+
+    def _move(self, to: Live) -> None:
+        if to not in MOVES[self.live]:
+            raise StateError(f"parameters of {self.group.name} cannot go from {self.live.name} to {to.name}")
+        self.live = to
+
+    @torch.no_grad()
+    def gather(self, all_gather: AllGather | None) -> None:
+        """Start the all-gather, from the shards or from the part that was kept."""
+        direct = self.live is Live.SHRUNK or self._gathers_in_place(all_gather)
+        whole = self._whole
+        if direct:
+            whole.buffer.allocate()
+        if self.live is Live.SHRUNK:
+            self._gather_part(whole)
+        else:
+            self._gather_shards(whole.buffer.tensor if direct else None, all_gather or DEFAULT_ALL_GATHER)
+        self._move(Live.GATHERING)
+
+    def _gathers_in_place(self, all_gather: AllGather | None) -> bool:
+        # With streams the whole buffer is compute's memory, and a gather into it could not run ahead of compute.
+        return all_gather is None and self.group.packing.direct and self._streams.in_host_order
+
+    def _gather_shards(self, into: torch.Tensor | None, all_gather: AllGather) -> None:
+        group = self.group
+        flight: list[torch.Tensor] = []
+
+        def start(async_op: bool) -> dist.Work | None:
+            source = group.place.fetch(group.rest, group.device)
+            if group.compute_dtype != group.dtype:
+                source = source.to(group.compute_dtype)
+            rows = into
+            if rows is None:
+                size = (group.packing.num_ranks * group.packing.rest_numel,)
+                rows = all_gather.allocate(size, dtype=group.compute_dtype, device=group.device)
+            flight.extend((source, rows))
+            return all_gather(rows, source, group.mesh.shard_group, async_op)  # type: ignore[arg-type]
+
+        handoff = self._streams.gather.run(start)
+        source, rows = flight
+        self._flight = _Flight(handoff, source, None if into is not None else rows)
+
+    def _gather_part(self, whole: _Whole) -> None:
+        """Equal parts of the whole buffer itself were kept, so they are gathered straight into place."""
+        part, part_group = self._part, self._part_group
+        assert part is not None, "a shrunk group keeps its part"
+        # The part and the buffer are compute's memory.
+        self._streams.gather.follow_compute()
+        handoff = self._streams.gather.run(
+            lambda async_op: DEFAULT_ALL_GATHER(whole.buffer.tensor, part, part_group, async_op)
+        )
+        self._flight = _Flight(handoff, part, None)
+        self._part = self._part_group = None
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Let compute go on only with the whole parameters in place, and show them to the modules."""
+        flight, whole = self._flight, self._whole
+        assert flight is not None, "an all-gather is waited for once it was started"
+        flight.handoff.wait()
+        if flight.rows is not None:
+            whole.buffer.allocate()
+            whole.copy_out(flight.rows)
+            # `rows` is the gather lane's memory and goes back to its pool below: not before compute has copied it out.
+            # test_rows_return_to_the_gather_lane_after_compute_has_read_them
+            self._streams.gather.follow_compute()
+        self._flight = None
+        self._move(Live.WHOLE)
+        for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):
+            if parameter.requires_grad != record.shard.requires_grad:
+                parameter.requires_grad_(record.shard.requires_grad)
+            record.show(parameter)
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Show the shards again and give the memory back, whatever the state."""
+        if self.live is Live.SHARDED:
+            return
+        for record in self.group.parameters:
+            record.show(record.shard)
+        if self._flight is not None:
+            self._flight.handoff.wait()
+            self._flight = None
+        self._part = self._part_group = None
+        self._whole.buffer.free()
+        self._move(Live.SHARDED)
+
+    @torch.no_grad()
+    def shrink(self, size: int) -> None:
+        """Show the shards, and keep this rank's part of the whole for a mesh of `size` ranks."""
+        whole = self._whole
+        mesh = self.group.mesh
+        numel = whole.buffer.tensor.numel() // size
+        start = mesh.shard_rank % size * numel
+        self._part = whole.buffer.tensor[start : start + numel].clone()
+        self._part_group = mesh.smaller_group(size)
+        for record in self.group.parameters:
+            record.show(record.shard)
+        whole.buffer.free()
+        self._move(Live.SHRUNK)
+
+    @property
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """The whole parameters, valid to read only while `live` is WHOLE."""
+        return self._whole.parameters
