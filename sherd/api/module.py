@@ -214,7 +214,13 @@ class FSDPModule:
             )
         unit.change(all_gather=SymmetricAllGather(unit.mesh.shard_group, backend))
 
-    # Inside
+    # nn.Module's own, on shards
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's, and on the shards even while whole parameters are shown: kept ones, or left by an error."""
+        for unit in self._sherd_units(recurse=True):
+            unit.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, on the shards, which then go back into one buffer."""
@@ -224,6 +230,8 @@ class FSDPModule:
         unit.reseat()
         unit.shards_written()
         return result
+
+    # Inside
 
     def _sherd_unit_and_module(self) -> tuple[Unit, nn.Module]:
         module = cast(nn.Module, self)

@@ -37,8 +37,7 @@ class DataMesh:
         self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
         self.num_replicas = 1 if replicate_axis is None else mesh.size(replicate_axis)
         self.shard_rank = 0 if shard_axis is None else mesh.get_local_rank(shard_axis)
-        self._smaller: dict[int, dist.ProcessGroup] = {}
-        self._for_reduction: dist.ProcessGroup | None = None
+        self._extra: dict[int, dist.ProcessGroup] = {}
 
     @property
     def device(self) -> torch.device:
@@ -55,16 +54,25 @@ class DataMesh:
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
         """The group of `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""
-        if size not in self._smaller:
-            first = self.shard_rank // size * size
-            self._smaller[size] = _new_group(self.shard_ranks[first : first + size])
-        return self._smaller[size]
+        first = self.shard_rank // size * size
+        return self._extra_group(size, self.shard_ranks[first : first + size])
 
     def reduction_group(self) -> dist.ProcessGroup:
         """A second group over the shard axis, for reduce-scatters beside all-gathers; made once, collectively."""
-        if self._for_reduction is None:
-            self._for_reduction = _new_group(self.shard_ranks)
-        return self._for_reduction
+        return self._extra_group(_FOR_REDUCTION, self.shard_ranks)
+
+    def _extra_group(self, purpose: int, ranks: list[int]) -> dist.ProcessGroup:
+        if purpose not in self._extra:
+            key = (id(self.shard_group), purpose)
+            known = _extra_groups.get(key)
+            self._extra[purpose] = _extra_groups[key] = known if known is not None else _new_group(ranks)
+        return self._extra[purpose]
+
+
+_FOR_REDUCTION = 0
+
+# Units that shard over one group share its extra groups. Weak, and each holder also holds the group whose id is the key.
+_extra_groups: weakref.WeakValueDictionary[tuple[int, int], dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -72,10 +80,6 @@ def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "a rank makes only groups it belongs to"
     return group
-
-
-# Units on one mesh share one DataMesh, and so its extra groups. Weak, so that a mesh can die.
-_known: weakref.WeakKeyDictionary[DeviceMesh, dict[DataParallelMeshDims | None, DataMesh]] = weakref.WeakKeyDictionary()
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataMesh:
@@ -87,10 +91,7 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Dat
         MeshError: another number of axes, a 2-D mesh without names, or a name that the mesh does not have.
     """
     mesh = mesh if mesh is not None else _default_mesh()
-    known = _known.setdefault(mesh, {})
-    if dims not in known:
-        known[dims] = _read(mesh) if dims is None else _pick(mesh, dims)
-    return known[dims]
+    return _read(mesh) if dims is None else _pick(mesh, dims)
 
 
 def _default_mesh() -> DeviceMesh:

@@ -173,6 +173,15 @@ class Unit:
         if runtime is not None and self.live is not Live.SHARDED:
             runtime.shards_written(self)
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop or zero the shards' gradients."""
+        for parameter in self.parameters:
+            gradient = parameter.shard.grad
+            if set_to_none or gradient is None:
+                parameter.shard.grad = None
+            else:
+                gradient.detach_().zero_()
+
     # What the schedule asks for
 
     def gather(self) -> None:

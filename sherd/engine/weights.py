@@ -79,7 +79,8 @@ class Weights:
     def _whole(self) -> _Whole:
         """The whole buffer; made at the first gather, so that a model that is only built or loaded never holds one."""
         if self._made is None:
-            with torch.no_grad():
+            # Outside inference mode too: what is made in it can never be written in training.
+            with torch.no_grad(), torch.inference_mode(False):
                 self._made = _Whole(self.group)
                 self._made.buffer.free()
             for index, parameter in enumerate(self._made.parameters):
