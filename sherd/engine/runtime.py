@@ -114,10 +114,10 @@ class Runtime:
         """
         recomputing = self.in_backward and in_backward()
         outermost = not self._calls and not recomputing
+        if outermost:
+            self._begin_forward(unit)
         call = Call(unit, id(module), outermost, unit.module_begins(), recomputing, sys.exc_info()[1])
         self._calls.append(call)
-        if call.outermost:
-            self._begin_forward(unit)
         if recomputing:
             unit.expect_gradients(self._gradients_complete)
         self.on(BeforeForward(self._index[unit.id], recomputing))
