@@ -253,11 +253,11 @@ class FSDPModule:
 
     def _sherd_single_group(self, method: str) -> Unit:
         unit = self._sherd_unit_and_module()[0]
-        if len(unit.weights) > 1:
+        if unit.num_kinds > 1:
             groups = "; ".join(weights.group.name for weights in unit.weights)
             raise PolicyError(
-                f"{method}: unit {unit.name} has {len(unit.weights)} groups (parameters that differ in dtype or in "
-                f"requires_grad: {groups}), so one custom collective would run several times; shard them as separate units"
+                f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so it is "
+                "not clear for which of them the custom collective is meant; shard them as separate units"
             )
         return unit
 

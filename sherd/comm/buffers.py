@@ -16,8 +16,19 @@ class Buffer:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._storage = self.tensor.untyped_storage()
+        self._hold(torch.empty(numel, dtype=dtype, device=device), is_ours=True)
+
+    @classmethod
+    def around(cls, tensor: torch.Tensor) -> Buffer:
+        """A buffer that is somebody's 1-D tensor: it lives as long as it is held, and is not freed in place."""
+        buffer = cls.__new__(cls)
+        buffer._hold(tensor, is_ours=False)
+        return buffer
+
+    def _hold(self, tensor: torch.Tensor, is_ours: bool) -> None:
+        self.tensor = tensor
+        self.is_ours = is_ours
+        self._storage = tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
 
     @property
@@ -32,4 +43,5 @@ class Buffer:
 
     def free(self) -> None:
         """Give the memory back; the views stay as they are and must not be read until the next `allocate`."""
+        assert self.is_ours, "somebody else's memory is dropped, not freed"
         self._storage.resize_(0)

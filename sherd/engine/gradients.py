@@ -61,12 +61,25 @@ class Scale:
 class _Rows:
     """The buffer that gradients are collected in. `filled`: tensors whose elements are in it."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, buffer: Buffer) -> None:
         packing = group.packing
-        self.buffer = Buffer(packing.num_ranks * packing.rest_numel, group.reduce_dtype, group.device)
+        self.buffer = buffer
         rows = self.buffer.tensor.view(packing.num_ranks, packing.rest_numel)
         self.views = [row_views(rows, slot) for slot in packing.slots]
         self.filled: set[int] = set()
+
+    @classmethod
+    def made(cls, group: Group) -> _Rows:
+        """Rows of our own, to be used again."""
+        numel = group.packing.num_ranks * group.packing.rest_numel
+        return cls(group, Buffer(numel, group.reduce_dtype, group.device))
+
+    @classmethod
+    def borrowed(cls, group: Group, gradient: torch.Tensor) -> _Rows:
+        """Rows that are the gradient of the group's only tensor, uncopied."""
+        rows = cls(group, Buffer.around(gradient.detach().view(-1)))
+        rows.filled.add(0)
+        return rows
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +112,7 @@ class Gradients:
         self._partly_reduced: frozenset[int] = frozenset()
         self._scale = Scale(1.0, 1.0)
         self._expected = 0
+        self._borrows = False
 
     def watch(self, index: int, parameter: nn.Parameter) -> None:
         """Take the gradient of `parameter`, the whole form of the group's parameter `index`, whenever there is one."""
@@ -121,7 +135,10 @@ class Gradients:
     def expect(self, divide_by: float) -> None:
         """A backward is about to reach the group: what will come, and by how much the sum will be divided."""
         self._expected = sum(each.shard.requires_grad for each in self.group.parameters)
-        self._scale = Scale.for_(self.group.reduce_dtype, divide_by)
+        dtype = self.group.reduce_dtype
+        self._borrows = self._streams.in_host_order and self.group.packing.direct and dtype != torch.float16
+        # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed.
+        self._scale = Scale(1.0, 1 / divide_by) if self._borrows else Scale.for_(dtype, divide_by)
 
     @property
     def expects_any(self) -> bool:
@@ -145,15 +162,24 @@ class Gradients:
                 f"{self.group.parameters[index].name}: its gradient is {gradient.layout}; only dense gradients are "
                 "reduced, so build the embedding with sparse=False"
             )
-        self._batch.append((index, gradient))
-        self._batch_bytes += gradient.nbytes
         self._arrived.add(index)
+        if self._can_borrow(gradient):
+            self._rows = _Rows.borrowed(self.group, gradient)
+        else:
+            self._batch.append((index, gradient))
+            self._batch_bytes += gradient.nbytes
         if len(self._arrived) >= self._expected:
             self._copy_batch()
             self._arrived.clear()
             self._complete()
         elif self._batch_bytes >= BATCH_BYTES:
             self._copy_batch()
+
+    def _can_borrow(self, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` is the rows already: the group's only tensor, laid out and typed as it will be sent."""
+        fits = gradient.numel() == self.group.packing.num_ranks * self.group.packing.rest_numel
+        same = fits and gradient.dtype == self.group.reduce_dtype and gradient.is_contiguous()
+        return same and self._borrows and self._rows is None and not gradient.requires_grad
 
     def _local_gradient(self, index: int, gradient: DTensor) -> torch.Tensor:
         """Under tensor parallelism: the gradient as the parameter is placed. Data-parallel axes are left to our reduction."""
@@ -201,15 +227,16 @@ class Gradients:
                     target.copy_(source).mul_(before)
 
     def _take_rows(self) -> _Rows:
-        rows = self._spare.pop() if self._spare else _Rows(self.group)
+        rows = self._spare.pop() if self._spare else _Rows.made(self.group)
         rows.buffer.allocate()
         self._rows = rows
         return rows
 
     def _return_rows(self, rows: _Rows) -> None:
-        rows.filled.clear()
-        rows.buffer.free()
-        self._spare.append(rows)
+        if rows.buffer.is_ours:
+            rows.filled.clear()
+            rows.buffer.free()
+            self._spare.append(rows)
 
     # Reducing
 

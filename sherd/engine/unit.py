@@ -27,6 +27,9 @@ from sherd.schedule.state import Live
 if TYPE_CHECKING:
     from sherd.engine.runtime import Runtime
 
+ALONE_BYTES = 4 << 20
+"""Whole tensors of at least this size have a group of their own, on devices without streams."""
+
 _ids = itertools.count()
 
 
@@ -124,18 +127,30 @@ class Unit:
         kinds: dict[Kind, list[ShardedParameter]] = {}
         for parameter in self.parameters:
             kinds.setdefault(kind_of(parameter), []).append(parameter)
-        batches = [
-            batch
-            for kind, members in kinds.items()
-            for batch in ([[each] for each in members] if kind.gathers_itself else [members])
-        ]
         this = weakref.ref(self)
         self.weights, self.gradients = [], []
-        for batch in batches:
+        for batch in (batch for members in kinds.values() for batch in self._batches(members)):
             group = Group(batch, self.mesh, self.precision, self._place)
             gradients = Gradients(group, self.streams, lambda: _completed(this))
             self.gradients.append(gradients)
             self.weights.append(Weights(group, self.streams, gradients.watch))
+
+    def _batches(self, members: list[ShardedParameter]) -> list[list[ShardedParameter]]:
+        """One batch of what is small, and one for each tensor that had better travel alone."""
+        together = [each for each in members if not self._travels_alone(each)]
+        alone = [[each] for each in members if self._travels_alone(each)]
+        return [together, *alone] if together else alone
+
+    def _travels_alone(self, parameter: ShardedParameter) -> bool:
+        # Alone it is gathered straight into place and reduced from where autograd left its gradient: no copies, for the
+        # price of one more collective. With streams the gather could not run ahead of compute then (weights.py).
+        large = parameter.local.nbytes * self.mesh.num_shards >= ALONE_BYTES
+        return large and self.streams.in_host_order and parameter.cut.in_order
+
+    @property
+    def num_kinds(self) -> int:
+        """How many sorts of parameters it has, by dtype and trainability."""
+        return len({kind_of(parameter) for parameter in self.parameters})
 
     @property
     def is_seated(self) -> bool:

@@ -1,0 +1,46 @@
+# Two commands set everything up on a fresh machine: `make test` and `make train`.
+# They need Python, pip and make, and keep all they install in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help test train lint bench clean
+.NOTPARALLEL:
+
+help:
+	@echo "make test    run the tests; ARGS='-k name' picks some"
+	@echo "make train   train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
+	@echo "make lint    ruff (lint and format) and mypy --strict"
+	@echo "make bench   sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
+	@echo "make clean   remove .venv, caches and builds"
+
+# One thread per process: the ranks of a test share the machine's cores.
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(ARGS)
+
+train: $(VENV)/.train
+	$(BIN)/sherd train $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict sherd
+
+bench: $(VENV)/.train
+	$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp for each purpose: the second call finds it and installs nothing.
+$(VENV)/.test: EXTRAS := cli,hf,viz,test
+$(VENV)/.train: EXTRAS := cli,viz
+$(VENV)/.lint: EXTRAS := cli,hf,viz,test,dev
+$(VENV)/.test $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)

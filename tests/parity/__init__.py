@@ -1,0 +1,1 @@
+"""Does sharded training equal plain training in one process?"""

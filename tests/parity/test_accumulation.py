@@ -1,0 +1,98 @@
+"""Do several micro-batches make one large batch's step, with and without a reduction after each?"""
+
+import pytest
+import torch.distributed as dist
+
+from tests.models import build, shard
+from tests.parity.training import (
+    Recipe,
+    Run,
+    assert_all_same,
+    finish_step,
+    make_optimizer,
+    mesh_of,
+    steps_sharded,
+    train_sharded,
+    whole_params,
+)
+
+MODELS = ["mlp", "tied_inside", "frozen", "uneven", "reentrant_outside", "transformer"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_reducing_after_every_micro_batch_accumulates_shards(world, model):
+    recipe = Recipe(model, micro_batches=3)
+    assert_all_same(world(2).run(train_sharded, recipe), recipe)
+
+
+def train_without_sync(recipe, mesh_shape=None, **options):
+    model = shard(build(recipe.model), mesh=mesh_of(mesh_shape), **options)
+    return steps_sharded(model, recipe, dist.get_rank(), sync_each=False)
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
+@pytest.mark.parametrize("model", MODELS)
+def test_reducing_after_the_last_micro_batch_only_gives_the_same(world, model, reshard):
+    recipe = Recipe(model, micro_batches=3)
+    assert_all_same(world(2).run(train_without_sync, recipe, reshard_after_forward=reshard), recipe)
+
+
+@pytest.mark.parametrize("model", ["mlp", "uneven", "branching"])
+def test_replicas_accumulate_without_sync_too(threads, model):
+    recipe = Recipe(model, micro_batches=2)
+    assert_all_same(threads(4).run(train_without_sync, recipe, mesh_shape=(2, 2)), recipe)
+
+
+def test_accumulating_in_float32_beside_clipping_gives_the_same_norms(world):
+    recipe = Recipe("mlp", micro_batches=2, max_norm=0.1)
+    assert_all_same(world(2).run(train_without_sync, recipe), recipe)
+
+
+def train_as_fsdp2_programs_do(recipe):
+    """Everything such a loop says: last backward, sync, and no reshard between micro-batches."""
+    rank = dist.get_rank()
+    model = shard(build(recipe.model))
+    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+    for step in range(recipe.steps):
+        total = 0.0
+        for micro in range(recipe.micro_batches):
+            last = micro == recipe.micro_batches - 1
+            model.set_is_last_backward(last)
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
+            loss.backward()
+            total += loss.item()
+        run.losses.append(total)
+        finish_step(model, optimizer, recipe, run)
+    run.params = whole_params(model)
+    return run
+
+
+@pytest.mark.parametrize("model", ["mlp", "nested", "uneven"])
+def test_parameters_may_stay_whole_between_micro_batches(world, model):
+    recipe = Recipe(model, micro_batches=3)
+    assert_all_same(world(2).run(train_as_fsdp2_programs_do, recipe), recipe)
+
+
+def train_with_some_micro_batches_reduced(recipe):
+    """Of four micro-batches the second and the last reduce."""
+    rank = dist.get_rank()
+    model = shard(build(recipe.model))
+    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+    for step in range(recipe.steps):
+        total = 0.0
+        for micro in range(recipe.micro_batches):
+            model.set_requires_gradient_sync(micro % 2 == 1)
+            loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
+            loss.backward()
+            total += loss.item()
+        run.losses.append(total)
+        finish_step(model, optimizer, recipe, run)
+    run.params = whole_params(model)
+    return run
+
+
+def test_unreduced_gradients_join_the_next_reduction(world):
+    recipe = Recipe("mlp", micro_batches=4)
+    assert_all_same(world(2).run(train_with_some_micro_batches_reduced, recipe), recipe)

@@ -1,0 +1,226 @@
+"""Do unusual backwards, and programs that fail in the middle of one, leave the right gradients?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models import build, noise, shard
+from tests.parity.training import (
+    Recipe,
+    assert_all_same,
+    assert_named_close,
+    steps_sharded,
+    train_plain,
+    whole_grads,
+)
+
+
+def check(found_by_rank, program, *args, num_ranks=2):
+    """Each rank's gradients are the mean of what `program(model, rank, *args)` makes on a plain model."""
+    sums = {}
+    for rank in range(num_ranks):
+        model = build(args[0])
+        program(model, rank)
+        for name, param in model.named_parameters():
+            share = None if param.grad is None else param.grad / num_ranks
+            sums[name] = share if sums.get(name) is None or share is None else sums[name] + share
+    for found in found_by_rank:
+        assert_named_close(found, sums, "gradient", 1e-5, 1e-6)
+
+
+def run_program(name, program, **options):
+    """On a rank: the gradients that `program` leaves on the sharded model."""
+    model = shard(build(name), **options)
+    program(model, dist.get_rank())
+    return whole_grads(model)
+
+
+def two_backwards_of_one_graph(model, rank):
+    loss = model.loss(model(*model.make_inputs(0, rank)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_losses_of_one_output(model, rank):
+    output = model(*model.make_inputs(0, rank))
+    output.square().mean().backward(retain_graph=True)
+    output.tanh().sum().backward()
+
+
+def two_forwards_then_one_backward(model, rank):
+    first = model.loss(model(*model.make_inputs(0, rank)))
+    second = model.loss(model(*model.make_inputs(1, rank)))
+    (first + 2 * second).backward()
+
+
+def two_forwards_then_two_backwards(model, rank):
+    first = model.loss(model(*model.make_inputs(0, rank)))
+    second = model.loss(model(*model.make_inputs(1, rank)))
+    second.backward()
+    first.backward()
+
+
+def three_whole_steps_without_update(model, rank):
+    for step in range(3):
+        model.loss(model(*model.make_inputs(step, rank))).backward()
+
+
+def evaluation_between_forward_and_backward(model, rank):
+    loss = model.loss(model(*model.make_inputs(0, rank)))
+    with torch.no_grad():
+        model(*model.make_inputs(1, rank))
+    loss.backward()
+
+
+def evaluations_before_and_after(model, rank):
+    model.eval()
+    with torch.inference_mode():
+        model(*model.make_inputs(3, rank))
+    with torch.no_grad():
+        model(*model.make_inputs(4, rank))
+    model.train()
+    model.loss(model(*model.make_inputs(0, rank))).backward()
+    with torch.inference_mode():
+        model(*model.make_inputs(5, rank))
+    model.loss(model(*model.make_inputs(1, rank))).backward()
+
+
+def a_forward_whose_loss_is_thrown_away(model, rank):
+    model(*model.make_inputs(3, rank))
+    model.loss(model(*model.make_inputs(0, rank))).backward()
+
+
+def a_unit_called_alone_then_the_whole(model, rank):
+    model.blocks[1](noise(0, rank)).square().mean().backward()
+    model.loss(model(*model.make_inputs(0, rank))).backward()
+
+
+def a_backward_with_part_of_the_parameters_asked_for(model, rank):
+    loss = model.loss(model(*model.make_inputs(0, rank)))
+    loss.backward()
+    x = noise(9, rank).requires_grad_()
+    (wanted,) = torch.autograd.grad(model(x).sum(), [x])
+    assert wanted.shape == x.shape
+
+
+PROGRAMS = [
+    two_backwards_of_one_graph,
+    two_losses_of_one_output,
+    two_forwards_then_one_backward,
+    two_forwards_then_two_backwards,
+    three_whole_steps_without_update,
+    evaluation_between_forward_and_backward,
+    evaluations_before_and_after,
+    a_forward_whose_loss_is_thrown_away,
+]
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("model", ["mlp", "view_saving", "nested", "uneven"])
+def test_a_program_leaves_the_plain_gradients(threads, model, program, reshard):
+    found = threads(2).run(run_program, model, program, reshard_after_forward=reshard)
+    check(found, program, model)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("model", ["mlp", "view_saving"])
+def test_a_program_leaves_the_plain_gradients_on_processes_too(world, model, program):
+    check(world(2).run(run_program, model, program), program, model)
+
+
+def test_the_whole_may_run_after_a_unit_ran_alone(threads):
+    program = a_unit_called_alone_then_the_whole
+    check(threads(2).run(run_program, "mlp", program), program, "mlp")
+
+
+def test_gradients_of_inputs_alone_may_be_asked_for(world):
+    program = a_backward_with_part_of_the_parameters_asked_for
+    check(world(2).run(run_program, "mlp", program), program, "mlp")
+
+
+def gradient_of_the_input(name, reshard):
+    model = shard(build(name), reshard_after_forward=reshard)
+    x = noise(0, dist.get_rank()).requires_grad_()
+    model.loss(model(x)).backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
+@pytest.mark.parametrize("model", ["mlp", "adapted", "checkpoint_outside", "reentrant_outside"])
+def test_the_inputs_gradient_is_the_plain_one(threads, model, reshard):
+    for rank, grad in enumerate(threads(2).run(gradient_of_the_input, model, reshard)):
+        plain, x = build(model), noise(0, rank).requires_grad_()
+        plain.loss(plain(x)).backward()
+        torch.testing.assert_close(grad, x.grad)
+
+
+def train_after_a_mishap(recipe, where, rank_that_fails):
+    """A first step fails, then the recipe runs. `rank_that_fails` None: all do."""
+    rank = dist.get_rank()
+    model = shard(build(recipe.model))
+    if rank_that_fails in (None, rank):
+        fail_once(model, where, rank)
+    return steps_sharded(model, recipe, rank)
+
+
+def fail_once(model, where, rank):
+    def explode(*_):
+        raise ZeroDivisionError("the user's own mistake")
+
+    def explode_in_backward(_, __, output):
+        if output.requires_grad:  # not in the first pass of a reentrant checkpoint
+            output.register_hook(explode)
+
+    inside = model.blocks[1].down
+    if where == "forward":
+        hook = inside.register_forward_pre_hook(explode)
+    else:
+        module = inside if where == "backward" else model
+        hook = module.register_forward_hook(explode_in_backward)
+    with pytest.raises(ZeroDivisionError):
+        model.loss(model(*model.make_inputs(7, rank))).backward()
+    hook.remove()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "start_of_backward"])
+@pytest.mark.parametrize("model", ["mlp", "checkpoint_outside", "reentrant_outside"])
+def test_after_an_exception_the_next_steps_are_right(world, model, where):
+    recipe = Recipe(model)
+    assert_all_same(world(2).run(train_after_a_mishap, recipe, where, None), recipe)
+
+
+def train_through_mishaps(recipe):
+    """A mishap before each of the three first steps, each in another place; state must not pile up."""
+    rank = dist.get_rank()
+    model = shard(build(recipe.model), reshard_after_forward=False)
+    model.loss(model(*model.make_inputs(6, rank))).backward()
+    for where in ("backward", "forward", "start_of_backward", "backward"):
+        fail_once(model, where, rank)
+    return steps_sharded(model, recipe, rank)
+
+
+def test_several_exceptions_after_a_good_step_leave_nothing_behind(world):
+    recipe = Recipe("mlp")
+    assert_all_same(world(2).run(train_through_mishaps, recipe), recipe)
+
+
+def grads_kept_through_a_mishap(name):
+    """One good backward, one that fails in its own forward, before zero_grad: the good gradients stay."""
+    rank = dist.get_rank()
+    model = shard(build(name))
+    model.loss(model(*model.make_inputs(0, rank))).backward()
+    before = whole_grads(model)
+    hook = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(*model.make_inputs(1, rank))
+    hook.remove()
+    return before, whole_grads(model)
+
+
+def test_a_failed_forward_leaves_gradients_alone(threads):
+    expected = train_plain(Recipe("mlp", steps=1), 2)[0].grads[0]
+    for before, after in threads(2).run(grads_kept_through_a_mishap, "mlp"):
+        assert_named_close(before, expected, "gradient", 1e-5, 1e-6)
+        assert_named_close(after, before, "gradient", 0, 0)

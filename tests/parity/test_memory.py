@@ -1,0 +1,154 @@
+"""Is memory given back: whole parameters after use, everything with the model, nothing kept per step?"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from sherd import CPUOffloadPolicy, FSDPModule
+from tests.models import build, shard
+from tests.parity.training import make_optimizer, mesh_of
+
+
+def storages(tensors):
+    return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+
+def what_outlives_the_model(name, num_steps, **options):
+    """Names of parameters, shards and gradients that live on after `del model`; and units."""
+    model = shard(build(name), **options)
+    optimizer = make_optimizer("adamw", model)
+    seen = {}
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda m, _: seen.update({id(p): p for p in m.parameters(False)}))
+    for step in range(num_steps):
+        model.loss(model(*model.make_inputs(step, dist.get_rank()))).backward()
+        optimizer.step()
+    shards = {name: param.to_local() for name, param in model.named_parameters()}
+    grads = {f"gradient of {n}": p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+    whole = {f"whole {i}": p for i, p in enumerate(seen.values()) if not isinstance(p, DTensor)}
+    watched = {what: weakref.ref(t.untyped_storage()) for what, t in (shards | grads | whole).items()}
+    watched |= {type(m).__name__: weakref.ref(m) for m in model.modules() if isinstance(m, FSDPModule)}
+    assert len(watched) > 3
+    del shards, grads, whole, model, optimizer, module
+    seen.clear()
+    gc.collect()
+    return [what for what, ref in watched.items() if ref() is not None]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+@pytest.mark.parametrize("name", ["mlp", "tied_across", "nested", "transformer", "checkpoint_outside"])
+def test_nothing_outlives_the_model(world, name, num_steps):
+    assert world(2).run(what_outlives_the_model, name, num_steps) == [[], []]
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
+def test_nothing_outlives_a_replicated_or_an_offloaded_model(world, reshard):
+    offload = CPUOffloadPolicy(pin_memory=False)
+    found = world(2).run(
+        what_outlives_the_model, "mlp", 2, offload_policy=offload, reshard_after_forward=reshard
+    )
+    assert found == [[], []]
+
+
+def what_a_failed_step_keeps(name):
+    """The model goes right after an exception in its backward."""
+    model = shard(build(name))
+    watched = storages(param.to_local() for param in model.parameters())
+
+    def explode(_):
+        raise ZeroDivisionError
+
+    try:
+        output = model(*model.make_inputs(0, dist.get_rank()))
+        output.register_hook(explode)
+        output.sum().backward()
+    except ZeroDivisionError:
+        pass
+    del model, output
+    gc.collect()
+    return sum(ref() is not None for ref in watched)
+
+
+def test_a_model_that_failed_is_freed_as_well(world):
+    assert world(2).run(what_a_failed_step_keeps, "mlp") == [0, 0]
+
+
+def live_tensors():
+    """How many tensors live, and how many bytes their storages hold."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    held = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        held[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    return len(tensors), sum(held.values())
+
+
+def growth(name, mesh_shape=None, sync=True, **options):
+    """Live tensors, bytes, objects and autograd-visible hooks after 20 steps and after 200."""
+    model = shard(build(name), mesh=mesh_of(mesh_shape), **options)
+    optimizer, counts = make_optimizer("adamw_foreach", model), []
+    inputs = model.make_inputs(0, dist.get_rank())
+    for step in range(200):
+        model.set_requires_gradient_sync(sync or step % 2 == 1)
+        model.loss(model(*inputs)).backward()
+        if sync or step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step in (19, 199):
+            counts.append((*live_tensors(), len(gc.get_objects()) // 100))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_inside", "branching", "reentrant_outside"])
+def test_two_hundred_steps_keep_no_more_than_twenty(world, name):
+    for early, late in world(2).run(growth, name):
+        assert late[:2] == early[:2], "tensors, bytes"
+        assert late[2] <= early[2] + 1, "hundreds of Python objects"
+
+
+def test_accumulating_steps_keep_no_more_either(world):
+    for early, late in world(2).run(growth, "mlp", sync=False, reshard_after_forward=False):
+        assert late[:2] == early[:2]
+
+
+def test_replicated_steps_keep_no_more_either(threads):
+    # Threads share one heap, so only what all ranks hold together can be compared, while none of them runs.
+    found = threads(1).run(growth, "mlp", mesh_shape=(1, 1))
+    for early, late in found:
+        assert late[:2] == early[:2]
+
+
+def whole_bytes_around_a_step(name, reshard):
+    """Bytes of whole parameters: most seen at once in a block's forward, and after forward and backward."""
+    model = shard(build(name), reshard_after_forward=reshard)
+    whole, most = {}, []
+
+    def look(module, _):
+        for param in module.parameters():
+            if not isinstance(param, DTensor):
+                whole[param.untyped_storage()._cdata] = param.untyped_storage()
+        most.append(held())
+
+    def held():
+        return sum(storage.nbytes() for storage in whole.values())
+
+    hooks = [block.up.register_forward_pre_hook(look) for block in model.blocks]
+    loss = model.loss(model(*model.make_inputs(0, dist.get_rank())))
+    after_forward = held()
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    return max(most), after_forward, held()
+
+
+def test_whole_parameters_are_freed_after_forward_and_after_backward(world):
+    for _, after_forward, after_backward in world(2).run(whole_bytes_around_a_step, "mlp", True):
+        assert after_forward == after_backward == 0
+    for most, after_forward, after_backward in world(2).run(whole_bytes_around_a_step, "mlp", False):
+        assert after_forward == most > 0
+        assert after_backward == 0

@@ -1,0 +1,242 @@
+"""Do the methods of a sharded module change when and how things move, and nothing else?"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from tests.models import MODELS, build, noise, shard
+from tests.parity.training import (
+    Recipe,
+    assert_all_same,
+    assert_named_close,
+    mesh_of,
+    steps_sharded,
+    train_plain,
+    whole_grads,
+    whole_params,
+)
+
+
+def prefetch_in_order(model):
+    *blocks, _ = model.units()
+    for one, then in pairwise(blocks):
+        one.set_modules_to_forward_prefetch([then])
+        then.set_modules_to_backward_prefetch([one])
+
+
+def prefetch_two_ahead(model):
+    *blocks, _ = model.units()
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
+
+
+def prefetch_what_is_not_next(model):
+    first, *_, last, _ = model.units()
+    first.set_modules_to_forward_prefetch([last])
+    last.set_modules_to_backward_prefetch([first])
+
+
+def prefetch_nothing(model):
+    for unit in model.units():
+        unit.set_modules_to_forward_prefetch([])
+        unit.set_modules_to_backward_prefetch([])
+
+
+def keep_after_forward(model):
+    model.set_reshard_after_forward(False)
+
+
+def keep_the_root_only(model):
+    model.set_reshard_after_forward(True)
+    model.set_reshard_after_forward(False, recurse=False)
+
+
+def keep_after_backward(model):
+    model.set_reshard_after_backward(False)
+
+
+def sum_first(model):
+    model.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_absent_gradients(model):
+    model.set_reduce_scatter_unused_params(True)
+
+
+def few_reduction_buffers(model):
+    model.set_reduce_scatter_max_input_buffers(1)
+
+
+SETTINGS = [
+    prefetch_in_order,
+    prefetch_two_ahead,
+    prefetch_what_is_not_next,
+    prefetch_nothing,
+    keep_after_forward,
+    keep_the_root_only,
+    sum_first,
+    reduce_absent_gradients,
+    few_reduction_buffers,
+]
+
+
+def train_with_setting(recipe, setting, **options):
+    model = shard(build(recipe.model), **options)
+    setting(model)
+    return steps_sharded(model, recipe, dist.get_rank())
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
+@pytest.mark.parametrize("model", ["mlp", "checkpoint_outside", "uneven"])
+def test_a_setting_changes_no_number(world, model, setting):
+    recipe = Recipe(model)
+    assert_all_same(world(2).run(train_with_setting, recipe, setting), recipe)
+
+
+def unshard_by_hand(recipe, async_op):
+    """Each block is gathered by hand before the step, and once more looked at and put back."""
+    model, rank = shard(build(recipe.model)), dist.get_rank()
+    plain = {name: param.detach() for name, param in build(recipe.model).named_parameters()}
+    for _ in range(2):
+        for index, block in enumerate(model.blocks):
+            handle = block.unshard(async_op=async_op)
+            if async_op:
+                assert isinstance(handle, UnshardHandle)
+                handle.wait()
+            else:
+                assert handle is None
+            assert not isinstance(block.up.weight, DTensor)
+            torch.testing.assert_close(block.up.weight.detach(), plain[f"blocks.{index}.up.weight"])
+            block.reshard()
+            assert isinstance(block.up.weight, DTensor)
+    for block in model.blocks:
+        block.unshard(async_op=async_op)
+    return steps_sharded(model, recipe, rank)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["at_once", "async"])
+def test_units_may_be_gathered_and_freed_by_hand(world, async_op):
+    recipe = Recipe("mlp")
+    assert_all_same(world(2).run(unshard_by_hand, recipe, async_op), recipe)
+
+
+def grads_divided_by(factor, mesh_shape):
+    model = shard(build("mlp"), mesh=mesh_of(mesh_shape))
+    for unit in model.units():
+        unit.set_gradient_divide_factor(factor)
+    model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+    return whole_grads(model)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, 7.5])
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["shards", "replicas"])
+def test_a_divide_factor_replaces_the_number_of_ranks(world, mesh_shape, factor):
+    mean = train_plain(Recipe("mlp", steps=1), 4)[0].grads[0]
+    expected = {name: grad * 4 / factor for name, grad in mean.items()}
+    for grads in world(4).run(grads_divided_by, factor, mesh_shape):
+        assert_named_close(grads, expected, "gradient", 1e-5, 1e-6)
+
+
+class Encoder(nn.Module):
+    """Two ways in, beside forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+
+    def encode(self, x):
+        return F.linear(x, self.weight).tanh()
+
+    def decode(self, x):
+        return F.linear(x, self.weight.t())
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+def grads_through_methods():
+    model = Encoder()
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "decode")
+    x = noise(0, dist.get_rank())
+    loss = (model.decode(model.encode(x)) + model(x)).square().mean()
+    loss.backward()
+    return loss.item(), whole_grads(model)
+
+
+def test_registered_methods_gather_like_forward(world):
+    model = Encoder()
+    losses = [(2 * model(noise(0, rank))).square().mean() for rank in range(2)]
+    (sum(losses) / 2).backward()
+    for rank, (loss, grads) in enumerate(world(2).run(grads_through_methods)):
+        assert loss == pytest.approx(losses[rank].item(), rel=1e-5)
+        torch.testing.assert_close(grads["weight"], model.weight.grad)
+
+
+def grads_of_rank_dependent_use():
+    """Rank 1 does not touch `spare`; rank 0 does."""
+    model = build("unused")
+    block, rank = model.block, dist.get_rank()
+    shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    block.register_forward_hook(
+        lambda module, _, output: output * module.spare if rank == 0 else output, prepend=True
+    )
+    model.loss(model(*model.make_inputs(0, rank))).backward()
+    return block.spare.grad.full_tensor()
+
+
+def test_a_parameter_used_on_one_rank_only_can_be_reduced_on_all(threads):
+    model = build("unused")
+    x = model.block(*model.make_inputs(0, 0)) * model.block.spare
+    model.loss(x).backward()
+    for grad in threads(2).run(grads_of_rank_dependent_use):
+        torch.testing.assert_close(grad, model.block.spare.grad / 2)
+
+
+def params_after_sharding(name):
+    model = build(name)
+    before = [type(module) for module in model.modules()]
+    shard(model)
+    units = {id(m) for unit in model.units() for m in (unit if isinstance(unit, list) else [unit])}
+    for module, cls in zip(model.modules(), before, strict=True):
+        assert isinstance(module, cls)
+        assert isinstance(module, FSDPModule) == (id(module) in units)
+    assert all(isinstance(param, DTensor) and isinstance(param, nn.Parameter) for param in model.parameters())
+    return whole_params(model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sharding_changes_classes_and_no_value(threads, model):
+    plain = {name: param.detach() for name, param in build(model).named_parameters()}
+    for params in threads(3).run(params_after_sharding, model):
+        assert_named_close(params, plain, "parameter", 0, 0)
+
+
+def reshard_to_pairs(model):
+    model.set_reshard_after_forward(2)
+
+
+def pairs_then_nothing_then_pairs(model):
+    """The choice may change while the model is at rest."""
+    for choice in (2, False, 2):
+        model.set_reshard_after_forward(choice)
+        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "setting", [reshard_to_pairs, pairs_then_nothing_then_pairs], ids=lambda s: s.__name__
+)
+@pytest.mark.parametrize("model", ["mlp", "uneven", "checkpoint_outside"])
+def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads, model, setting):
+    recipe = Recipe(model)
+    assert_all_same(threads(4).run(train_with_setting, recipe, setting, reshard_after_forward=False), recipe)

@@ -1,0 +1,70 @@
+"""Are the numbers those of torch's own FSDP2, wherever it can run the model?"""
+
+import pytest
+import torch
+from torch.distributed import fsdp
+
+import sherd
+from tests.models import MODELS
+from tests.parity.training import Recipe, assert_same, train_sharded
+
+# What torch's FSDP2 refuses, warns about or gets wrong; `test_every_model` holds these to plain training.
+BEYOND_TORCH = {
+    "changed_in_place",
+    "dataclasses",
+    "mixed_bfloat",
+    "mixed_double",
+    "non_contiguous",
+    "passthrough",
+    "scalar_parameter",
+    "shared_and_reentrant",
+    "tied_across",
+    "tied_to_root",
+    "uneven_columns",
+}
+
+
+def train_with_both(recipe, **options):
+    theirs = train_sharded(recipe, with_=fsdp.fully_shard, **options)
+    return train_sharded(recipe, **options), theirs
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in BEYOND_TORCH])
+def test_a_model_trains_as_under_torch(world, model):
+    recipe = Recipe(model, optimizer="adamw_foreach")
+    for ours, theirs in world(2).run(train_with_both, recipe):
+        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("model", ["mlp", "nested", "transformer", "frozen"])
+def test_replicas_train_as_under_torch(world, model):
+    for ours, theirs in world(4).run(train_with_both, Recipe(model), mesh_shape=(2, 2)):
+        assert_same(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+POLICIES = {
+    "param_bfloat16": {"param_dtype": torch.bfloat16},
+    "param_bfloat16_reduce_float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "reduce_bfloat16": {"reduce_dtype": torch.bfloat16},
+    "inputs_as_they_are": {"reduce_dtype": torch.float32, "cast_forward_inputs": False},
+}
+
+
+def train_with_both_policies(recipe, policy):
+    ours = train_sharded(recipe, mp_policy=sherd.MixedPrecisionPolicy(**policy))
+    theirs = train_sharded(recipe, with_=fsdp.fully_shard, mp_policy=fsdp.MixedPrecisionPolicy(**policy))
+    return ours, theirs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", ["mlp", "nested", "containers", "transformer"])
+def test_mixed_precision_rounds_where_torch_rounds(world, model, policy):
+    # The same casts in the same places give the same bits, on two ranks also in the reduction.
+    for ours, theirs in world(2).run(train_with_both_policies, Recipe(model), POLICIES[policy]):
+        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_outputs_are_cast_as_under_torch(world):
+    policy = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
+    for ours, theirs in world(2).run(train_with_both_policies, Recipe("whole_in_one_unit"), policy):
+        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)

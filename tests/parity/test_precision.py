@@ -1,0 +1,174 @@
+"""Do low precision, autocast, loss scaling and offload compute what their plain counterparts compute?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sherd import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.models import build, shard
+from tests.parity.training import (
+    Recipe,
+    Run,
+    assert_all_same,
+    assert_named_close,
+    assert_same,
+    finish_step,
+    make_optimizer,
+    train_sharded,
+    whole_grads,
+    whole_params,
+)
+
+
+def train_plain_bfloat16(recipe, num_ranks):
+    """float32 masters; forward and backward on a bfloat16 copy; gradients averaged in float32."""
+    master = build(recipe.model)
+    optimizer, run = make_optimizer(recipe.optimizer, master), Run()
+    losses = []
+    for step in range(recipe.steps):
+        for rank in range(num_ranks):
+            low = copy.deepcopy(master).to(torch.bfloat16)
+            low.zero_grad()
+            inputs = [t.bfloat16() if t.is_floating_point() else t for t in master.make_inputs(step, rank)]
+            loss = low.loss(low(*inputs))
+            loss.backward()
+            losses.append(loss.item())
+            for param, low_param in zip(master.parameters(), low.parameters(), strict=True):
+                share = low_param.grad.float() / num_ranks
+                param.grad = share if param.grad is None else param.grad + share
+        finish_step(master, optimizer, recipe, run)
+    run.params = whole_params(master)
+    return [Run(losses[rank::num_ranks], run.grads, [], run.params) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
+@pytest.mark.parametrize("model", ["mlp", "whole_in_one_unit", "tied_inside"])
+def test_bfloat16_compute_with_float32_reduction_is_a_cast_model_with_float32_masters(world, model, reshard):
+    recipe = Recipe(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    runs = world(2).run(train_sharded, recipe, mp_policy=policy, reshard_after_forward=reshard)
+    # Nothing is left to chance: casts happen at the same places, sums run in float32.
+    for run, plain in zip(runs, train_plain_bfloat16(recipe, 2), strict=True):
+        assert_same(run, plain)
+
+
+def dtypes_seen(policy):
+    """Of a sharded parameter, of the gradient, of weights and inputs in forward, of the output."""
+    seen = {}
+    model = shard(build("whole_in_one_unit"), mp_policy=policy)
+    block = model.blocks[0]
+    block.up.register_forward_hook(lambda module, _, __: seen.update(weight=module.weight.dtype))
+    block.register_forward_pre_hook(lambda _, args: seen.update(input=args[0].dtype))
+    output = model(*model.make_inputs(0, dist.get_rank()))
+    model.loss(output).backward()
+    seen["output"] = output.dtype
+    seen["param"], seen["grad"] = block.up.weight.dtype, block.up.weight.grad.dtype
+    return seen
+
+
+def test_a_policy_says_which_dtype_each_tensor_has(threads):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for seen in threads(2).run(dtypes_seen, policy):
+        assert seen["param"] == seen["grad"] == torch.float32
+        assert seen["weight"] == seen["input"] == torch.bfloat16
+        assert seen["output"] == torch.float32
+
+
+def train_under_autocast(recipe, num_ranks=None):
+    """Sharded, on this rank's batches; plain, over `num_ranks` ranks' batches, when that is given."""
+    model = build(recipe.model)
+    if num_ranks is None:
+        shard(model)
+    ranks = [dist.get_rank()] if num_ranks is None else range(num_ranks)
+    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+    for step in range(recipe.steps):
+        for rank in ranks:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model.loss(model(*model.make_inputs(step, rank)))
+            (loss / len(ranks)).backward()
+        finish_step(model, optimizer, recipe, run)
+    run.params = whole_params(model)
+    return run
+
+
+@pytest.mark.parametrize("model", ["mlp", "reentrant_inside", "checkpoint_outside"])
+def test_autocast_computes_the_same_around_a_sharded_model(world, model):
+    recipe = Recipe(model)
+    plain = train_under_autocast(recipe, 2)
+    for run in world(2).run(train_under_autocast, recipe):
+        assert_named_close(run.params, plain.params, "parameter", 1e-5, 1e-6)
+        for found, expected in zip(run.grads, plain.grads, strict=True):
+            assert_named_close(found, expected, "gradient", 1e-5, 1e-6)
+
+
+def train_with_an_overflow(recipe, num_ranks=None):
+    """Five scaled steps; in the third one rank's loss is infinite. Gradients, scales, parameters."""
+    model = build(recipe.model)
+    if num_ranks is None:
+        shard(model)
+    ranks = [dist.get_rank()] if num_ranks is None else range(num_ranks)
+    optimizer = make_optimizer(recipe.optimizer, model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scales = []
+    for step in range(recipe.steps):
+        for rank in ranks:
+            loss = model.loss(model(*model.make_inputs(step, rank)))
+            if step == 2 and rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss / len(ranks)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, whole_params(model)
+
+
+@pytest.mark.parametrize("model", ["mlp", "uneven"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world, model):
+    recipe = Recipe(model)
+    scales, params = train_with_an_overflow(recipe, 2)
+    assert scales[2] < scales[1], "the plain run must have skipped its third step"
+    for found_scales, found in world(2).run(train_with_an_overflow, recipe):
+        assert found_scales == scales
+        assert_named_close(found, params, "parameter", 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
+@pytest.mark.parametrize("model", ["mlp", "uneven", "frozen", "tied_inside", "scalar_parameter"])
+def test_offloaded_shards_train_as_in_one_process(world, model, reshard):
+    recipe = Recipe(model, max_norm=1.0)
+    policy = CPUOffloadPolicy(pin_memory=False)
+    runs = world(2).run(train_sharded, recipe, offload_policy=policy, reshard_after_forward=reshard)
+    assert_all_same(runs, recipe)
+
+
+def test_offload_and_low_precision_go_together(world):
+    recipe = Recipe("mlp")
+    runs = world(2).run(
+        train_sharded,
+        recipe,
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    for run, plain in zip(runs, train_plain_bfloat16(recipe, 2), strict=True):
+        assert_same(run, plain)
+
+
+def grads_in_other_dtypes():
+    """A frozen-in-bfloat16 policy must hand out gradients in the parameter's dtype, once per backward."""
+    model = shard(build("mlp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for _ in range(2):
+        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+    twice = whole_grads(model)
+    model.zero_grad()
+    model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+    return whole_grads(model), twice
+
+
+def test_two_low_precision_backwards_add_up_in_the_parameters_dtype(threads):
+    for once, twice in threads(2).run(grads_in_other_dtypes):
+        assert_named_close(twice, {name: 2 * grad for name, grad in once.items()}, "gradient", 1e-6, 0)

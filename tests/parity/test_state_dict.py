@@ -1,0 +1,263 @@
+"""Does a sharded model's state go out and come back, whole and sharded, on other numbers of ranks?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.models import MODELS, build, shard
+from tests.parity.training import (
+    Recipe,
+    Run,
+    assert_all_same,
+    assert_named_close,
+    assert_same,
+    finish_step,
+    make_optimizer,
+    steps_sharded,
+    train_plain,
+    whole,
+    whole_params,
+)
+
+
+def one_step(model, optimizer, step=0):
+    model.loss(model(*model.make_inputs(step, dist.get_rank()))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_before_and_after_a_step(name):
+    model = shard(build(name))
+    optimizer = make_optimizer("sgd", model)
+    before = {key: whole(value) for key, value in model.state_dict().items()}
+    one_step(model, optimizer)
+    after = model.state_dict()
+    kinds = {key: isinstance(value, DTensor) for key, value in after.items()}
+    return before, {key: whole(value) for key, value in after.items()}, kinds
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_state_dict_holds_shards_under_the_plain_names(threads, model):
+    plain, names = build(model), {name for name, _ in build(model).named_buffers()}
+    expected = {key: value.clone() for key, value in plain.state_dict().items()}
+    trained = train_plain(Recipe(model, "sgd", steps=1), 3)[0].params
+    for before, after, kinds in threads(3).run(state_before_and_after_a_step, model):
+        assert_named_close(before, expected, "state", 0, 0)
+        assert kinds == {key: key not in names for key in expected}
+        close = 3e-2 if model == "mixed_bfloat" else 1e-5
+        for name, value in trained.items():
+            key = name.replace("_checkpoint_wrapped_module.", "")  # the wrapper hides itself in state dicts
+            torch.testing.assert_close(after[key], value, rtol=close, atol=close / 10)
+
+
+def train_from_sharded_state(recipe, assign, after_a_step):
+    """State goes from one sharded model to another, which then trains."""
+    rank = dist.get_rank()
+    source = shard(build(recipe.model)).state_dict()
+    model = shard(build(recipe.model, seed=1))
+    if after_a_step:
+        model.loss(model(*model.make_inputs(0, rank))).backward()
+        model.zero_grad()
+    result = model.load_state_dict(source, strict=True, assign=assign)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    return steps_sharded(model, recipe, rank)
+
+
+@pytest.mark.parametrize("after_a_step", [False, True], ids=["fresh", "after_a_step"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "buffers"])
+def test_a_sharded_state_dict_loads(world, model, assign, after_a_step):
+    recipe = Recipe(model)
+    assert_all_same(world(2).run(train_from_sharded_state, recipe, assign, after_a_step), recipe)
+
+
+def train_from_whole_state(recipe, assign, after_a_step):
+    rank = dist.get_rank()
+    model = shard(build(recipe.model, seed=1))
+    if after_a_step:
+        model.loss(model(*model.make_inputs(0, rank))).backward()
+        model.zero_grad()
+    model.load_state_dict(build(recipe.model).state_dict(), assign=assign)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    return steps_sharded(model, recipe, rank)
+
+
+@pytest.mark.parametrize("after_a_step", [False, True], ids=["fresh", "after_a_step"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "scalar_parameter"])
+def test_a_plain_models_state_dict_loads(world, model, assign, after_a_step):
+    recipe = Recipe(model)
+    assert_all_same(world(2).run(train_from_whole_state, recipe, assign, after_a_step), recipe)
+
+
+def load_with_wrong_keys():
+    model = shard(build("mlp"))
+    state = model.state_dict()
+    state["stranger"] = state.pop("last.weight")
+    with pytest.raises(RuntimeError, match=r"last\.weight"):
+        model.load_state_dict(state)
+    result = model.load_state_dict(state, strict=False)
+    return result.missing_keys, result.unexpected_keys
+
+
+def test_a_strict_load_names_what_is_missing_and_a_lenient_one_returns_it(threads):
+    for missing, unexpected in threads(2).run(load_with_wrong_keys):
+        assert (missing, unexpected) == (["last.weight"], ["stranger"])
+
+
+def load_another_shape():
+    model = shard(build("mlp"))
+    state = build("mlp").state_dict()
+    state["last.weight"] = torch.zeros(8, 7)
+    with pytest.raises((RuntimeError, ValueError), match=r"last\.weight"):
+        model.load_state_dict(state)
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(threads):
+    threads(2).run(load_another_shape)
+
+
+def train_from_rank_zero(recipe):
+    """Only rank 0 has the whole state; the others receive their part."""
+    model = shard(build(recipe.model, seed=1))
+    state = build(recipe.model).state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return steps_sharded(model, recipe, dist.get_rank())
+
+
+@pytest.mark.parametrize("model", ["mlp", "uneven"])
+def test_rank_zero_alone_may_hold_the_whole_state(world, model):
+    recipe = Recipe(model)
+    assert_all_same(world(2).run(train_from_rank_zero, recipe), recipe)
+
+
+def full_state_on_rank_zero(name):
+    model = shard(build(name))
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_across"])
+def test_the_whole_state_may_be_gathered_to_rank_zero(world, model):
+    first, *others = world(2).run(full_state_on_rank_zero, model)
+    assert_named_close(first, build(model).state_dict(), "state", 0, 0)
+    assert others == [{}]
+
+
+def train_and_save(recipe, folder):
+    """The first three steps, then a checkpoint."""
+    model, rank = shard(build(recipe.model)), dist.get_rank()
+    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+    for step in range(3):
+        loss = model.loss(model(*model.make_inputs(step, rank)))
+        loss.backward()
+        run.losses.append(loss.item())
+        finish_step(model, optimizer, recipe, run)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    run.params = whole_params(model)
+    moments = get_optimizer_state_dict(model, optimizer)["state"]
+    return run, {name: whole(entry["exp_avg"]) for name, entry in moments.items()}
+
+
+def load_elsewhere(recipe, folder):
+    """What a differently initialised model and optimizer hold after loading."""
+    model = shard(build(recipe.model, seed=1))
+    optimizer = make_optimizer(recipe.optimizer, model)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    loaded = whole_params(model)
+    one_step(model, optimizer, 3)
+    moments = get_optimizer_state_dict(model, optimizer)["state"]
+    assert {entry["step"].item() for entry in moments.values()} == {4.0}
+    return loaded, whole_params(model), {name: whole(entry["exp_avg"]) for name, entry in moments.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "scalar_parameter"])
+def test_a_checkpoint_of_two_ranks_loads_on_another_number(world, tmp_path, model, num_ranks):
+    recipe = Recipe(model)
+    (saved, _), *_ = world(2).run(train_and_save, recipe, tmp_path)
+    for loaded, _, _ in world(num_ranks).run(load_elsewhere, recipe, tmp_path):
+        assert_named_close(loaded, saved.params, "parameter", 0, 0)
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(world, tmp_path):
+    recipe = Recipe("transformer", steps=4)
+    world(2).run(train_and_save, recipe, tmp_path)
+    plain = train_plain(recipe, 2)[0]
+    for _, params, _ in world(2).run(load_elsewhere, recipe, tmp_path):
+        assert_named_close(params, plain.params, "parameter", 1e-5, 1e-6)
+
+
+def train_from_meta(recipe, by_state_dict):
+    """Built without memory, sharded, given memory, filled."""
+    plain, rank = build(recipe.model), dist.get_rank()
+    model = build(recipe.model, device="meta")
+    shard(model)
+    assert all(param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    if by_state_dict:
+        model.load_state_dict(plain.state_dict())
+    else:
+        sources = dict(plain.named_parameters())
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                source = sources[name].detach()
+                param.copy_(distribute_tensor(source, param.device_mesh, param.placements))
+    return steps_sharded(model, recipe, rank)
+
+
+@pytest.mark.parametrize("by_state_dict", [True, False], ids=["by_state_dict", "in_place"])
+@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside"])
+def test_a_model_built_on_meta_trains_after_to_empty(world, model, by_state_dict):
+    recipe = Recipe(model)
+    assert_all_same(world(2).run(train_from_meta, recipe, by_state_dict), recipe)
+
+
+def reset_from_meta():
+    """`reset_parameters` of stock layers on shards, the same seed on all ranks."""
+    model = shard(build("mlp", device="meta"))
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+    return whole_params(model)
+
+
+# Stock torch: DTensor draws from each rank's own generator on a CPU mesh, and says so.
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
+def test_stock_layers_reset_their_shards_in_place(world):
+    first, second = world(2).run(reset_from_meta)
+    assert_named_close(first, second, "parameter", 0, 0)
+    weight = first["blocks.0.up.weight"]
+    assert 0.05 < weight.std() < 0.5
+    assert weight.abs().max() <= 8**-0.5 + 1e-6
+
+
+def train_in_double(recipe):
+    """`.to(float64)` after sharding; float32 again before training."""
+    model = shard(build(recipe.model))
+    model.to(torch.float64)
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+    model.to(torch.float32)
+    return steps_sharded(model, recipe, dist.get_rank())
+
+
+def test_a_sharded_model_may_change_its_dtype_before_training(threads):
+    recipe = Recipe("mlp")
+    for run, plain in zip(threads(2).run(train_in_double, recipe), train_plain(recipe, 2), strict=True):
+        assert_same(run, plain)

@@ -1,0 +1,199 @@
+"""How does every parity test train, plain and sharded, and what does it compare?
+
+The plain side is one process that runs each rank's batch in turn and averages the gradients, which is what
+training on the concatenated global batch means. Both sides return a `Run`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from sherd import fully_shard
+from tests.models import Specimen, build, shard
+
+Named = dict[str, Tensor | None]
+
+# Large, so that Adam does not make whole steps of a tiny gradient's rounding error.
+EPS = 1e-3
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": functools.partial(torch.optim.Adam, lr=1e-2, eps=EPS),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=EPS),
+    "adamw_foreach": functools.partial(torch.optim.AdamW, lr=1e-2, eps=EPS, foreach=True),
+    "adamw_fused": functools.partial(torch.optim.AdamW, lr=1e-2, eps=EPS, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and for how long; the same words for the plain and the sharded side."""
+
+    model: str
+    optimizer: str = "adamw"
+    steps: int = 5
+    micro_batches: int = 1
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_foreach: bool | None = None
+
+
+@dataclass
+class Run:
+    """What a training left: per step the loss, the whole gradients and their norm; whole parameters."""
+
+    losses: list[float] = field(default_factory=list)
+    grads: list[Named] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    params: Named = field(default_factory=dict)
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """A plain copy of `tensor`, gathered when it is sharded (then a collective)."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    # `full_tensor` leaves a replicated mesh axis alone: two replicas that drifted apart both show themselves.
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def whole_params(model: nn.Module) -> Named:
+    """Every parameter of `model` by name, whole."""
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def whole_grads(model: nn.Module) -> Named:
+    """Every gradient of `model` by its parameter's name, whole; None where there is none."""
+    return {name: whole(param.grad) for name, param in model.named_parameters()}
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer called `kind` over the parameters that need a gradient now."""
+    return OPTIMIZERS[kind]([param for param in model.parameters() if param.requires_grad])
+
+
+def clip(model: nn.Module, recipe: Recipe) -> float:
+    """Clip as `recipe` says; the norm before clipping."""
+    assert recipe.max_norm is not None, "asked to clip without a norm"
+    norm = nn.utils.clip_grad_norm_(
+        model.parameters(), recipe.max_norm, norm_type=recipe.norm_type, foreach=recipe.clip_foreach
+    )
+    full = whole(norm)
+    assert full is not None, "a norm is never None"
+    return full.item()
+
+
+def mesh_of(shape: tuple[int, ...] | None) -> DeviceMesh | None:
+    """None for the default mesh; (replicas, ranks) for HSDP; (ranks,) for an explicit one."""
+    if shape is None:
+        return None
+    # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
+    _clear_sharding_prop_cache()
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, run: Run) -> None:
+    """Note the gradients, clip, update, clear."""
+    run.grads.append(whole_grads(model))
+    if recipe.max_norm is not None:
+        run.norms.append(clip(model, recipe))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps_sharded(model: Specimen, recipe: Recipe, rank: int, *, sync_each: bool = True) -> Run:
+    """Train `model`, sharded already, on this rank's batches."""
+    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+    for step in range(recipe.steps):
+        losses = []
+        for micro in range(recipe.micro_batches):
+            last = micro == recipe.micro_batches - 1
+            if not sync_each:
+                model.set_requires_gradient_sync(last)
+            loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
+            loss.backward()
+            losses.append(loss.item())
+        run.losses.append(sum(losses))
+        finish_step(model, optimizer, recipe, run)
+    run.params = whole_params(model)
+    return run
+
+
+def train_sharded(
+    recipe: Recipe,
+    *,
+    mesh_shape: tuple[int, ...] | None = None,
+    with_: Callable[..., Any] = fully_shard,
+    **options: Any,
+) -> Run:
+    """On a rank: build, shard with `options` of fully_shard, train."""
+    model = shard(build(recipe.model), with_=with_, mesh=mesh_of(mesh_shape), **options)
+    return steps_sharded(model, recipe, dist.get_rank())
+
+
+def plain_step(model: Specimen, recipe: Recipe, num_ranks: int, step: int) -> list[float]:
+    """Every rank's forward and backward in turn, gradients averaged; the losses by rank."""
+    losses = []
+    for rank in range(num_ranks):
+        total = 0.0
+        for micro in range(recipe.micro_batches):
+            loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
+            (loss / num_ranks).backward()
+            total += loss.item()
+        losses.append(total)
+    return losses
+
+
+@functools.cache
+def train_plain(recipe: Recipe, num_ranks: int) -> tuple[Run, ...]:
+    """In this process, unsharded: what each rank should return."""
+    model = build(recipe.model)
+    optimizer, shared = make_optimizer(recipe.optimizer, model), Run()
+    losses: list[list[float]] = []
+    for step in range(recipe.steps):
+        losses.append(plain_step(model, recipe, num_ranks, step))
+        finish_step(model, optimizer, recipe, shared)
+    shared.params = whole_params(model)
+    return tuple(
+        Run([of_step[rank] for of_step in losses], shared.grads, shared.norms, shared.params)
+        for rank in range(num_ranks)
+    )
+
+
+def assert_named_close(found: Named, expected: Named, what: str, rtol: float, atol: float) -> None:
+    """The same names, None in the same places, and close values."""
+    assert list(found) == list(expected), f"{what}: other names"
+    for name, tensor in expected.items():
+        assert (found[name] is None) == (tensor is None), f"{what} of {name}: {found[name]} is not {tensor}"
+        if tensor is None:
+            continue
+        torch.testing.assert_close(
+            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{what} of {n}: {text}"
+        )
+
+
+def assert_same(run: Run, plain: Run, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Losses, gradients of every step, norms and last parameters agree."""
+    assert len(run.losses) == len(plain.losses) > 0
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(plain.losses), rtol=rtol, atol=atol)
+    torch.testing.assert_close(torch.tensor(run.norms), torch.tensor(plain.norms), rtol=rtol, atol=atol)
+    for step, (found, expected) in enumerate(zip(run.grads, plain.grads, strict=True)):
+        assert_named_close(found, expected, f"step {step}: gradient", rtol, atol)
+    assert_named_close(run.params, plain.params, "parameter", rtol, atol)
+
+
+def assert_all_same(runs: list[Run], recipe: Recipe, **tolerance: float) -> None:
+    """Every rank's run agrees with the plain one."""
+    for run, plain in zip(runs, train_plain(recipe, len(runs)), strict=True):
+        assert_same(run, plain, **tolerance)

@@ -1,0 +1,122 @@
+"""What does a rank's process do between the session's start and its end?"""
+
+import ctypes
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.rank_failures import failure_of
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """What a rank's function returned."""
+
+    value: Any
+
+
+def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str) -> None:
+    """A rank's life: join the group, then answer one task after another until the test session ends."""
+    _die_with_the_session()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
+    stacks = open(stack_file, "w")  # noqa: SIM115  open for as long as we live
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    try:
+        _join(rank, num_ranks, port)
+        known = 0
+        while True:
+            task = pipe.recv_bytes()
+            if known != len(sys.modules):
+                # What is imported stays. Frozen, it costs the collections between tests nothing.
+                known = len(sys.modules)
+                gc.freeze()
+            pipe.send_bytes(_answer(task))
+    except EOFError:
+        os._exit(0)
+    except BaseException as error:
+        pipe.send_bytes(pickle.dumps(failure_of(error)))
+        os._exit(1)
+
+
+def _die_with_the_session() -> None:
+    """On Linux the kernel kills us with the fork server, which ends with pytest however that ends."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _join(rank: int, num_ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+
+def _answer(task: bytes) -> bytes:
+    try:
+        with warnings.catch_warnings():
+            _tidy()
+            return _dumps(Success(_perform(task)))
+    except BaseException as error:
+        return pickle.dumps(failure_of(error))
+
+
+def _perform(task: bytes) -> Any:
+    sys.path[:], filters, call = pickle.loads(task)
+    warnings.resetwarnings()
+    for action, text, category, module, line in reversed(filters):
+        warnings.filterwarnings(action, text, category, module, line)
+    fn, args, kwargs = pickle.loads(call)
+    torch.manual_seed(0)
+    return fn(*args, **kwargs)
+
+
+def _tidy() -> None:
+    """Drop what the last task left.
+
+    At the start of the next one, because by now every rank has finished it: a group taken down earlier would
+    cut off a peer that is still reading.
+    """
+    gc.collect()
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        # A group made by its members alone (`use_local_synchronization`) is named after them. It stays: the next one of the
+        # same ranks would get its name, and meet what this one has left in the store.
+        if group is not dist.group.WORLD and name.isdigit():
+            dist.destroy_process_group(group)
+    compilations = torch._dynamo.utils.counters
+    if compilations:
+        # Else those of many tests add up to the limit that one code object has.
+        torch._dynamo.reset()
+        compilations.clear()
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors by value: no shared memory, no storage larger than the tensor, no gradient, no device mesh."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            if isinstance(value, DTensor):
+                raise TypeError("a DTensor cannot leave its rank; return its to_local() or full_tensor()")
+            return NotImplemented
+        if value.is_meta:
+            return NotImplemented
+        return value.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()

@@ -1,0 +1,113 @@
+"""Do the programs in examples/ run, and print what their first lines promise?"""
+
+import io
+import multiprocessing
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TIMEOUT_S = 120
+
+
+def run_as_torchrun_would(path, rank, num_ranks, port, output):
+    """In a process of its own: the environment that torchrun makes, then the program."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    said = io.StringIO()
+    with redirect_stdout(said):
+        runpy.run_path(str(path), run_name="__main__")
+    output.write_text(said.getvalue())
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(name, folder, num_ranks=2):
+    """What each rank printed. Forked from where torch is imported: torchrun would import it three times."""
+    ranks.warm_up()
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    outputs = [folder / str(rank) for rank in range(num_ranks)]
+    processes = [
+        context.Process(target=run_as_torchrun_would, args=(EXAMPLES / name, rank, num_ranks, port, output))
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+        assert [process.exitcode for process in processes] == [0] * num_ranks
+    finally:
+        for process in processes:
+            process.kill()
+    return [output.read_text() for output in outputs]
+
+
+def losses(text):
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", text)]
+
+
+def test_a_ported_program_trains_on_shards(tmp_path):
+    first, second = run("port_from_fsdp2.py", tmp_path)
+    held = [int(re.search(r"holds (\d+) of", text)[1]) for text in (first, second)]
+    (everyones,) = {int(re.search(r"of (\d+) parameters", text)[1]) for text in (first, second)}
+    assert sum(held) == everyones
+    assert losses(first)[-1] < losses(first)[0] / 2
+
+
+def test_a_model_starts_on_meta_and_allocates_its_shards_alone(tmp_path):
+    for text in run("meta_device_start.py", tmp_path):
+        before, after = map(int, re.findall(r"(\d+) bytes allocated", text))
+        assert before == 0 < after
+    assert losses((tmp_path / "0").read_text())[-1] < 5.0  # log(256) is 5.5
+
+
+def test_accumulated_gradients_are_the_same_reduced_once_or_often(tmp_path):
+    first, _ = run("gradient_accumulation.py", tmp_path)
+    assert first.count("micro-batches\n") == 2
+    assert float(re.search(r"difference between the two: (\S+)", first)[1]) < 1e-6
+
+
+def test_one_rank_goes_on_where_two_stopped(tmp_path):
+    first, second = run("save_and_reload.py", tmp_path)
+    saved, reloaded = losses(first)
+    assert saved == pytest.approx(reloaded, rel=1e-4)
+    assert second == ""
+
+
+def test_the_command_in_an_examples_first_lines_works():
+    """One of them as its user starts it, on torchrun."""
+    name = "gradient_accumulation.py"
+    (command,) = re.findall(r"^    (torchrun .*)$", (EXAMPLES / name).read_text(), re.MULTILINE)
+    program, *arguments = command.split()
+    assert program == "torchrun"
+    assert arguments == ["--nproc-per-node", "2", f"examples/{name}"]
+    root = str(EXAMPLES.parent)
+    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    # A port of its own, because the default one may be taken.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+    done = subprocess.run(
+        launch, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "largest difference" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_to_run_it(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 80
+    assert f"torchrun --nproc-per-node 2 examples/{path.name}" in text

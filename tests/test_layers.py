@@ -1,0 +1,168 @@
+"""Does every file in sherd/ know only what it may know, and say what it is for?"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "sherd"
+
+# `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
+# `sherd` is the package's own __init__, the public names.
+RULE = """
+errors, policy, _torch < layout | schedule | comm < tensor < engine < checkpoint, optim < api < sherd
+< interop, train, __main__
+"""
+SIMULATE_KNOWS = {"layout", "schedule", "policy"}
+KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}
+WITHOUT_TORCH = {"layout", "schedule"}
+RIVALS = ("torch.distributed.fsdp", "torch.distributed._composable")
+
+LEVELS = [re.findall(r"\w+", level) for level in RULE.split("<")]
+LEVEL_OF = {layer: number for number, level in enumerate(LEVELS) for layer in level}
+APART = [set(re.findall(r"\w+", level)) for level in RULE.split("<") if "|" in level]
+
+
+def may_know(layer: str, other: str) -> bool:
+    if layer == other:
+        return True
+    if layer == "simulate":
+        return other in SIMULATE_KNOWS
+    if other == "simulate":
+        return layer in KNOWS_SIMULATE
+    apart = any({layer, other} <= group for group in APART)
+    return LEVEL_OF[other] <= LEVEL_OF[layer] and not apart
+
+
+def layer_of(parts: tuple[str, ...]) -> str:
+    """The layer of `sherd.<parts>`; a name that is no layer is a public one, of sherd/__init__.py."""
+    known = parts and (parts[0] in LEVEL_OF or parts[0] == "simulate")
+    return parts[0] if known else "sherd"
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all that `tree`, a file of `package`, imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            source = [*above, *([node.module] if node.module else [])]
+            yield from ((node.lineno, ".".join([*source, alias.name])) for alias in node.names)
+
+
+def is_under(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def is_private(name: str) -> bool:
+    return any(re.match(r"_(?!_)", part) for part in name.split("."))
+
+
+def broken_rules(layer: str, name: str) -> Iterator[str]:
+    """What is wrong with a file of `layer` importing `name`, in words."""
+    if is_under(name, "sherd"):
+        other = layer_of(tuple(name.split(".")[1:]))
+        if not may_know(layer, other):
+            yield f"{layer} may not know {other}"
+    if is_under(name, "torch"):
+        if layer in WITHOUT_TORCH:
+            yield f"{layer} does without torch"
+        if any(is_under(name, rival) for rival in RIVALS):
+            yield "torch's own FSDP is for tests and bench only"
+        if is_private(name) and layer != "_torch":
+            yield "private torch names belong in sherd/_torch.py"
+
+
+def violations(package: Path) -> list[str]:
+    """Each import in `package` (a folder named sherd) that breaks the rule: where, what and why."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package)
+        layer = path.parts[0].removesuffix(".py").replace("__init__", "sherd")
+        if layer not in LEVEL_OF and layer != "simulate":
+            found.append(
+                f"sherd/{path}: {layer} has no place in the rule; give it one in {Path(__file__).name}"
+            )
+            continue
+        for line, name in imported(ast.parse(file.read_text()), ("sherd", *path.parts[:-1])):
+            found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken_rules(layer, name)]
+    return found
+
+
+def test_no_import_in_sherd_breaks_the_rule():
+    assert violations(PACKAGE) == []
+
+
+def test_every_file_in_sherd_begins_by_saying_what_it_is_for():
+    silent = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        text = file.read_text()
+        says = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        if not (says and text.startswith(('"""', 'r"""'))):
+            silent.append(str(file.relative_to(PACKAGE.parent)))
+    assert silent == []
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """`planted(path, source)`: what is wrong with a package that holds this one file."""
+
+    def plant(path, source):
+        file = tmp_path / "sherd" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+        return violations(tmp_path / "sherd")
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "why"),
+    [
+        ("comm/mesh.py", "from sherd.engine.unit import Unit", "comm may not know engine"),
+        ("comm/mesh.py", "import sherd.layout", "comm may not know layout"),
+        ("comm/mesh.py", "from sherd import schedule", "comm may not know schedule"),
+        ("comm/mesh.py", "from ..schedule import order", "comm may not know schedule"),
+        ("comm/deep/mesh.py", "from ...tensor.ragged import RaggedDTensor", "comm may not know tensor"),
+        ("errors.py", "def late():\n    from .api import fully_shard", "errors may not know api"),
+        ("engine/unit.py", "from sherd import fully_shard", "engine may not know sherd"),
+        ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
+        ("engine/unit.py", "from sherd.simulate import replay", "engine may not know simulate"),
+        ("simulate/replay.py", "from sherd.comm import mesh", "simulate may not know comm"),
+        ("__init__.py", "from sherd.train import cli", "sherd may not know train"),
+        ("layout/extent.py", "import torch", "layout does without torch"),
+        ("schedule/order.py", "from torch import Tensor", "schedule does without torch"),
+        ("engine/unit.py", "from torch.distributed import fsdp", "torch's own FSDP"),
+        ("train/loop.py", "from torch.distributed.fsdp import fully_shard", "torch's own FSDP"),
+        ("_torch.py", "import torch.distributed._composable.fsdp", "torch's own FSDP"),
+        ("engine/unit.py", "import torch._dynamo", "private torch names"),
+        ("engine/unit.py", "from torch import _foreach_norm", "private torch names"),
+        ("engine/unit.py", "from torch.distributed.tensor._ops import x", "private torch names"),
+        ("leftovers.py", "", "leftovers has no place in the rule"),
+    ],
+)
+def test_a_planted_violation_is_found_and_explained(planted, path, source, why):
+    (found,) = planted(path, source)
+    assert found.startswith(f"sherd/{path}")
+    assert why in found
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("policy.py", "from sherd.errors import SherdError"),
+        ("_torch.py", "import torch._dynamo"),
+        ("layout/packing.py", "from sherd.layout.extent import Extent\nfrom . import placement\nimport math"),
+        ("schedule/order.py", "from ..policy import Prefetch"),
+        ("engine/runtime.py", "from sherd import layout, schedule, comm, tensor, errors"),
+        ("optim.py", "from sherd.checkpoint import files"),
+        ("simulate/replay.py", "from sherd import layout, schedule, policy"),
+        ("train/cli.py", "from sherd import __version__, fully_shard\nfrom sherd.simulate import replay"),
+        ("__init__.py", "from sherd.api.fully_shard import fully_shard\nfrom torch import __version__"),
+    ],
+)
+def test_an_import_down_the_layers_is_fine(planted, path, source):
+    assert planted(path, source) == []
