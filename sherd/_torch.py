@@ -25,9 +25,11 @@ __all__ = [
     "DTensorSpec",
     "all_gather_single",
     "at_end_of_backward",
+    "backend_of",
     "concatenate_meshes",
     "dtensor",
     "dtensor_spec",
+    "dynamo_disabled",
     "flatten_mesh",
     "in_backward",
     "local_tensor",
@@ -35,7 +37,9 @@ __all__ = [
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "replace_local_tensor",
+    "storage_uses",
     "strided_shard",
+    "symmetric_memory",
 ]
 
 # torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 and 2.12 know only those.
@@ -72,6 +76,29 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     hooks. Needed because `module.to()` and `load_state_dict(assign=True)` move shards out of their buffer.
     """
     tensor._local_tensor = local
+
+
+def symmetric_memory() -> Any:
+    """The module of symmetric memory (`empty`, `rendezvous`); private since 2.6, imported when asked for."""
+    import torch.distributed._symmetric_memory as module
+
+    return module
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend of `group` for `device`, whose allocator NCCL offers. `_get_backend` has no public name (2.11 to 2.13)."""
+    return group._get_backend(device)
+
+
+def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, and what it calls, never traced by Dynamo; `torch.compiler.disable` is the public name of the same."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=True)
+    return disabled
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and handles share a storage's memory. No public name (2.11 to 2.13)."""
+    return cast(int, torch._C._storage_Use_Count(storage._cdata))
 
 
 def in_backward() -> bool:

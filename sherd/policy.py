@@ -154,7 +154,8 @@ class UnitPolicy:
     """Everything that can be chosen per unit after it was made; `FSDPModule`'s setters replace one field each.
 
     `reshard_after_forward` is None for "the root keeps its parameters for backward, others do not". The prefetch lists
-    hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks.
+    hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks. `reduce_buffers` None means
+    1 with streams; without, 0: a reduction is settled at once, as it would take its time from compute anyway.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -163,7 +164,7 @@ class UnitPolicy:
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
     reduce_unused: bool = False
-    reduce_buffers: int = 1
+    reduce_buffers: int | None = None
     divide_factor: float | None = None
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None

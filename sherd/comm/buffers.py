@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from sherd._torch import storage_uses
+
 
 class Buffer:
     """`numel` elements of `dtype` on `device`, allocated or not.
@@ -25,6 +27,13 @@ class Buffer:
         buffer._hold(tensor, is_ours=False)
         return buffer
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Buffer:
+        """A buffer that takes over the memory of `tensor`, of any shape, to free and refill it in place."""
+        buffer = cls.__new__(cls)
+        buffer._hold(tensor, is_ours=True)
+        return buffer
+
     def _hold(self, tensor: torch.Tensor, is_ours: bool) -> None:
         self.tensor = tensor
         self.is_ours = is_ours
@@ -35,6 +44,11 @@ class Buffer:
     def nbytes(self) -> int:
         """Bytes it occupies when allocated."""
         return self._nbytes
+
+    @property
+    def uses(self) -> int:
+        """How many tensors and handles share its memory, views that autograd keeps for backward included."""
+        return storage_uses(self._storage)
 
     def allocate(self) -> None:
         """Have memory, its contents undefined. `resize_` copies what survives, so it must start from nothing."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sherd._torch import all_gather_single, reduce_scatter_single
+from sherd._torch import all_gather_single, backend_of, reduce_scatter_single, symmetric_memory
 from sherd.errors import PolicyError
 from sherd.policy import AllGather, Comm, ReduceScatter
 
@@ -26,7 +26,7 @@ class _GroupMemory(Comm):
     """Buffers from the process group's own allocator, which may be registered with the network (NCCL)."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        backend = group._get_backend(device)
+        backend = backend_of(group, device)
         self._backend = backend if backend.supports_tensor_alloc(device) else None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,8 +49,7 @@ class _SymmetricMemory(Comm):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Symmetric memory; raises `PolicyError` on a device that has none."""
-        import torch.distributed._symmetric_memory as symmetric
-
+        symmetric = symmetric_memory()
         if device.type != "cuda":
             raise PolicyError(f"symmetric memory needs a CUDA device, the mesh is on {device}")
         buffer = symmetric.empty(*size, dtype=dtype, device=device)

@@ -47,6 +47,15 @@ class DataMesh:
         return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis alone, as a 1-D mesh."""
+        if self.mesh.ndim == 1 or self.shard_axis is None:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        assert names is not None, "a 2-D mesh has names, or it was refused"
+        return self.mesh[names[self.shard_axis]]
+
+    @property
     def shard_ranks(self) -> list[int]:
         """Global ranks of the shard axis, in order."""
         assert self.shard_group is not None, "asked for the ranks of an axis that this mesh does not have"

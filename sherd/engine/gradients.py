@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor, local_tensor
+from sherd._torch import dtensor, dynamo_disabled, local_tensor
 from sherd.comm.buffers import Buffer
 from sherd.comm.collectives import DEFAULT_REDUCE_SCATTER, all_reduce
 from sherd.comm.streams import Handoff, Streams
@@ -121,7 +121,7 @@ class Gradients:
         # Weak: the parameter holds its hook, and we hold the parameter.
         this = weakref.ref(self)
 
-        @torch._dynamo.disable(recursive=True)  # type: ignore[untyped-decorator]
+        @dynamo_disabled
         def arrived(whole: torch.Tensor) -> None:
             gradients = this()
             if gradients is not None:
@@ -144,6 +144,11 @@ class Gradients:
     def expects_any(self) -> bool:
         """Whether the group has a trainable parameter."""
         return self._expected > 0
+
+    @property
+    def expects_all(self) -> bool:
+        """Whether all of the group's parameters are trainable."""
+        return self._expected == len(self.group.parameters)
 
     @property
     def unreduced(self) -> bool:

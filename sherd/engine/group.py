@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, dtensor, dtensor_spec, replace_local_tensor
+from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor
 from sherd.comm.mesh import DataMesh
 from sherd.engine.offload import RestingPlace
 from sherd.engine.parameter import ShardedParameter
@@ -58,7 +57,8 @@ class Group:
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
         self.device = mesh.device
-        self.rest = self._gather_shards_into_one_buffer()
+        self.gathers_itself = kind_of(self.parameters[0]).gathers_itself
+        self.rest = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
 
     @property
     def name(self) -> str:
@@ -79,6 +79,8 @@ class Group:
     @property
     def is_seated(self) -> bool:
         """Whether every shard is still the view of the rest buffer that it was made as."""
+        if self.gathers_itself:
+            return self.parameters[0].local is self.rest
         start, device = self.rest.untyped_storage().data_ptr(), self.rest.device
         locals_ = [each.local for each in self.parameters]
         return all(each.device == device and each.untyped_storage().data_ptr() == start for each in locals_)
@@ -97,6 +99,17 @@ class Group:
             parameter.claim(parameter.shard)
         return rest
 
+    def _keep_shard(self) -> torch.Tensor:
+        """A tensor subclass that gathers itself keeps its own memory; the user's full tensor must not live on in it."""
+        (parameter,) = self.parameters
+        local = parameter.local
+        if not local.is_meta:
+            local = local.to(self.place.device, copy=True)
+        assert isinstance(parameter.shard, DTensor), "a shard is a DTensor"
+        replace_local_tensor(parameter.shard, local)
+        parameter.claim(parameter.shard)
+        return local
+
     def grad_specs(self) -> list[DTensorSpec]:
         """What each shard's gradient is as a DTensor: the shard's own layout, in the group's dtype."""
         specs = []
@@ -108,8 +121,3 @@ class Group:
                 else dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
             )
         return specs
-
-
-def new_shard(form_data: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """The Parameter that replaces the user's: a DTensor around this rank's part."""
-    return nn.Parameter(dtensor(form_data, spec), requires_grad=requires_grad)

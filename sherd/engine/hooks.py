@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sherd._torch import dynamo_disabled
 from sherd.engine.loading import after_load, before_load
 from sherd.engine.runtime import Runtime
 from sherd.engine.seal import runtime_of
@@ -47,9 +48,7 @@ def install(unit: Unit, modules: Sequence[nn.Module], holders: Iterable[nn.Modul
 
 
 def _eager(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
-    bound = functools.partial(function, unit)
-    disabled: Callable[..., Any] = torch._dynamo.disable(bound, recursive=True)
-    return disabled
+    return dynamo_disabled(functools.partial(function, unit))
 
 
 def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -171,7 +171,9 @@ class Runtime:
             self.on(AfterBackward(self._index[unit.id], unit.unreduced))
 
     def _gradients_complete(self, unit: Unit) -> None:
-        self.on(GradientsReady(self._index[unit.id]))
+        index = self._index[unit.id]
+        # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that is safe.
+        self.on(AfterBackward(index, unreduced=True) if unit.is_past else GradientsReady(index))
 
     def _end_backward(self) -> None:
         """Autograd is done: whatever is left over is reduced and freed."""
@@ -260,7 +262,7 @@ class Runtime:
 
     def _limits(self) -> Limits:
         prefetch = self.root.policy.prefetch
-        buffers = max(unit.policy.reduce_buffers for unit in self.units)
+        buffers = max(unit.reduce_buffers for unit in self.units)
         return Limits(prefetch.forward_depth, prefetch.backward_depth, prefetch.bytes_in_flight, buffers)
 
     def _spec(self, unit: Unit) -> UnitSpec:

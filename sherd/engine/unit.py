@@ -19,6 +19,7 @@ from sherd.engine.gradients import Gradients
 from sherd.engine.group import Group, Kind, kind_of
 from sherd.engine.offload import RestingPlace
 from sherd.engine.parameter import ShardedParameter
+from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.weights import Weights
 from sherd.errors import StateError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
@@ -65,7 +66,7 @@ class Unit:
         self._on_gradients: Callable[[Unit], None] | None = None
         self._completed = 0
         self._to_run: set[int] = set()
-        self.weights: list[Weights] = []
+        self.weights: list[Weights | SelfGatheredWeights] = []
         self.gradients: list[Gradients] = []
         for parameter in self.parameters:
             parameter.belong_to(self)
@@ -133,7 +134,11 @@ class Unit:
             group = Group(batch, self.mesh, self.precision, self._place)
             gradients = Gradients(group, self.streams, lambda: _completed(this))
             self.gradients.append(gradients)
-            self.weights.append(Weights(group, self.streams, gradients.watch))
+            self.weights.append(
+                SelfGatheredWeights(group, self.streams, self.precision, gradients.watch)
+                if group.gathers_itself
+                else Weights(group, self.streams, gradients.watch)
+            )
 
     def _batches(self, members: list[ShardedParameter]) -> list[list[ShardedParameter]]:
         """One batch of what is small, and one for each tensor that had better travel alone."""
@@ -144,6 +149,8 @@ class Unit:
     def _travels_alone(self, parameter: ShardedParameter) -> bool:
         # Alone it is gathered straight into place and reduced from where autograd left its gradient: no copies, for the
         # price of one more collective. With streams the gather could not run ahead of compute then (weights.py).
+        if kind_of(parameter).gathers_itself:
+            return True
         large = parameter.local.nbytes * self.mesh.num_shards >= ALONE_BYTES
         return large and self.streams.in_host_order and parameter.cut.in_order
 
@@ -271,9 +278,25 @@ class Unit:
         return chosen if chosen is not None else float(self.mesh.num_shards * self.mesh.num_replicas)
 
     @property
+    def reduce_buffers(self) -> int:
+        """How many units' gradients may be in reduction while the next are collected."""
+        chosen = self.policy.reduce_buffers
+        return chosen if chosen is not None else int(not self.streams.in_host_order)
+
+    @property
     def unreduced(self) -> bool:
         """Whether gradients wait for a reduction."""
         return any(gradients.unreduced for gradients in self.gradients)
+
+    @property
+    def is_past(self) -> bool:
+        """Whether, with all gradients there, nothing in backward will read the unit's whole parameters again.
+
+        A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What else
+        may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient (`w.detach()`).
+        """
+        trainable = all(gradients.expects_all for gradients in self.gradients)
+        return trainable and all(weights.is_unread for weights in self.weights)
 
     def expect_gradients(self, when_complete: Callable[[Unit], None]) -> None:
         """A backward is about to reach the unit; call back when every trainable parameter has its gradient."""

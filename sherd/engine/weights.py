@@ -35,6 +35,20 @@ MOVES = {
 }
 
 
+class Position:
+    """Where the parameters of one group are; moves that are not in the table raise with both names."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.live = Live.SHARDED
+
+    def move(self, to: Live) -> None:
+        """Go to `to`; raises `StateError` if there is no such move."""
+        if to not in MOVES[self.live]:
+            raise StateError(f"parameters of {self._name} cannot go from {self.live.name} to {to.name}")
+        self.live = to
+
+
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """An all-gather under way. `rows` is None when it writes the whole buffer itself."""
@@ -60,6 +74,8 @@ class _Whole:
                 old = parameter.whole_spec
                 tensor = dtensor(tensor, dtensor_spec(old.mesh, old.placements, old.shape, group.compute_dtype))
             self.parameters.append(nn.Parameter(tensor, requires_grad=parameter.shard.requires_grad))
+        del tensor
+        self.own_uses = self.buffer.uses
 
 
 class Weights:
@@ -67,7 +83,7 @@ class Weights:
 
     def __init__(self, group: Group, streams: Streams, watch: Callable[[int, nn.Parameter], None]) -> None:
         self.group = group
-        self.live = Live.SHARDED
+        self._position = Position(group.name)
         self._streams = streams
         self._watch = watch
         self._made: _Whole | None = None
@@ -88,10 +104,18 @@ class Weights:
                 self._watch(index, parameter)
         return self._made
 
-    def _move(self, to: Live) -> None:
-        if to not in MOVES[self.live]:
-            raise StateError(f"parameters of {self.group.name} cannot go from {self.live.name} to {to.name}")
-        self.live = to
+    @property
+    def live(self) -> Live:
+        """Where the parameters are."""
+        return self._position.live
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether no tensor but our own shares the whole buffer: no view of a parameter that autograd will read again.
+
+        Autograd keeps a parameter it needs as it is, or a view of it, `w.t()` or `w.detach()`; only views count here.
+        """
+        return self._made is not None and self._made.buffer.uses == self._made.own_uses
 
     @torch.no_grad()
     def gather(self, all_gather: AllGather | None) -> None:
@@ -104,7 +128,7 @@ class Weights:
             self._gather_part(whole)
         else:
             self._gather_shards(whole.buffer.tensor if direct else None, all_gather or DEFAULT_ALL_GATHER)
-        self._move(Live.GATHERING)
+        self._position.move(Live.GATHERING)
 
     def _gathers_in_place(self, all_gather: AllGather | None) -> bool:
         # With streams the whole buffer is compute's memory, and a gather into it could not run ahead of compute.
@@ -154,7 +178,7 @@ class Weights:
             # test_rows_return_to_the_gather_lane_after_compute_has_read_them
             self._streams.gather.follow_compute()
         self._flight = None
-        self._move(Live.WHOLE)
+        self._position.move(Live.WHOLE)
         for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):
             if parameter.requires_grad != record.shard.requires_grad:
                 parameter.requires_grad_(record.shard.requires_grad)
@@ -172,7 +196,7 @@ class Weights:
             self._flight = None
         self._part = self._part_group = None
         self._whole.buffer.free()
-        self._move(Live.SHARDED)
+        self._position.move(Live.SHARDED)
 
     @torch.no_grad()
     def shrink(self, size: int) -> None:
@@ -186,9 +210,4 @@ class Weights:
         for record in self.group.parameters:
             record.show(record.shard)
         whole.buffer.free()
-        self._move(Live.SHRUNK)
-
-    @property
-    def whole_parameters(self) -> list[nn.Parameter]:
-        """The whole parameters, valid to read only while `live` is WHOLE."""
-        return self._whole.parameters
+        self._position.move(Live.SHRUNK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Extent:
         return Extent(start, stop - start)
 
 
+@lru_cache(maxsize=1024)
 def chunks(size: int, parts: int) -> tuple[Extent, ...]:
     """Cut `size` elements into `parts` runs the way `torch.chunk` does: equal ones, then a shorter one, then empty ones.
 

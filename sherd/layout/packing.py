@@ -20,8 +20,14 @@ from dataclasses import dataclass
 from sherd.layout.extent import Extent, aligned
 from sherd.layout.placement import Cut
 
-ALIGNMENT = 16
-"""Slots start at multiples of this many elements: 16 bytes, which vector loads want, at one byte per element."""
+WHOLE_ALIGNMENT = 16
+"""Whole tensors start at multiples of this many elements: 16 bytes, which kernels want, even at one byte per element."""
+
+REST_ALIGNMENT = 4
+"""Shards do so at multiples of this many, 16 bytes in float32, unless they are shorter than `SHORT`: with thousands of ranks
+a shard is a few elements, and gaps between those would make the collectives several times larger."""
+
+SHORT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +60,9 @@ class Packing:
             assert not extents or extents[-1].stop <= size, f"a slot ends after the {which} buffer"
         assert self.whole_numel % self.num_ranks == 0, "the whole buffer must divide by the ranks, to be resharded"
         for slot in self.slots:
-            held = sum(slot.cut.local_numel(rank) for rank in range(self.num_ranks))
-            copies = self.num_ranks if slot.cut.dim is None else 1
-            assert held == copies * slot.cut.numel, f"some element of {slot} has no owner, or two"
+            cut = slot.cut
+            rows = self.num_ranks if cut.dim is None else cut.shape[cut.dim]
+            assert cut.num_rows_held == rows, f"some row of a tensor of shape {cut.shape} has no owner, or two"
 
     @property
     def direct(self) -> bool:
@@ -81,16 +87,23 @@ def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     """
 
     def last(index: int) -> tuple[bool, bool]:
-        return not cuts[index].in_order, cuts[index].slot % ALIGNMENT != 0
+        return not cuts[index].in_order, _gap_behind(cuts[index].slot)
 
     order = sorted(range(len(cuts)), key=last)
     slots: dict[int, Slot] = {}
     rest = whole = 0
     for index in order:
         cut = cuts[index]
+        if cut.slot >= SHORT:
+            rest = aligned(rest, REST_ALIGNMENT)
         slots[index] = Slot(cut, Extent(rest, cut.slot), Extent(whole, cut.whole_numel))
-        rest = aligned(rest + cut.slot, ALIGNMENT)
-        whole = aligned(whole + cut.whole_numel, ALIGNMENT)
+        rest += cut.slot
+        whole = aligned(whole + cut.whole_numel, WHOLE_ALIGNMENT)
     # A group that is resharded to k ranks cuts its whole buffer into k equal runs, for any k that divides num_ranks.
     whole = aligned(whole, num_ranks)
     return Packing(num_ranks, tuple(slots[index] for index in range(len(cuts))), rest, whole)
+
+
+def _gap_behind(slot: int) -> bool:
+    """Whether a slot of this size leaves the next one unaligned; the short ones do, and come last of all."""
+    return slot < SHORT or slot % REST_ALIGNMENT != 0

@@ -7,6 +7,7 @@ that everything else works with. A packing asks a cut only for its sizes, so a n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class Placement(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cut:
     """One tensor of `shape`, cut over `num_ranks` ranks along `dim`; `dim` is None when every rank holds all of it.
 
@@ -34,6 +35,8 @@ class Cut:
         rank 0 | row 0 | row 1 |               rank 0 | r0: 0 1 2 | r1: 0 1 2 |
         rank 1 | row 2 |  pad  |               rank 1 | r0: 3 4 . | r1: 3 4 . |
 
+    Every number is computed once: some take a look at all ranks, and there may be thousands.
+
     In the gathered buffer each rank's piece takes `slot` elements, the largest piece's size, its own elements first.
     """
 
@@ -42,35 +45,40 @@ class Cut:
     dim: int | None
     rows: tuple[Extent, ...]
 
-    @property
+    @cached_property
     def outer(self) -> int:
         """Elements before `dim`."""
         return prod(self.shape[: self.dim]) if self.dim is not None else 1
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """Elements after `dim`."""
         return prod(self.shape[self.dim + 1 :]) if self.dim is not None else prod(self.shape)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def slot(self) -> int:
         """Elements that each rank's piece takes in a buffer, padding included."""
         return self.outer * max(extent.numel for extent in self.rows) * self.inner
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
         """Whether the ranks' padded pieces, one after the other, begin with the whole tensor in its own order."""
         return self.outer == 1
 
-    @property
+    @cached_property
     def whole_numel(self) -> int:
         """Elements the whole tensor takes in the whole buffer: the padded pieces if they are in order, else its own."""
         return self.num_ranks * self.slot if self.in_order else self.numel
+
+    @cached_property
+    def num_rows_held(self) -> int:
+        """Rows that all ranks hold together: `size` of the middle axis, or one for each copy."""
+        return sum(extent.numel for extent in self.rows)
 
     def local_shape(self, rank: int) -> Shape:
         """The shape of what `rank` holds."""
@@ -108,4 +116,4 @@ class Replicate:
 
     def cut(self, shape: Shape, num_ranks: int, name: str) -> Cut:
         """The numbers for one tensor: one row, held by all."""
-        return Cut(shape, num_ranks, None, tuple(Extent(0, 1) for _ in range(num_ranks)))
+        return Cut(shape, num_ranks, None, (Extent(0, 1),) * num_ranks)

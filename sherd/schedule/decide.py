@@ -143,10 +143,13 @@ class _Turn:
             return
         if unit in self.state.reducing:
             self.settle(unit)
-        while len(self.state.reducing) >= self.state.limits.reduce_buffers:
+        most = self.state.limits.reduce_buffers
+        while self.state.reducing and len(self.state.reducing) >= most:
             self.settle(self.state.reducing[0])
         self.actions.append(Reduce(unit))
         self.state = replace(self.state, reducing=(*self.state.reducing, unit))
+        if most == 0:
+            self.settle(unit)
 
     def settle(self, unit: int) -> None:
         self.actions.append(Settle(unit))

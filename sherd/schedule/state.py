@@ -49,7 +49,10 @@ class UnitSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far ahead to gather, and how much may be in flight: units, bytes (None: no bound), buffers being reduced."""
+    """How far ahead to gather, and how much may be in flight: units, bytes (None: no bound), buffers being reduced.
+
+    `reduce_buffers` 0 settles each reduction as soon as it was started.
+    """
 
     forward_depth: int = 1
     backward_depth: int = 1

@@ -1,0 +1,163 @@
+"""How many bytes does a step move? Written in memory and sent over the wire, counted by operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .models import num_bytes
+from .ranks import Conditions, on_fake_ranks, on_ranks
+from .steps import workloads
+from .systems import PLAIN, Trainee, contenders
+from .table import Figure, Row, row_of_counts
+
+NUM_FAKE_RANKS = 16
+
+# What a rank sends, at least, for one collective over W ranks: which argument's bytes (the whole buffer, all
+# ranks' parts), times which multiple of (W - 1) / W. A broadcast's cost is shared out over the ranks.
+WIRE = {
+    "c10d::_allgather_base_": (0, 1),
+    "c10d::allgather_": (0, 1),
+    "c10d::allgather_into_tensor_coalesced_": (0, 1),
+    "c10d::_reduce_scatter_base_": (1, 1),
+    "c10d::reduce_scatter_": (1, 1),
+    "c10d::reduce_scatter_tensor_coalesced_": (1, 1),
+    "c10d::alltoall_base_": (1, 1),
+    "c10d::alltoall_": (1, 1),
+    "c10d::allreduce_": (0, 2),
+    "c10d::allreduce_coalesced_": (0, 2),
+    "c10d::broadcast_": (0, 1),
+    "c10d::barrier": (0, 0),
+}
+
+# FSDP2's copy-in writes all of its first argument, though its schema declares no write.
+WRITES_UNDECLARED = {"fsdp::all_gather_copy_in": 0}
+
+# Declared as writes, or returning fresh storage, these move nothing.
+MOVES_NOTHING = {"resize_", "set_", "detach_", "record_stream"}
+
+
+class MovedBytes(TorchDispatchMode):
+    """Counts bytes per operation: `written` to memory, and `sent` by collectives over `num_ranks` ranks.
+
+    Written is what an operation's schema says it changes, and what it returns in fresh storage. Views and
+    bare allocations write nothing. Inside a collective nothing is seen: its cost is `WIRE`'s.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.num_ranks = num_ranks
+        self.written: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch then runs on the local tensors, which come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if func.namespace == "c10d":
+            self.sent[name] += bytes_sent(name, args, self.num_ranks)
+        else:
+            self.written[name] += bytes_written(func, args, kwargs, result)
+        return result
+
+
+def bytes_sent(name: str, args: tuple[Any, ...], num_ranks: int) -> int:
+    """What one rank sends for the collective `name`, by the algorithm that sends least."""
+    if name not in WIRE:
+        raise NotImplementedError(f"{name}: say in bench/bytes.py, WIRE, how many bytes it sends")
+    which, times = WIRE[name]
+    return times * bytes_of(args[which]) * (num_ranks - 1) // num_ranks
+
+
+def bytes_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes `func` changed in its arguments, plus bytes it returned in storage no argument has."""
+    schema = func._schema
+    name = schema.name.split("::")[1]
+    if schema.name in WRITES_UNDECLARED:
+        return bytes_of(args[WRITES_UNDECLARED[schema.name]])
+    if name in MOVES_NOTHING or "empty" in name:
+        return 0
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    changed = [
+        given.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+    fresh = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in known]
+    return bytes_of(changed) + bytes_of(fresh)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
+
+
+def measure(conditions: Conditions) -> Figure:
+    real = on_ranks(conditions, traffic, conditions.quick)[0]
+    fake = on_fake_ranks(conditions, NUM_FAKE_RANKS, traffic, conditions.quick)
+    kind = "ranks" if conditions.group_is_real else "fake ranks"
+    return Figure(
+        [
+            *_rows(real, f"{conditions.num_ranks} {kind}", conditions.num_ranks),
+            *_rows(fake, f"{NUM_FAKE_RANKS} fake ranks", NUM_FAKE_RANKS),
+        ],
+        {"real": real, "fake": fake},
+    )
+
+
+Moved = dict[str, dict[str, dict[str, float]]]
+
+
+def _rows(moved: Moved, where: str, num_ranks: int) -> list[Row]:
+    """Copies less those of the plain module, and the wire, both in units of N."""
+    total = {
+        name: {kind: sum(by_op.values()) for kind, by_op in kinds.items()} for name, kinds in moved.items()
+    }
+    plain = total.pop(PLAIN.name)["written"]
+    copied = {name: kinds["written"] - plain for name, kinds in total.items()}
+    sent = {name: kinds["sent"] for name, kinds in total.items()}
+    usual = 3 * (num_ranks - 1) / num_ranks
+    return [
+        row_of_counts(f"bytes copied, {where}", "N", copied, remark="forward and backward"),
+        row_of_counts(
+            f"bytes on the wire, {where}", "N", sent, remark=f"2 gathers, 1 reduction: {usual:.3g}"
+        ),
+    ]
+
+
+def traffic(mesh: DeviceMesh, quick: bool) -> Moved:
+    """On a rank: bytes per system, kind and operation, in units of N, the bytes of the GPT's parameters."""
+    workload = workloads(quick)[0]
+    unit = num_bytes(workload.build())
+    moved: Moved = {}
+    for system in contenders(mesh):
+        count = count_second_step(Trainee(system, workload, mesh), mesh.size())
+        moved[system.name] = {
+            kind: {name: size / unit for name, size in by_op.most_common() if size}
+            for kind, by_op in (("written", count.written), ("sent", count.sent))
+        }
+    return moved
+
+
+def count_second_step(trainee: Trainee, num_ranks: int) -> MovedBytes:
+    """Forward and backward, once all that is made once is made; the optimizer copies nothing."""
+    trainee.forward_backward(trainee.batch(0))
+    trainee.drop_gradients()
+    batch = trainee.batch(1)
+    with MovedBytes(num_ranks) as count:
+        trainee.forward_backward(batch)
+    return count

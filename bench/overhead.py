@@ -1,0 +1,131 @@
+"""What does the engine itself cost? CPU time of forward and backward, less the plain module's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import silent_group
+from .models import Workload, bottleneck, gpt
+from .ranks import Conditions, first_ranks, on_fake_ranks
+from .rounds import Lap, interleaved, timed, without_collector
+from .systems import FSDP1, FSDP2, PLAIN, SHERD, System, Trainee
+from .table import Aim, Figure, Row, middle_half, quotient
+
+FEW, MANY, MOST = 2, 16, 4096
+GROUP = "fake group"
+Contender = tuple[System, int]  # a system, and how many ranks it believes in
+Runner = Callable[[int], Lap]
+
+
+def measure_overhead(conditions: Conditions) -> Figure:
+    """Over plain, on the fake group with 2 and with 16 ranks."""
+    laps = on_fake_ranks(conditions, MANY, lap_on_fake_group, conditions.quick, conditions.rounds)
+    rows = []
+    for num_ranks in (FEW, MANY):
+        own = median(lap.cpu_ms for lap in laps[_label(GROUP, num_ranks)])
+        remark = f"over plain; {own:.0f} are the fake group's own copies"
+        title = f"engine overhead, {num_ranks} fake ranks"
+        rows.append(_row(title, over_plain(laps, num_ranks), remark, Aim(0.8)))
+    return Figure(rows, {"laps": laps})
+
+
+def measure_scale(conditions: Conditions) -> Figure:
+    """The engine's work with 4,096 ranks beside that with 16, on a group that does nothing."""
+    laps = on_fake_ranks(conditions, MOST, lap_on_silent_group, 5 * conditions.rounds)  # laps are short
+    few, many = over_plain(laps, MANY), over_plain(laps, MOST)
+    growth = {name: median(many[name]) / median(few[name]) for name in many}
+    rows = [
+        _row(f"engine work, {MANY} silent ranks", few, "over plain"),
+        _row(f"engine work, {MOST:,} silent ranks", many, "over plain"),
+        Row("  growth between the two", "times", growth, aim=Aim(1.2, of="sherd")),
+    ]
+    return Figure(rows, {"laps": laps})
+
+
+def lap_on_fake_group(mesh: DeviceMesh, quick: bool, num_rounds: int) -> dict[str, list[Lap]]:
+    """In one process. The batch is small: overhead does not depend on it, noise does."""
+    contenders = [(system, size) for size in (FEW, MANY) for system in (FSDP1, FSDP2, SHERD)]
+    meshes = {FEW: first_ranks(mesh, FEW), MANY: mesh}
+    workload = gpt(1, 32, num_blocks=4 if quick else 12)
+    runners = _runners(workload, contenders, meshes)
+    for size, its_mesh in meshes.items():
+        runners[_label(GROUP, size)] = group_alone(workload, its_mesh)
+    return _lap(runners, num_rounds)
+
+
+def lap_on_silent_group(mesh: DeviceMesh, num_rounds: int) -> dict[str, list[Lap]]:
+    silent_group.register()
+    contenders = [(system, size) for size in (MANY, MOST) for system in (FSDP2, SHERD)]
+    meshes = {size: first_ranks(mesh, size, silent_group.NAME) for size in (MANY, MOST)}
+    return _lap(_runners(bottleneck(num_blocks=48), contenders, meshes), num_rounds)
+
+
+def _lap(runners: Mapping[str, Runner], num_rounds: int) -> dict[str, list[Lap]]:
+    with without_collector():
+        interleaved(runners, 2)  # the first steps make what later ones reuse
+        return interleaved(runners, num_rounds)
+
+
+def _runners(
+    workload: Workload, contenders: list[Contender], meshes: Mapping[int, DeviceMesh]
+) -> dict[str, Runner]:
+    """Forward and backward of the plain module and of all contenders."""
+    any_mesh = next(iter(meshes.values()))
+    trainees = {PLAIN.name: Trainee(PLAIN, workload, any_mesh)}
+    for system, size in contenders:
+        trainees[_label(system.name, size)] = Trainee(system, workload, meshes[size])
+
+    def lap(trainee: Trainee, number: int) -> Lap:
+        batch = trainee.batch(number)
+        taken, _ = timed(lambda: trainee.forward_backward(batch), trainee.device)
+        trainee.drop_gradients()
+        return taken
+
+    return {name: partial(lap, trainee) for name, trainee in trainees.items()}
+
+
+def group_alone(workload: Workload, mesh: DeviceMesh) -> Runner:
+    """Two gathers and one reduce-scatter of all parameters with no engine: what the fake group costs."""
+    device = torch.device(mesh.device_type)
+    shard = torch.zeros(sum(p.numel() for p in workload.build().parameters()) // mesh.size(), device=device)
+    whole = shard.repeat(mesh.size())
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def collectives() -> None:
+        for _ in range(2):
+            gather(whole, shard, group=mesh.get_group())
+        scatter(shard, whole, group=mesh.get_group())
+
+    return lambda number: timed(collectives, device)[0]
+
+
+def _label(name: str, num_ranks: int) -> str:
+    return f"{name} of {num_ranks}"
+
+
+def over_plain(laps: Mapping[str, list[Lap]], num_ranks: int) -> dict[str, list[float]]:
+    """CPU milliseconds of each system with `num_ranks` ranks less the plain module's, round by round."""
+    plain = laps[PLAIN.name]
+    return {
+        system.name: [
+            lap.cpu_ms - bare.cpu_ms
+            for lap, bare in zip(laps[_label(system.name, num_ranks)], plain, strict=True)
+        ]
+        for system in (FSDP1, FSDP2, SHERD)
+        if _label(system.name, num_ranks) in laps
+    }
+
+
+def _row(title: str, over: Mapping[str, list[float]], remark: str, aim: Aim | None = None) -> Row:
+    """A difference can come near zero, so the ratio is that of the medians, not a median of ratios."""
+    values = {name: median(laps) for name, laps in over.items()}
+    ratios = [ours / theirs for ours, theirs in zip(over["sherd"], over["FSDP2"], strict=True) if theirs > 0]
+    ratio = quotient(values["sherd"], values["FSDP2"])
+    return Row(title, "ms CPU", values, ratio, middle_half(ratios), aim, remark)

@@ -1,0 +1,163 @@
+"""How much memory does a step need? The most bytes of tensor storage alive at once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from .ranks import Conditions, on_ranks
+from .steps import workloads
+from .systems import PLAIN, Trainee, contenders
+from .table import Aim, Figure, Row, row_of_counts
+
+MIB = 2**20
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every tensor storage that an operation reads or makes, until it dies.
+
+    `now` and `peak` are bytes. A storage counts from the first operation that touches it: let one step pass
+    before reading `peak`, and call `forget_peak` in between. Storages freed and refilled in place are
+    followed through `UntypedStorage.resize_`. What C++ allocates and frees within one operation (gloo's
+    own buffers, say) is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._bytes_of: dict[int, int] = {}
+
+    def forget_peak(self) -> None:
+        self.peak = self.now
+
+    def __enter__(self) -> LiveBytes:
+        self._resizes = _watched_resizes(self._note)
+        self._resizes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch then runs on the local tensors, which come back here
+        kwargs = kwargs or {}
+        self._note_all((args, kwargs))
+        result = func(*args, **kwargs)
+        # The arguments again: an operation such as resize_ changes a storage without making one.
+        self._note_all((args, kwargs, result))
+        return result
+
+    def _note_all(self, tree: Any) -> None:
+        for leaf in tree_iter(tree):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()).device.type != "meta":
+                self._note(storage)  # a meta storage, be it under a fake tensor, takes no memory
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._bytes_of:
+            weakref.finalize(storage, self._died, key)
+        self.now += size - self._bytes_of.get(key, 0)
+        self._bytes_of[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _died(self, key: int) -> None:
+        self.now -= self._bytes_of.pop(key)
+
+
+@contextmanager
+def _watched_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Resizing a storage is no operation of the dispatcher, so it is watched at its method."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        note(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def measure(conditions: Conditions) -> Figure:
+    ranks = on_ranks(conditions, peaks, conditions.quick)
+    rows = [row for title in ranks[0] for row in _rows(title, [rank[title] for rank in ranks])]
+    return Figure(rows, {"bytes_per_rank": ranks})
+
+
+Peaks = dict[str, tuple[float, float]]  # per system: bytes of forward and backward, bytes of the whole step
+
+
+def _rows(title: str, ranks: list[Peaks]) -> Iterator[Row]:
+    for which, span in enumerate(("forward and backward", "a step")):
+        most = {name: max(rank[name][which] for rank in ranks) / MIB for name in ranks[0]}
+        remark = f"sherd {most['sherd'] - most[PLAIN.name]:+,.0f} beside plain"
+        yield row_of_counts(f"{title}: peak bytes of {span}", "MiB", most, Aim(1.0), remark)
+
+
+def peaks(mesh: DeviceMesh, quick: bool) -> dict[str, Peaks]:
+    """On a rank: per workload and system, one system alive at a time."""
+    return {
+        workload.title: {
+            system.name: peak_of_step(Trainee(system, workload, mesh)) for system in contenders(mesh)
+        }
+        for workload in workloads(quick)
+    }
+
+
+def peak_of_step(trainee: Trainee) -> tuple[float, float]:
+    """The median of five steps, before the optimizer and with it.
+
+    A median, for gloo's threads drop a finished work's buffers a little earlier or later from step to step.
+    Two steps go before: by then the optimizer has its state, DDP its buckets and DTensor its caches.
+    """
+    trainee.step(trainee.batch(0))
+    with LiveBytes() if trainee.device.type != "cuda" else AllocatedBytes() as live:
+        trainee.step(trainee.batch(1))
+        peaks = []
+        for seed in range(2, 7):
+            batch = trainee.batch(seed)
+            gc.collect()  # what waits in cycles for the collector would count or not, as chance has it
+            live.forget_peak()
+            trainee.forward_backward(batch)
+            before_optimizer = live.peak
+            trainee.optimizer.step()
+            peaks.append((before_optimizer, live.peak))
+            trainee.drop_gradients()
+    return median(before for before, _ in peaks), median(whole for _, whole in peaks)
+
+
+class AllocatedBytes:
+    """The same questions, answered by the CUDA caching allocator."""
+
+    def __enter__(self) -> AllocatedBytes:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """The allocator counts on."""
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()

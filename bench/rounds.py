@@ -1,0 +1,66 @@
+"""How time is taken: every system in each round, in an order that rotates, with nothing else in between."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One timed call. CPU time is that of the whole process: the threads of gloo and autograd count too."""
+
+    wall_ms: float
+    cpu_ms: float
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """A garbage collection inside a lap would be charged to whichever system happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def timed(work: Callable[[], Result], device: torch.device) -> tuple[Lap, Result]:
+    """Call `work` once; on CUDA wall time is taken by events around it, and the device is idle before."""
+    if device.type == "cuda":
+        return _timed_by_events(work)
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = work()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Lap(wall * 1e3, cpu * 1e3), result
+
+
+def _timed_by_events(work: Callable[[], Result]) -> tuple[Lap, Result]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    cpu = time.process_time()
+    start.record()
+    result = work()
+    end.record()
+    cpu = time.process_time() - cpu  # what the host spent on launching, not on waiting
+    torch.cuda.synchronize()
+    return Lap(start.elapsed_time(end), cpu * 1e3), result
+
+
+def interleaved(runners: Mapping[str, Callable[[int], Lap]], num_rounds: int) -> dict[str, list[Lap]]:
+    """`num_rounds` laps per runner. Each round starts one runner later, so none is always first or last."""
+    names = list(runners)
+    laps: dict[str, list[Lap]] = {name: [] for name in names}
+    for number in range(num_rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            laps[name].append(runners[name](number))
+    return laps

@@ -1,0 +1,208 @@
+"""How a run is saved so that it can go on: a checkpoint is whole, or it is none.
+
+    OUT/checkpoints/step-00000250      written as step-00000250.part, renamed when complete
+        __0_0.distcp, .metadata, ...   model and optimizer, by torch.distributed.checkpoint
+        manifest.json                  what it is of, and the size of every other file; written last
+
+Any number of ranks can read it. On several machines OUT is a folder that all of them share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+
+from sherd import __version__
+from sherd.train.config import Config, InputError
+
+__all__ = ["Checkpoint", "Manifest", "load", "newest", "save"]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is of."""
+
+    step: int
+    ranks: int
+    config: dict[str, dict[str, Any]]
+    text: str  # digest of the corpus
+    parameters: str  # digest of their names and shapes
+    files: dict[str, int]  # name -> bytes
+    sherd: str = __version__
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint, and a note for each newer one that was left half-written."""
+
+    path: Path
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+
+    def check_model(self, config: Config) -> None:
+        """Raises InputError when it is of another model than `config`'s."""
+        saved, wanted = self.manifest.config["model"], config.tree()["model"]
+        differ = [
+            f"model.{k} is {saved.get(k)!r} there and {v!r} here"
+            for k, v in wanted.items()
+            if saved.get(k) != v
+        ]
+        if differ:
+            raise InputError(
+                f"{self.path} is a checkpoint of another model: {', '.join(differ)}; use another --out"
+            )
+
+    def check_text(self, digest: str, source: str) -> None:
+        """Raises InputError when it was trained on another text than this one, read from `source`."""
+        if digest != self.manifest.text:
+            raise InputError(
+                f"{self.path} was trained on another text than {source} holds now; give the same text, "
+                "or use another --out"
+            )
+
+    def changes(self, config: Config) -> list[str]:
+        """Fields that decide the losses and differ from the saved run's, as `section.field: old -> new`."""
+        free = {"out", "ranks", "eval_every", "save_every", "keep", "prompt", "sample", "temperature", "path"}
+        saved = self.manifest.config
+        return [
+            f"{section}.{name}: {saved[section].get(name)} -> {value}"
+            for section, values in config.tree().items()
+            for name, value in values.items()
+            if name not in free and saved[section].get(name) != value
+        ]
+
+
+def newest(out: Path) -> Checkpoint:
+    """The last whole checkpoint of the run in `out`.
+
+    Raises:
+        InputError: there is none.
+    """
+    notes: list[str] = []
+    # Names sort as steps do: they have leading zeros, and "step-00000250.part" comes after "step-00000250".
+    for path in sorted((out / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            return Checkpoint(path, _read_manifest(path), tuple(notes))
+        except _Half as reason:
+            notes.append(f"{path} is half-written ({reason})")
+    if notes:
+        raise InputError(f"{notes[0]}, and there is no older whole checkpoint; start anew with another --out")
+    raise InputError(
+        f"{out} holds no checkpoint to resume from; start without --resume, or name the run's --out"
+    )
+
+
+class _Half(Exception):
+    """Why a folder is no whole checkpoint."""
+
+
+def _read_manifest(path: Path) -> Manifest:
+    if path.suffix:
+        raise _Half("it was never finished")
+    try:
+        values = json.loads((path / MANIFEST).read_text())
+        if values.get("format") != FORMAT:
+            raise InputError(f"{path} has format {values.get('format')}; this version reads format {FORMAT}")
+        manifest = Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
+    except FileNotFoundError:
+        raise _Half(f"{MANIFEST} is missing") from None
+    except (ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _Half(f"{MANIFEST} is damaged") from None
+    for name, size in manifest.files.items():
+        if not (path / name).is_file():
+            raise _Half(f"{name} is missing")
+        if (found := (path / name).stat().st_size) != size:
+            raise _Half(f"{name} has {found} of {size} bytes")
+    return manifest
+
+
+def save(
+    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: Config, text: str
+) -> Path:
+    """Write the state after `step` steps, and drop all but the last `config.run.keep` checkpoints.
+
+    Every rank calls it and writes its own shards.
+
+    Raises:
+        OSError: the folder cannot be written; whatever was there before is still whole.
+    """
+    part = out / "checkpoints" / f"step-{step:08}.part"
+    _on_rank_0(lambda: _make_room(part))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    write_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
+    manifest = Manifest(step, dist.get_world_size(), config.tree(), text, _shapes(model), files={})
+    _on_rank_0(lambda: _finish(part, manifest))
+    return part.with_suffix("")
+
+
+def _on_rank_0(action: Callable[[], None]) -> None:
+    """Do `action` on rank 0; the others go on when it is done."""
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def _make_room(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)  # what an interrupted save of this step left
+    part.mkdir(parents=True)
+
+
+def _finish(part: Path, manifest: Manifest) -> None:
+    """Make the folder `part`, which has every shard, a checkpoint; drop those it makes superfluous."""
+    files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
+    with open(part / MANIFEST, "w") as file:
+        json.dump(asdict(replace(manifest, files=files)), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())  # the rename must not reach the disk before this does
+    final = part.with_suffix("")
+    if final.exists():  # half-written, or this run would have resumed from it
+        final.rename(final.with_suffix(f".half-{time.time_ns()}"))
+    part.rename(final)
+    # A later one is half-written: were it counted, the only whole one might be dropped in its favour.
+    done = [path for path in sorted(final.parent.glob("step-*")) if not path.suffix and path <= final]
+    for old in done[: -manifest.config["run"]["keep"]]:
+        shutil.rmtree(old.rename(old.with_suffix(".part")))  # half-deleted must not pass for whole
+
+
+def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the saved values into `model` and `optimizer`, each rank its own shards.
+
+    Raises:
+        InputError: the parameters have other names or shapes, as when a Hugging Face config has changed.
+    """
+    if _shapes(model) != checkpoint.manifest.parameters:
+        raise InputError(
+            f"{checkpoint.path} is a checkpoint of another model: its parameters have other names or shapes; "
+            "use another --out"
+        )
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    read_shards(state, checkpoint_id=checkpoint.path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+
+def _shapes(model: nn.Module) -> str:
+    """The same for all models whose parameters have these names and whole shapes, sharded or not."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]

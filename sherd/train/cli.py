@@ -1,0 +1,202 @@
+"""How `sherd train` is called, how it starts its ranks, and what it exits with.
+
+Exit codes: 0, done; 2, bad input, told in one line; 143, stopped by SIGTERM or Ctrl-C and saved, so that a
+scheduler knows there is more to do; anything else, a crash, with the rank's traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sherd.train.checkpoint import Checkpoint, newest
+from sherd.train.config import Config, InputError, assigned, describe, read_tree
+from sherd.train.data import Corpus, read_corpus
+from sherd.train.loop import Trainer, introduce, train
+from sherd.train.ranks import BAD_INPUT, STOPPED, Stop, group, on_rank_0, start, together
+from sherd.train.report import Report, Silent
+
+__all__ = ["configure", "main"]
+
+RUNS = Path("runs")
+MANY_MACHINES = (
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m sherd.train.cli train --out SHARED"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one line, like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = _Parser(prog="sherd", description="Train models that do not fit one device.")
+    commands = top.add_subparsers(required=True, metavar="train")
+    p = commands.add_parser(
+        "train",
+        help="train a language model, sharded over ranks",
+        description=f"Train a language model, sharded over ranks.\n\nSeveral machines: {MANY_MACHINES}",
+        epilog="fields, in the TOML of --config or as section.field=value here:\n\n" + describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--config", metavar="FILE", help="TOML, or JSON, with any of the fields below")
+    p.add_argument("--data", metavar="PATH", help="data.path: a file or a folder of text")
+    p.add_argument("--out", metavar="PATH", help="run.out: a new or empty folder; with --resume, a run's")
+    p.add_argument("--steps", type=int, metavar="N", help="run.steps")
+    p.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run"
+    )
+    p.add_argument(
+        "--nproc", type=int, metavar="N", help="processes to start: 2, or one per GPU, unless told"
+    )
+    p.add_argument("fields", nargs="*", metavar="section.field=value", help="any other field")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`sherd` with these words; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser().parse_args(words)
+        return _be_rank(args) if "RANK" in os.environ else _launch(args, words)
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"sherd train: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
+    """What to run, and what it goes on from. Reads, and writes nothing.
+
+    Raises:
+        InputError: the words, the config file or the folder cannot be used.
+    """
+    options = {"data": {"path": args.data}, "run": {"out": args.out, "steps": args.steps}}
+    given = {
+        section: {k: v for k, v in values.items() if v is not None} for section, values in options.items()
+    }
+    trees = [read_tree(args.config) if args.config else {}, assigned(args.fields), given]
+    if not args.resume:
+        config = Config.of(*trees)
+        out = Path(config.run.out)
+        if config.run.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise InputError(
+                f"{out} is not an empty folder; --resume goes on with the run in it, another --out starts one"
+            )
+        return config, None
+    named = Config.of(*({"run": tree["run"]} for tree in trees if "run" in tree)).run.out
+    folder = named or str(_last_run())
+    checkpoint = newest(Path(folder))
+    # The saved run decides what the words leave open; but how many ranks there are is today's matter.
+    config = Config.of(checkpoint.manifest.config, {"run": {"ranks": 0}}, *trees, {"run": {"out": folder}})
+    checkpoint.check_model(config)
+    return config, checkpoint
+
+
+def _runs() -> list[int]:
+    return sorted(int(path.name) for path in RUNS.glob("*") if path.name.isdigit())
+
+
+def _last_run() -> Path:
+    if not _runs():
+        raise InputError(f"there is no run under {RUNS.absolute()} to resume; name one with --out")
+    return RUNS / str(_runs()[-1])
+
+
+def _claim(config: Config) -> Path:
+    """The run's folder, made if need be, and surely writable."""
+    out = Path(config.run.out or RUNS / str((_runs() or [0])[-1] + 1))
+    try:
+        out.mkdir(parents=True, exist_ok=bool(config.run.out))
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
+    return out
+
+
+def _launch(args: argparse.Namespace, words: list[str]) -> int:
+    """Check all that one process can check, then start the ranks."""
+    config, resumed = configure(args)
+    num_ranks: int = args.nproc if args.nproc is not None else config.run.ranks or _usual_ranks(config)
+    _enough(num_ranks, config)
+    _text(config, resumed)
+    return start(num_ranks, "sherd.train.cli", [*words, "--out", str(_claim(config))])
+
+
+def _device(config: Config) -> str:
+    cuda = torch.cuda.is_available()
+    if config.run.device == "cuda" and not cuda:
+        raise InputError("run.device = 'cuda', but torch sees no GPU here; set run.device = 'cpu'")
+    return config.run.device if config.run.device != "auto" else "cuda" if cuda else "cpu"
+
+
+def _usual_ranks(config: Config) -> int:
+    return torch.cuda.device_count() if _device(config) == "cuda" else 2
+
+
+def _enough(num_ranks: int, config: Config) -> None:
+    """Refuse a number of ranks that the config, or this machine, has no use for."""
+    if num_ranks < 1:
+        raise InputError(f"--nproc {num_ranks} is too few; a run needs at least one process")
+    config.accumulation(num_ranks)
+    local, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count()
+    if _device(config) == "cuda" and local > num_gpus:
+        raise InputError(
+            f"{local} ranks on a machine of {num_gpus} GPUs; start one per GPU, or set run.device"
+        )
+
+
+def _text(config: Config, resumed: Checkpoint | None) -> Corpus:
+    corpus = read_corpus(config.data)
+    if resumed:
+        resumed.check_text(corpus.digest, corpus.source)
+    return corpus
+
+
+def _be_rank(args: argparse.Namespace) -> int:
+    """One of the ranks torchrun started, here or on another machine: agree with the others, and train."""
+    stop = Stop()
+    with group():
+        config, resumed = together(lambda: configure(args))
+        together(lambda: _enough(dist.get_world_size(), config))
+        corpus = together(lambda: _text(config, resumed))
+        together(lambda: _same(corpus))
+        out = on_rank_0(lambda: _claim(config))
+        mesh = _mesh(_device(config))
+        trainer = together(lambda: Trainer(config, corpus, mesh))
+        with Report(out) if dist.get_rank() == 0 else Silent() as report:
+            introduce(trainer, out, resumed, report)
+            finished = train(trainer, out, resumed, report, stop)
+    return 0 if finished else STOPPED
+
+
+def _same(corpus: Corpus) -> None:
+    """Refuse ranks that read different texts, as two machines may."""
+    digest = on_rank_0(lambda: corpus.digest)
+    if digest != corpus.digest:
+        raise InputError(
+            f"rank {dist.get_rank()} found another text in {corpus.source} than rank 0; give all the same"
+        )
+
+
+def _mesh(device: str) -> DeviceMesh:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""What a run is made of: the fields, their limits, and where their values come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from sherd.errors import SherdError
+
+__all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run"]
+
+T = TypeVar("T")
+Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
+
+
+class InputError(SherdError, ValueError):
+    """What a user gave cannot be used. The message is one line: `sherd train` prints it and exits with 2."""
+
+
+def _field(default: T, about: str, rule: str = "", holds: Callable[[T], bool] = lambda _: True) -> T:
+    metadata = {"about": about, "rule": rule, "holds": holds}
+    value: T = field(default=default, metadata=metadata)
+    return value
+
+
+def _at_least(low: float, default: T, about: str) -> T:
+    return _field(default, about, f"at least {low}", lambda value: value >= low)  # type: ignore[operator]
+
+
+def _above(low: float, default: float, about: str) -> float:
+    return _field(default, about, f"above {low}", lambda value: value > low)
+
+
+def _share(default: float, about: str) -> float:
+    return _field(default, about, "in [0, 1)", lambda value: 0 <= value < 1)
+
+
+def _one_of(names: tuple[str, ...], about: str) -> str:
+    return _field(names[0], about, "one of " + ", ".join(names), lambda value: value in names)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama-style decoder, or a Hugging Face one."""
+
+    layers: int = _at_least(1, 4, "decoder blocks")
+    width: int = _at_least(1, 128, "numbers per token in the residual stream")
+    heads: int = _at_least(1, 2, "query heads; they divide the width")
+    kv_heads: int = _at_least(1, 1, "key and value heads; they divide the query heads")
+    hidden: int = _at_least(1, 384, "numbers per token inside the feed-forward layer")
+    tied: bool = _field(True, "the output layer reads the embedding's weight")
+    rope_base: float = _above(0, 10000.0, "longest wavelength of the rotary embedding, in positions / 2 pi")
+    hf: str = _field("", "a Hugging Face config.json; it replaces every other field of this section")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where text comes from, and how it is cut."""
+
+    path: str = _field("", "a file or a folder; empty: the Python standard library's own sources")
+    context: int = _at_least(2, 128, "tokens (bytes) a sample predicts, and can look back on")
+    held_out: float = _field(0.01, "share of the text kept for evaluation", "in (0, 1)", lambda x: 0 < x < 1)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW on batches of a fixed number of samples, whatever the number of ranks."""
+
+    batch: int = _at_least(1, 16, "samples per step, over all ranks")
+    micro_batch: int = _at_least(1, 8, "samples in one forward of one rank; the rest is accumulated")
+    lr: float = _above(0, 2e-3, "peak learning rate")
+    warmup: int = _at_least(0, 50, "steps from zero to the peak")
+    final_lr: float = _share(0.02, "learning rate of the last step, as a share of the peak")
+    weight_decay: float = _at_least(0, 0.1, "decay of matrices; vectors have none")
+    beta1: float = _share(0.9, "decay of the running mean of gradients")
+    beta2: float = _share(0.99, "decay of the running mean of their squares")
+    clip: float = _above(0, 1.0, "largest norm of the whole gradient")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long, where, and what is written."""
+
+    out: str = _field("", "folder of the run; empty: the first free of runs/1, runs/2, ...")
+    steps: int = _at_least(0, 0, "optimizer steps; 0: as many as fit into run.minutes")
+    minutes: float = _above(0, 3.0, "of training, on top of which come start, evaluation and saving")
+    ranks: int = _at_least(0, 0, "ranks the run must have; 0: as many as there are")
+    seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")
+    device: str = _one_of(("auto", "cpu", "cuda"), "auto is cuda where there is one")
+    precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
+    eval_every: int = _at_least(0, 250, "steps between evaluations; 0: at the end only")
+    save_every: int = _at_least(0, 250, "steps between checkpoints; 0: at the end only")
+    keep: int = _at_least(1, 2, "checkpoints kept")
+    prompt: str = _field("", "how the text sample begins; empty: a new document")
+    sample: int = _at_least(0, 200, "bytes of the text sample")
+    temperature: float = _at_least(0, 0.6, "of the text sample; 0 takes the likeliest byte")
+
+
+SECTIONS: dict[str, type] = {"model": Model, "data": Data, "optimizer": Optimizer, "run": Run}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, complete and checked: a `Config` that exists can be trained, given data and ranks.
+
+    Raises:
+        InputError: two fields do not fit each other.
+    """
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    run: Run = field(default_factory=Run)
+
+    def __post_init__(self) -> None:
+        m = self.model
+        if m.hf:
+            return
+        if m.width % m.heads or m.width // m.heads % 2:
+            raise InputError(
+                f"model.width = {m.width} does not split into model.heads = {m.heads} heads of even width; "
+                "choose a width that is a multiple of twice the heads"
+            )
+        if m.heads % m.kv_heads:
+            raise InputError(
+                f"model.kv_heads = {m.kv_heads} does not divide model.heads = {m.heads}; "
+                "each key head serves the same number of query heads"
+            )
+
+    def accumulation(self, num_ranks: int) -> int:
+        """Micro-batches per rank and step.
+
+        Raises:
+            InputError: the batch does not divide, or `run.ranks` names another number of ranks.
+        """
+        if self.run.ranks and self.run.ranks != num_ranks:
+            raise InputError(
+                f"run.ranks = {self.run.ranks}, but there are {num_ranks} ranks; "
+                f"start {self.run.ranks} processes, or set run.ranks = {num_ranks}"
+            )
+        batch, share = self.optimizer.batch, num_ranks * self.optimizer.micro_batch
+        if batch % share:
+            raise InputError(
+                f"optimizer.batch = {batch} does not fit {num_ranks} ranks x optimizer.micro_batch = "
+                f"{self.optimizer.micro_batch}; make it a multiple of {share}, or the micro-batch smaller"
+            )
+        return batch // share
+
+    def tree(self) -> dict[str, dict[str, Any]]:
+        """The same as plain values, for JSON; `Config.of` reads it back."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def of(*trees: Tree) -> Config:
+        """The defaults, changed by each tree in turn.
+
+        Raises:
+            InputError: an unknown section or field, a value of the wrong type, or one out of its limits.
+        """
+        sections: dict[str, Any] = {name: section() for name, section in SECTIONS.items()}
+        for tree in trees:
+            for name, values in tree.items():
+                _known("section", name, sections)
+                if not isinstance(values, Mapping):
+                    raise InputError(
+                        f"{name} = {values!r} stands outside a section; {name} is itself a section"
+                    )
+                sections[name] = _changed(name, sections[name], values)
+        return Config(**sections)
+
+
+def _changed(section: str, old: Any, values: Mapping[str, Any]) -> Any:
+    """`old`, one section, with `values` in place of its own."""
+    fields = {f.name: f for f in dataclasses.fields(old)}
+    types = get_type_hints(type(old))
+    new = {}
+    for name, value in values.items():
+        where = f"{section}.{name}"
+        _known("field", where, [f"{section}.{known}" for known in fields])
+        new[name] = value = _typed(where, value, types[name])
+        if not fields[name].metadata["holds"](value):
+            raise InputError(
+                f"{where} = {value!r} is out of its limits; it must be {fields[name].metadata['rule']}"
+            )
+    return dataclasses.replace(old, **new)
+
+
+def _known(kind: str, name: str, names: Iterable[str]) -> None:
+    names = list(names)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "known are " + ", ".join(names)
+        raise InputError(f"unknown {kind} {name}; {hint}")
+
+
+def _typed(where: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        wanted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[
+            kind
+        ]
+        raise InputError(f"{where} = {value!r} has the wrong type; it must be {wanted}")
+    return value
+
+
+def read_tree(path: str) -> Tree:
+    """The tree in a TOML file, or in a JSON one when its name ends so.
+
+    Raises:
+        InputError: the file cannot be read, or does not parse.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        tree = json.loads(text) if path.endswith(".json") else _toml(text)
+    except OSError as error:
+        raise InputError(f"cannot read the config {path}: {error.strerror}") from error
+    except ValueError as error:  # the decoding errors of utf-8, JSON and TOML are all ValueErrors
+        raise InputError(f"the config {path} does not parse: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise InputError(
+            f"the config {path} holds no sections; write them as [model], [data], [optimizer], [run]"
+        )
+    return tree
+
+
+def _toml(text: str) -> Any:
+    try:
+        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ImportError as error:
+        raise InputError("Python 3.10 reads TOML with tomli: install sherd[cli], or write JSON") from error
+    return toml.loads(text)
+
+
+def assigned(assignments: Iterable[str]) -> Tree:
+    """The tree of `section.field=value` words; a value is read as the field's type wants it.
+
+    Raises:
+        InputError: a word of another form, or a value that does not read as the field's type.
+    """
+    tree: dict[str, dict[str, Any]] = {}
+    for word in assignments:
+        where, equals, text = word.partition("=")
+        section, dot, name = where.partition(".")
+        if not (equals and dot):
+            raise InputError(
+                f"{word!r} is not an assignment; write section.field=value, as in optimizer.lr=0.001"
+            )
+        tree.setdefault(section, {})[name] = _literal(text, _type_of(section, name))
+    return tree
+
+
+def _type_of(section: str, name: str) -> type:
+    """The type of a field; `str` where there is none such, which `Config.of` then says."""
+    kind: type = get_type_hints(SECTIONS[section]).get(name, str) if section in SECTIONS else str
+    return kind
+
+
+def _literal(text: str, kind: type) -> Any:
+    """`text` as `kind`; left a string where it is none, which `Config.of` then says."""
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text]
+        return kind(text)
+    except (KeyError, ValueError):
+        return text
+
+
+def describe() -> str:
+    """Every field with its default and what it is, for `--help`."""
+    lines = []
+    for name, section in SECTIONS.items():
+        lines.append(f"[{name}]")
+        for f in dataclasses.fields(section):
+            rule = f.metadata["rule"]
+            about = f.metadata["about"] + (f" ({rule})" if rule else "")
+            lines.append(f"  {f.name + ' = ' + json.dumps(f.default):24} {about}")
+    return "\n".join(lines)

@@ -1,0 +1,313 @@
+"""What happens in which order: steps, evaluations, checkpoints, and the end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sherd import FSDPModule
+from sherd.train import checkpoint as checkpoints
+from sherd.train.checkpoint import Checkpoint
+from sherd.train.config import Config, InputError, Optimizer
+from sherd.train.data import SEPARATOR, Corpus, Windows, batch, seeded
+from sherd.train.models import build
+from sherd.train.ranks import on_rank_0
+from sherd.train.report import Silent, peak_memory
+
+__all__ = ["Step", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
+
+PLANNED_AFTER = 20  # steps
+QUICK_WINDOWS = 64  # of an evaluation between steps; the last one takes them all
+
+
+def learning_rate(step: int, num_steps: int, choice: Optimizer) -> float:
+    """The rate of step 0, 1, ..., num_steps - 1: a line up to the peak, then half a cosine down.
+
+    While `num_steps` is 0, not yet known, the peak lasts.
+    """
+    if step < choice.warmup:
+        return choice.lr * (step + 1) / choice.warmup
+    if not num_steps:
+        return choice.lr
+    progress = (step - choice.warmup) / max(1, num_steps - 1 - choice.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return choice.lr * (choice.final_lr + (1 - choice.final_lr) * cosine)
+
+
+def lzma_bits(text: Tensor) -> float | None:
+    """Bits per byte lzma needs for `text` alone, at its highest preset; None where Python has no lzma."""
+    try:
+        import lzma
+    except ImportError:
+        return None
+    raw = text.numpy().tobytes()
+    return 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did. `loss`: mean over the batch, before the update, in bits per byte."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    stop: bool  # some rank was asked to stop
+
+
+class Trainer:
+    """A sharded model, its optimizer, and the number of steps done. Every rank calls each method alike."""
+
+    def __init__(self, config: Config, corpus: Corpus, mesh: DeviceMesh) -> None:
+        self.config, self.corpus = config, corpus
+        self.rank, self.num_ranks = mesh.get_rank(), mesh.size()
+        self.accumulation = config.accumulation(self.num_ranks)
+        self.device = torch.device(mesh.device_type)
+        self.model = build(config, mesh)
+        self.optimizer = _adamw(self.model, config.optimizer)
+        self.windows = Windows(corpus.held_out, config.data.context)
+        self.done = 0
+        self.seconds = 0.0  # spent in steps by this process
+        self._latest: deque[float] = deque(maxlen=PLANNED_AFTER)  # of them, one by one
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return 0 < self.config.run.steps <= self.done
+
+    @property
+    def seconds_per_step(self) -> float:
+        """What a step takes, of late."""
+        return statistics.median(self._latest)
+
+    def step(self, stop: bool = False) -> Step:
+        """One update from the batch that the number of steps done decides. `stop` on any rank reaches all.
+
+        Raises:
+            InputError: the loss or its gradient is no longer finite.
+        """
+        begun, choice, num_steps = time.monotonic(), self.config.optimizer, self.config.run.steps
+        # Dropout draws from the global generator: seeded anew here, it survives a resume without being saved.
+        torch.manual_seed(hash((self.config.run.seed, self.done, self.rank)))
+        self.model.train()
+        loss = self._backward()
+        told = torch.stack([loss, loss.new_tensor(stop)])
+        dist.all_reduce(told)  # one message for both, so that all ranks leave the loop after the same step
+        nats, num_stops = told.tolist()
+        norm = _whole(nn.utils.clip_grad_norm_(self.model.parameters(), choice.clip))
+        if not math.isfinite(nats + norm):
+            # Before the update: what a checkpoint holds stays finite, and can be gone on from.
+            raise InputError(
+                f"step {self.done + 1} has a loss of {nats} nats and a gradient of norm {norm}; "
+                "--resume with a lower optimizer.lr"
+            )
+        rate = learning_rate(self.done, num_steps, choice)
+        self._update(rate)
+        self._latest.append(time.monotonic() - begun)
+        self.seconds += self._latest[-1]
+        if not num_steps and len(self._latest) == PLANNED_AFTER:
+            self._plan()
+        return Step(nats / math.log(2), norm, rate, num_stops > 0)
+
+    def _update(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+
+    def _plan(self) -> None:
+        """Fix the number of steps to what fits into `run.minutes`; rank 0's clock decides for all.
+
+        From here on no clock has a say, and checkpoints know the number, so a resume repeats the run exactly.
+        """
+        left = 60 * self.config.run.minutes - self.seconds
+        steps = on_rank_0(lambda: self.done + max(1, int(left / self.seconds_per_step)))
+        self.config = replace(self.config, run=replace(self.config.run, steps=steps))
+
+    def _backward(self) -> Tensor:
+        """Gradients of the batch's mean loss, and this rank's share of that loss, float64.
+
+        Gradients are reduced after every micro-batch, not once per step: whole gradients, kept from one
+        micro-batch to the next, are what sharding is there to avoid.
+        """
+        config, size = self.config, self.config.optimizer.micro_batch
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        first = self.done * config.optimizer.batch + self.rank * size * self.accumulation
+        for at in range(first, first + size * self.accumulation, size):
+            inputs, targets = batch(self.corpus.train, config.data.context, config.run.seed, at, size)
+            loss = self._losses(inputs, targets).mean() / self.accumulation
+            assert isinstance(self.model, FSDPModule), "build shards the root"
+            self.model.set_is_last_backward(at == first + size * (self.accumulation - 1))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() / self.num_ranks
+        return total
+
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of each target, in nats, float32, flat."""
+        logits = self.model(inputs.to(self.device)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten(), reduction="none")
+
+    @torch.no_grad()
+    def evaluate(self, num_windows: int | None = None) -> float:
+        """Bits per byte of the held-out text, or of about `num_windows` windows spread evenly over it."""
+        self.model.eval()
+        spread = max(1, self.windows.num // num_windows) if num_windows else 1
+        chosen = range(0, self.windows.num, spread)
+        share = -(-len(chosen) // self.num_ranks)  # of each rank; the last ones may get empty windows
+        mine = [n * spread for n in range(self.rank * share, (self.rank + 1) * share)]
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # nats, bytes
+        size = self.config.optimizer.micro_batch
+        for at in range(0, share, size):
+            inputs, targets, weights = self.windows.batch(mine[at : at + size])
+            weights = weights.to(self.device).flatten()
+            total += torch.stack([self._losses(inputs, targets) @ weights, weights.sum()])
+        dist.all_reduce(total)
+        return float(total[0] / total[1]) / math.log(2)
+
+    @torch.no_grad()
+    def sample(self) -> str:
+        """Text after `run.prompt`. All ranks compute it together: a forward gathers every rank's shards."""
+        self.model.eval()
+        run, generator = self.config.run, seeded("sample", self.config.run.seed)
+        prompt = SEPARATOR + run.prompt.encode()
+        tokens = list(prompt)
+        for _ in range(run.sample):
+            context = torch.tensor([tokens[-self.config.data.context :]], device=self.device)
+            logits = self.model(context)[0, -1, :256].float().cpu()
+            if run.temperature:
+                odds = torch.softmax(logits / run.temperature, dim=0)
+                tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
+            else:
+                tokens.append(int(logits.argmax()))
+        return bytes(tokens[1:]).replace(SEPARATOR, b"\n\n").decode(errors="replace")
+
+
+def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves vectors, the norms' scales, alone."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": choice.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=choice.lr, betas=(choice.beta1, choice.beta2), fused=True)
+
+
+def _whole(value: Tensor) -> float:
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: Silent) -> None:
+    """Say what is about to be trained, on what, and from where."""
+    corpus, config = trainer.corpus, trainer.config
+    num_parameters = sum(p.numel() for p in trainer.model.parameters())
+    report.write(
+        "start", step=trainer.done, ranks=trainer.num_ranks, config=config.tree(), text=corpus.digest
+    )
+    ranks = f"{trainer.num_ranks} rank{'s' if trainer.num_ranks > 1 else ''}"
+    report.say(f"model  {num_parameters:,} parameters, sharded over {ranks} on {trainer.device}")
+    report.say(
+        f"text   {corpus.num_documents:,} documents in {corpus.source}: {len(corpus.train):,} bytes "
+        f"to train on, {len(corpus.held_out):,} held out"
+    )
+    batch = f"{config.optimizer.batch} x {config.data.context} bytes"
+    steps = f"{config.run.steps:,} steps" if config.run.steps else f"{config.run.minutes:g} minutes of steps"
+    report.say(f"run    {steps} of {batch}, in {out}")
+    for note in resumed.notes if resumed else ():
+        report.say(f"note   {note}; passed over")
+    for change in resumed.changes(config) if resumed else ():
+        report.say(f"note   {change}; losses will differ from those of the run as it was begun")
+
+
+def train(
+    trainer: Trainer,
+    out: Path,
+    resumed: Checkpoint | None,
+    report: Silent,
+    stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Do the steps that are left, saving and judging on the way, and finish. False: stopped before the last.
+
+    Raises:
+        InputError: the loss or its gradient is no longer finite.
+    """
+    run = trainer.config.run
+    if resumed:
+        checkpoints.load(resumed, trainer.model, trainer.optimizer)
+        trainer.done = resumed.manifest.step
+        report.say(f"going on after step {trainer.done}")
+    saved = trainer.done
+    while not trainer.finished:
+        step = trainer.step(stop())
+        _tell(trainer, step, report)
+        if step.stop or _due(trainer.done, run.save_every):
+            saved = _save(trainer, out, report)
+        if step.stop and not trainer.finished:
+            report.say(f"stopped after step {trainer.done}, which is saved; --resume goes on from there")
+            return False
+        if _due(trainer.done, run.eval_every) and not trainer.finished:
+            bits = trainer.evaluate(QUICK_WINDOWS)
+            report.write("evaluation", step=trainer.done, bits=bits)
+            report.say(
+                f"step {trainer.done:>6}  held-out {bits:.3f} bits per byte, about {QUICK_WINDOWS} windows"
+            )
+    if saved < trainer.done:
+        _save(trainer, out, report)
+    _finish(trainer, report)
+    return True
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _tell(trainer: Trainer, step: Step, report: Silent) -> None:
+    config, steps = trainer.config, trainer.config.run.steps
+    report.step(
+        step=trainer.done,
+        steps=steps,
+        loss=step.loss,
+        gradient_norm=step.gradient_norm,
+        learning_rate=step.learning_rate,
+        tokens_per_second=config.optimizer.batch * config.data.context / trainer.seconds_per_step,
+        peak_bytes=peak_memory(trainer.device),
+        seconds=trainer.seconds,
+        seconds_left=(steps - trainer.done) * trainer.seconds_per_step if steps else None,
+    )
+
+
+def _save(trainer: Trainer, out: Path, report: Silent) -> int:
+    path = checkpoints.save(
+        out, trainer.model, trainer.optimizer, trainer.done, trainer.config, trainer.corpus.digest
+    )
+    report.write("checkpoint", step=trainer.done, path=str(path))
+    return trainer.done
+
+
+def _finish(trainer: Trainer, report: Silent) -> None:
+    """Judge the model on all held-out bytes, beside lzma, and let it write."""
+    bits, packed = trainer.evaluate(), lzma_bits(trainer.corpus.held_out)
+    report.write("evaluation", step=trainer.done, bits=bits, lzma_bits=packed)
+    sample = trainer.sample()
+    report.say(f"\nsample\n------\n{sample}\n------")
+    report.say(f"held-out  {bits:.3f} bits per byte, over all {trainer.windows.num_bytes:,} bytes")
+    if packed is None:
+        report.say("lzma      is not part of this Python, so there is nothing to compare with")
+    else:
+        report.say(
+            f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone (preset 9 extreme)"
+        )
+    report.finish(sample, packed)

@@ -1,0 +1,219 @@
+"""What is trained: a Llama-style decoder, or any Hugging Face causal LM, built and sharded block by block."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sherd import MixedPrecisionPolicy, fully_shard
+from sherd.train.config import Config, InputError, Model
+from sherd.train.data import VOCABULARY, seeded
+
+__all__ = ["Decoder", "HuggingFace", "build", "rotate", "rotation"]
+
+T = TypeVar("T", "Decoder", "HuggingFace")
+
+
+def rotation(length: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, each [length, width / 2], float32.
+
+    Position p turns pair i by p * base ** (-2 i / width) radians. They are made anew in each forward: a
+    buffer would hold garbage after a start on the meta device.
+    """
+    frequencies = base ** (-torch.arange(0, width, 2, device=device) / width)
+    angles = torch.outer(torch.arange(length, device=device), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + width / 2]) of `x`, [..., length, width], by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: each key and value head serves `heads / kv_heads` query heads."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.head_width = model.width // model.heads
+        self.query = nn.Linear(model.width, model.width, bias=False)
+        self.key = nn.Linear(model.width, model.kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(model.width, model.kv_heads * self.head_width, bias=False)
+        self.out = nn.Linear(model.width, model.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = rotate(self._heads(self.query(x)), cos, sin)
+        k = rotate(self._heads(self.key(x)), cos, sin)
+        v = self._heads(self.value(x))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[samples, length, heads * width] -> [samples, heads, length, width]"""
+        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: a layer whose sigmoid-weighted gate decides what of a second one passes."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.width, model.hidden, bias=False)
+        self.up = nn.Linear(model.width, model.hidden, bias=False)
+        self.down = nn.Linear(model.hidden, model.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each read from a normalised residual stream and added to it."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(model.width, eps=1e-6)
+        self.attention = Attention(model)
+        self.feed_forward_norm = nn.RMSNorm(model.width, eps=1e-6)
+        self.feed_forward = FeedForward(model)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Tokens, int64 [samples, length], to logits of the next token, [samples, length, VOCABULARY]."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.embedding = nn.Embedding(VOCABULARY, model.width)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.norm = nn.RMSNorm(model.width, eps=1e-6)
+        # A tied head is no parameter of its own: one that two modules held would come apart in `to_empty`.
+        self.head = None if model.tied else nn.Linear(model.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        cos, sin = rotation(
+            tokens.shape[1], self.model.width // self.model.heads, self.model.rope_base, x.device
+        )
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        x = self.norm(x)
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """First weights, the same for every number of ranks: a parameter's name and `seed` decide its values.
+
+        Each is drawn whole, one at a time, and every rank keeps its own shard of it; nothing is sent.
+        """
+        for name, parameter in self.named_parameters():
+            whole = self._first_value(name, parameter.shape, seeded(seed, name))
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                whole = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
+            parameter.copy_(whole)
+
+    def _first_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape)  # the norms: there is no bias
+        if name.startswith(("embedding", "head")):
+            std = 0.02
+        else:
+            std = 0.7 * shape[1] ** -0.5
+            # What is added to the residual stream starts small: its size shall not grow with the depth.
+            if name.endswith(("out.weight", "down.weight")):
+                std /= math.sqrt(2 * self.model.layers)
+        return torch.randn(shape, generator=generator) * std
+
+
+class HuggingFace(nn.Module):
+    """A causal LM of transformers, built from a local config.json, with the same call as `Decoder`.
+
+    It is made whole on the CPU of every rank, because only its own code knows its first weights; so it must
+    fit there. The seed decides them, and the number of ranks does not.
+
+    Raises:
+        InputError: transformers is missing, the config cannot be used, or its vocabulary is under 256 tokens.
+    """
+
+    def __init__(self, path: str, seed: int) -> None:
+        super().__init__()
+        config = _hf_config(path)
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        try:
+            self.lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"model.hf = {path!r} makes no causal LM: {_first_line(error)}") from error
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The modules transformers itself would not split: its decoder layers."""
+        names = set(self.lm._no_split_modules or ())
+        return [module for module in self.lm.modules() if type(module).__name__ in names]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.lm(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def _hf_config(path: str) -> Any:
+    """The config at `path`, checked before its model is made, which may be large."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise InputError("model.hf needs transformers: install sherd[hf]") from error
+    if not Path(path).is_file():
+        raise InputError(f"model.hf = {path!r} is no file; give the path of a Hugging Face config.json")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise InputError(f"model.hf = {path!r} is no config: {_first_line(error)}") from error
+    if config.vocab_size < VOCABULARY:
+        raise InputError(f"model.hf = {path!r} has vocab_size = {config.vocab_size}; bytes need {VOCABULARY}")
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def build(config: Config, mesh: DeviceMesh) -> Decoder | HuggingFace:
+    """The model of `config` with its first weights, sharded over `mesh`: a unit per block, one for the rest.
+
+    Raises:
+        InputError: `model.hf` does not lead to a model.
+    """
+    if config.model.hf:
+        return _shard(HuggingFace(config.model.hf, config.run.seed).to(mesh.device_type), config, mesh)
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    model = _shard(model, config, mesh)
+    model.to_empty(device=mesh.device_type)  # a rank only ever holds its shards
+    model.reset_parameters(config.run.seed)
+    return model
+
+
+def _shard(model: T, config: Config, mesh: DeviceMesh) -> T:
+    precision = MixedPrecisionPolicy()
+    if config.run.precision == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
