@@ -7,7 +7,7 @@ each one here (`tests/test_torch_names.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def dtensor_spec(
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local`, uncopied and outside autograd; `DTensor.from_local` is public but 20 times slower."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -86,24 +86,26 @@ def symmetric_memory() -> Any:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of `group` for `device`, whose allocator NCCL offers. `_get_backend` has no public name (2.11 to 2.13)."""
+    """The backend of `group` for `device`, whose allocator NCCL offers. `_get_backend` has no public name (2.11 to
+    2.13)."""
     return group._get_backend(device)
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, and what it calls, never traced by Dynamo; `torch.compiler.disable` is the public name of the same."""
+    """`function`, and what it calls, never traced by Dynamo; `torch.compiler.disable` is the public name of the
+    same."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=True)
     return disabled
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and handles share a storage's memory. No public name (2.11 to 2.13)."""
-    return cast(int, torch._C._storage_Use_Count(storage._cdata))
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; no public name (2.11 to 2.13)."""
-    return cast(int, torch._C._current_graph_task_id()) != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -114,7 +116,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of all; they must come from one root mesh. Private since 2.10."""
-    return cast(DeviceMesh, DeviceMesh._concatenate(meshes))
+    return DeviceMesh._concatenate(meshes)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

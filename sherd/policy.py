@@ -146,7 +146,8 @@ class ReduceScatter(Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` (`[n]`) with this rank's part of the reduction of every rank's `input_tensor` (`[W * n]`)."""
+        """Fill `output_tensor` (`[n]`) with this rank's part of the reduction of every rank's `input_tensor` (`[W *
+        n]`)."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class UnitPolicy:
     """Everything that can be chosen per unit after it was made; `FSDPModule`'s setters replace one field each.
 
     `reshard_after_forward` is None for "the root keeps its parameters for backward, others do not". The prefetch lists
-    hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks. `reduce_buffers` None means
-    1 with streams; without, 0: a reduction is settled at once, as it would take its time from compute anyway.
+    hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks. `reduce_buffers` None
+    means 1 with streams; without, 0: a reduction is settled at once, as it would take its time from compute anyway.
     """
 
     reshard_after_forward: bool | int | None = None

@@ -1,4 +1,5 @@
-"""`fully_shard`: make a module, or several, into one unit. The composable front end; signature and meaning as torch 2.13's."""
+"""`fully_shard`: make a module, or several, into one unit. The composable front end; signature and meaning as torch
+2.13's."""
 
 from __future__ import annotations
 
@@ -75,26 +76,27 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     prefetch_policy: PrefetchPolicy = PrefetchPolicy(),
 ) -> Any:
-    """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them right after.
+    """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
+    right after.
 
-    Each call makes one unit of all parameters below `module` that no earlier call took: call it on the blocks first and on the
-    model last. The module keeps its object and its attributes; its class becomes a subclass of `FSDPModule` and of its own,
-    and its parameters become DTensors, which the optimizer is to be built from. An optimizer built before is adopted at its
-    first step.
+    Each call makes one unit of all parameters below `module` that no earlier call took: call it on the blocks first and
+    on the model last. The module keeps its object and its attributes; its class becomes a subclass of `FSDPModule` and
+    of its own, and its parameters become DTensors, which the optimizer is to be built from. An optimizer built before
+    is adopted at its first step.
 
     Args:
         module: a module, or a list of modules to be gathered and freed as one unit.
-        mesh: a 1-D mesh shards; a 2-D mesh `(replicate, shard)` with names shards over its second axis and replicates over
-            its first (HSDP). None: all ranks of the default process group.
-        reshard_after_forward: True frees the whole parameters after forward and gathers them again for backward; False keeps
-            them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's gather is among k.
-            None: False for the root, True for others.
-        shard_placement_fn: given a parameter, `Shard(dim)` to cut it on another dim than 0, or None. Any dim, even or not.
-        mp_policy: dtypes of compute, of reduction and of outputs.
-        offload_policy: where shards rest; `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory.
-        ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
-        dp_mesh_dims: `mesh` is a larger mesh, and these of its named axes are the data-parallel ones; parameters that are
-            DTensors on it keep their placement on the other axes.
+        mesh: a 1-D mesh shards; a 2-D mesh `(replicate, shard)` with names shards over its second axis and
+            replicates over its first (HSDP). None: all ranks of the default process group.
+        reshard_after_forward: True frees the whole parameters after forward and gathers them again for backward;
+            False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's
+            gather is among k. None: False for the root, True for others.
+        shard_placement_fn: given a parameter, `Shard(dim)` to cut it on another dim than 0, or None. Any dim, even
+            or not. mp_policy: dtypes of compute, of reduction and of outputs. offload_policy: where shards rest;
+            `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory. ignored_params: parameters that
+            stay as they are, on every rank, neither sharded nor reduced. dp_mesh_dims: `mesh` is a larger mesh, and
+            these of its named axes are the data-parallel ones; parameters that are DTensors on it keep their placement
+            on the other axes.
         prefetch_policy: how far gathers run ahead, in units and in bytes; the root's holds for the model. Beyond torch.
 
     Returns:
@@ -104,8 +106,8 @@ def fully_shard(
         ModuleError: a container without forward, or a module that is sharded already.
         MeshError: a mesh with other than 1 or 2 axes, or without the names asked for.
         PlacementError: a parameter that cannot be cut as asked.
-        PolicyError: an int `reshard_after_forward` that does not divide the shard axis. `PolicyTypeError` for other types.
-        OwnershipError: a parameter of another unit under another mesh.
+        PolicyError: an int `reshard_after_forward` that does not divide the shard axis. `PolicyTypeError` for other
+            types. OwnershipError: a parameter of another unit under another mesh.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
@@ -126,12 +128,15 @@ def fully_shard(
         UnitPolicy(reshard_after_forward=reshard_after_forward, prefetch=prefetch_policy),
     )
     _bring_buffers(found.modules, data.device)
-    hooks.install(unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())])
+    hooks.install(
+        unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())]
+    )
     for each in modules:
         attach(each, unit)
         swap_class(each)
     for each in found.modules:
-        # Dynamo then takes parameters as inputs of the graph instead of guarding each object, which changes on every gather.
+        # Dynamo then takes parameters as inputs of the graph instead of guarding each object, which changes on every
+        # gather.
         each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     watcher.install()
     watcher.sharded_again()
@@ -154,12 +159,14 @@ def _check_modules(modules: Sequence[Any]) -> None:
             raise PolicyTypeError(f"fully_shard expects a module or a list of modules, got a {type(module).__name__}")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ModuleError(
-                f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it on the "
+                f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it "
+                "on the "
                 "modules inside, or pass them as a list to make one unit of them"
             )
         if unit_of(module) is not None:
             raise ModuleError(
-                f"{type(module).__name__} is sharded already; fully_shard takes each module once (set_reshard_after_forward "
+                f"{type(module).__name__} is sharded already; fully_shard takes each module once "
+                "(set_reshard_after_forward "
                 "and the other setters change a unit later)"
             )
     if len({id(module) for module in modules}) < len(modules):
@@ -182,9 +189,7 @@ def _check_policies(mp_policy: Any, offload_policy: Any, prefetch_policy: Any, i
 
 
 @torch.no_grad()
-def _shard(
-    found: Belongings, mesh: DataMesh, placement_fn: ShardPlacementFn | None
-) -> list[ShardedParameter]:
+def _shard(found: Belongings, mesh: DataMesh, placement_fn: ShardPlacementFn | None) -> list[ShardedParameter]:
     """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
     forms = [form_of(each.parameter, mesh, _dim(each, placement_fn), each.name) for each in found.owned]
     records = []
@@ -217,7 +222,8 @@ def _dim(found: Found, placement_fn: ShardPlacementFn | None) -> int | None:
         return None
     if not isinstance(asked, ShardSpec):
         raise PlacementError(
-            f"{found.name}: shard_placement_fn returned {asked!r}; expected a torch.distributed.tensor.Shard, or None for Shard(0)"
+            f"{found.name}: shard_placement_fn returned {asked!r}; expected a torch.distributed.tensor.Shard, or "
+            "None for Shard(0)"
         )
     return asked.dim
 
@@ -229,7 +235,8 @@ def _borrow(found: Belongings) -> list[Unit]:
         owner = each.record.owner
         if not isinstance(owner, Unit):
             raise OwnershipError(
-                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; build the model anew"
+                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; build the "
+                "model anew"
             )
         each.record.places.append(each.place)
         each.place.show(each.record.shard)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, cast
 
@@ -37,15 +39,15 @@ class UnshardHandle:
 class FSDPModule:
     """The base that `fully_shard` puts in front of a module's class. Not to be made by hand.
 
-    Setters replace one field of the unit's policy; what they change holds from the next forward or backward on. Those that
-    take `recurse` change every unit at and below the module.
+    Setters replace one field of the unit's policy; what they change holds from the next forward or backward on. Those
+    that take `recurse` change every unit at and below the module.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
         """An instance of the original class: a sharded `Sequential[1:]` builds a plain `Sequential`."""
         original = cls.__mro__[2]
         plain = original.__new__(original, *args, **kwargs)
-        plain.__init__(*args, **kwargs)  # type: ignore[misc]
+        plain.__init__(*args, **kwargs)
         return cast(FSDPModule, plain)
 
     # Whole and shard, by hand
@@ -124,7 +126,8 @@ class FSDPModule:
         self._sherd_change(recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many units' gradients may be in reduction at once: more overlap, more memory. The largest of all units holds."""
+        """How many units' gradients may be in reduction at once: more overlap, more memory. The largest of all units
+        holds."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise PolicyTypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int")
         if max_input_buffers < 1:
@@ -147,7 +150,9 @@ class FSDPModule:
         """
         unit = self._sherd_single_group("set_all_reduce_hook")
         if stream is not None and unit.mesh.num_replicas > 1:
-            raise PolicyError(f"set_all_reduce_hook: unit {unit.name} is replicated, its all-reduce has its own stream; pass none")
+            raise PolicyError(
+                f"set_all_reduce_hook: unit {unit.name} is replicated, its all-reduce has its own stream; pass none"
+            )
         unit.change(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     # Parameters
@@ -256,7 +261,8 @@ class FSDPModule:
         if unit.num_kinds > 1:
             groups = "; ".join(weights.group.name for weights in unit.weights)
             raise PolicyError(
-                f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so it is "
+                f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so "
+                "it is "
                 "not clear for which of them the custom collective is meant; shard them as separate units"
             )
         return unit
@@ -266,17 +272,20 @@ class FSDPModule:
         for comm in (unit.policy.all_gather, unit.policy.reduce_scatter):
             if comm is not None and not isinstance(comm, own):
                 raise PolicyError(
-                    f"{method}: unit {unit.name} has a custom collective, {type(comm).__name__}, which chooses its memory itself"
+                    f"{method}: unit {unit.name} has a custom collective, {type(comm).__name__}, which chooses its "
+                    "memory itself; pass that one a different allocator"
                 )
 
 
 def checked_reshard(value: Any, num_shards: int) -> bool | int:
-    """`reshard_after_forward` as a user may give it. Raises `PolicyTypeError`, or `PolicyError` for a number that does not divide."""
+    """`reshard_after_forward` as a user may give it. Raises `PolicyTypeError`, or `PolicyError` for a number that does
+    not divide."""
     if not isinstance(value, int):
         raise PolicyTypeError(f"reshard_after_forward={value!r}: expected a bool, or an int that divides {num_shards}")
     if not isinstance(value, bool) and (value < 1 or num_shards % value):
         raise PolicyError(
-            f"reshard_after_forward={value}: parameters are sharded over {num_shards} ranks, and {value} does not divide that; "
+            f"reshard_after_forward={value}: parameters are sharded over {num_shards} ranks, and {value} does not "
+            "divide that; "
             f"use one of {[n for n in range(1, num_shards + 1) if num_shards % n == 0]}, True or False"
         )
     return value
@@ -311,7 +320,8 @@ def swap_class(module: nn.Module) -> None:
 
 def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
     raise ModuleError(
-        f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or build a second "
+        f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or "
+        "build a second "
         "one and load this one's state_dict()"
     )
 
@@ -324,9 +334,8 @@ def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
         if cls.__module__.startswith("torch."):
             continue
         for name, value in vars(cls).items():
-            if callable(value) and hasattr(value, "__get__") and not isinstance(value, (type, staticmethod, classmethod)):
-                if not name.startswith("_") and name not in known:
-                    found.setdefault(name, value)
+            if inspect.isfunction(value) and not name.startswith("_") and name not in known:
+                found.setdefault(name, value)
     return list(found.items())
 
 
@@ -342,8 +351,10 @@ def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             unit = unit_of(self)
             raise ShardedAccessError(
-                f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are sharded, "
-                f"outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or module.unshard() before "
+                f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are "
+                "sharded, "
+                f"outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or module.unshard() "
+                "before "
                 "and module.reshard() after"
             ) from error
 
@@ -370,8 +381,6 @@ class _BoundForward:
     """A method run as a forward. It finds its module weakly: the module holds it."""
 
     def __init__(self, unit: Unit, module: nn.Module, method_name: str) -> None:
-        import weakref
-
         self._unit = unit
         self._module = weakref.ref(module)
         self._function = getattr(type(module), method_name)
@@ -384,7 +393,8 @@ class _BoundForward:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let several models, pipeline stages say, use the same communication streams. In sherd those on one device always do.
+    """Let several models, pipeline stages say, use the same communication streams. In sherd those on one device always
+    do.
 
     Raises:
         PolicyError: one of them is not sharded.

@@ -1,1 +1,2 @@
-"""WITH WHAT bytes travel: meshes and groups, streams and handoffs, buffers, collectives. Knows no module and no schedule."""
+"""WITH WHAT bytes travel: meshes and groups, streams and handoffs, buffers, collectives. Knows no module and no
+schedule."""

@@ -36,7 +36,8 @@ class _GroupMemory(Comm):
         numel = 1
         for each in size:
             numel *= each
-        return self._backend.allocate_tensor(numel, dtype=dtype, device=device).view(*size)
+        buffer: torch.Tensor = self._backend.allocate_tensor(numel, dtype=dtype, device=device)
+        return buffer.view(*size)
 
 
 class _SymmetricMemory(Comm):
@@ -52,7 +53,7 @@ class _SymmetricMemory(Comm):
         symmetric = symmetric_memory()
         if device.type != "cuda":
             raise PolicyError(f"symmetric memory needs a CUDA device, the mesh is on {device}")
-        buffer = symmetric.empty(*size, dtype=dtype, device=device)
+        buffer: torch.Tensor = symmetric.empty(*size, dtype=dtype, device=device)
         symmetric.rendezvous(buffer, self._group)
         return buffer
 
@@ -116,4 +117,5 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, async_op: 
     """Sum `tensor` over the group, in place."""
     if group is None or group.size() == 1:
         return None
-    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+    work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+    return work

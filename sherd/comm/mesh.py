@@ -62,7 +62,8 @@ class DataMesh:
         return dist.get_process_group_ranks(self.shard_group)
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
-        """The group of `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""
+        """The group of `size` neighbouring ranks of the shard axis that this rank belongs to; made once,
+        collectively."""
         first = self.shard_rank // size * size
         return self._extra_group(size, self.shard_ranks[first : first + size])
 
@@ -80,7 +81,8 @@ class DataMesh:
 
 _FOR_REDUCTION = 0
 
-# Units that shard over one group share its extra groups. Weak, and each holder also holds the group whose id is the key.
+# Units that shard over one group share its extra groups. Weak, and each holder also holds the group whose id is the
+# key.
 _extra_groups: weakref.WeakValueDictionary[tuple[int, int], dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
@@ -110,7 +112,8 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _default_device_type() -> str:
-    """The accelerator if the default group can reach it, else the CPU: a gloo-only group on a machine with GPUs is CPU."""
+    """The accelerator if the default group can reach it, else the CPU: a gloo-only group on a machine with GPUs is
+    CPU."""
     backend = str(dist.get_backend())
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or backend == "gloo":

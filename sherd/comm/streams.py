@@ -1,15 +1,15 @@
 """Who may touch a buffer until when: lanes that run collectives beside compute, and handoffs from one to the other.
 
-The only file that names a stream or an event. There are three lanes, so that the collectives of one step overlap with compute
-and with one another: `gather`, `reduce` and `all_reduce`. What a lane produces comes as a `Handoff`; compute touches it only
-after `handoff.wait()`.
+The only file that names a stream or an event. There are three lanes, so that the collectives of one step overlap with
+compute and with one another: `gather`, `reduce` and `all_reduce`. What a lane produces comes as a `Handoff`; compute
+touches it only after `handoff.wait()`.
 
-On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On an
-accelerator a lane is a stream, `wait` makes the compute stream wait for an event, and the host never blocks.
+On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On
+an accelerator a lane is a stream, `wait` makes the compute stream wait for an event, and the host never blocks.
 
-Memory follows one rule: a buffer belongs to the stream it was allocated on, and goes back to that stream's pool as soon as
-the last reference is dropped. So whoever drops a lane's buffer after compute has read it first calls `lane.follow_compute()`,
-and whoever drops compute's buffer after a lane has read it first waits for the lane's handoff.
+Memory follows one rule: a buffer belongs to the stream it was allocated on, and goes back to that stream's pool as soon
+as the last reference is dropped. So whoever drops a lane's buffer after compute has read it first calls
+`lane.follow_compute()`, and whoever drops compute's buffer after a lane has read it first waits for the lane's handoff.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Lane(ABC):
 
     @abstractmethod
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
-        """Queue a collective behind the lane's earlier ones, and behind `after`. It may allocate: the memory is the lane's."""
+        """Queue a collective behind the lane's earlier ones, and behind `after`. It may allocate: the memory is the
+        lane's."""
 
     @abstractmethod
     def follow_compute(self) -> None:

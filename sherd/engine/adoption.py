@@ -1,8 +1,8 @@
 """What becomes of an optimizer that was built before its parameters were sharded, and when shards have been stepped.
 
-A plain Parameter cannot turn into a DTensor in place, so such an optimizer holds objects that the model no longer has. Torch's own
-FSDP then trains nothing and says nothing. Here, before any optimizer's step, replaced parameters are exchanged for their
-successors where the optimizer keeps no state for them yet; where it does, the step raises.
+A plain Parameter cannot turn into a DTensor in place, so such an optimizer holds objects that the model no longer has.
+Torch's own FSDP then trains nothing and says nothing. Here, before any optimizer's step, replaced parameters are
+exchanged for their successors where the optimizer keeps no state for them yet; where it does, the step raises.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
 def _require_no_state(optimizer: Optimizer, parameter: nn.Parameter, record: ShardedParameter) -> None:
     if optimizer.state.get(parameter):
         raise OptimizerError(
-            f"{type(optimizer).__name__} holds state for {record.name} as it was before fully_shard replaced it; stepping "
-            "it would train nothing. Build the optimizer after sharding, and load its state with "
+            f"{type(optimizer).__name__} holds state for {record.name} as it was before fully_shard replaced it; "
+            "stepping it would train nothing. Build the optimizer after sharding, and load its state with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
 
 
 _BOTH = (
-    "{kind} holds {name} twice: as it was before fully_shard replaced it, and as the shard. A module outside every unit still "
-    "shows the old one (tied weights?); call fully_shard on a module that contains both, or tie them before sharding"
+    "{kind} holds {name} twice: as it was before fully_shard replaced it, and as the shard. A module outside every "
+    "unit still shows the old one (tied weights?); call fully_shard on a module that contains both"
 )
 
 watcher = _Watcher()

@@ -1,12 +1,13 @@
 """A group's gradients from whole to shard: collected, reduced over the ranks, added to the shards' `.grad`.
 
-Each gradient is copied once: from where autograd left it into the rows that the reduce-scatter sends, in the reduce dtype, and
-dropped. With 2 ranks and two tensors (a 2x2, b 2), mean over ranks:
+Each gradient is copied once at most: from where autograd left it into the rows that the reduce-scatter sends, in the
+reduce dtype, and dropped. A tensor that has a group to itself is sent from where it is. With 2 ranks and two tensors (a
+2x2, b 2):
 
-    rank 0: a.grad [[1 2] [3 4]]  b.grad [5 6]        rows  | 1 2 | 5 |     rank 0's shards get | (1+1)/2 (2+1)/2 | (5+3)/2 |
-                                                            | 3 4 | 6 |
-    rank 1: a.grad [[1 1] [1 1]]  b.grad [3 3]        rows  | 1 1 | 3 |     rank 1's shards get | (3+1)/2 (4+1)/2 | (6+3)/2 |
-                                                            | 1 1 | 3 |
+    rank 0: a.grad [[1 2] [3 4]]  b.grad [5 6]    rows  | 1 2 | 5 |    its shards get | (1+1)/2 (2+1)/2 | (5+3)/2 |
+                                                        | 3 4 | 6 |
+    rank 1: a.grad [[1 1] [1 1]]  b.grad [3 3]    rows  | 1 1 | 3 |    its shards get | (3+1)/2 (4+1)/2 | (6+3)/2 |
+                                                        | 1 1 | 3 |
 
 Without a reduction (`set_requires_gradient_sync(False)`) the rows stay and the next backward adds to them.
 """
@@ -71,8 +72,7 @@ class _Rows:
     @classmethod
     def made(cls, group: Group) -> _Rows:
         """Rows of our own, to be used again."""
-        numel = group.packing.num_ranks * group.packing.rest_numel
-        return cls(group, Buffer(numel, group.reduce_dtype, group.device))
+        return cls(group, Buffer(group.packing.rows_numel, group.reduce_dtype, group.device))
 
     @classmethod
     def borrowed(cls, group: Group, gradient: torch.Tensor) -> _Rows:
@@ -182,12 +182,13 @@ class Gradients:
 
     def _can_borrow(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient` is the rows already: the group's only tensor, laid out and typed as it will be sent."""
-        fits = gradient.numel() == self.group.packing.num_ranks * self.group.packing.rest_numel
+        fits = gradient.numel() == self.group.packing.rows_numel
         same = fits and gradient.dtype == self.group.reduce_dtype and gradient.is_contiguous()
         return same and self._borrows and self._rows is None and not gradient.requires_grad
 
     def _local_gradient(self, index: int, gradient: DTensor) -> torch.Tensor:
-        """Under tensor parallelism: the gradient as the parameter is placed. Data-parallel axes are left to our reduction."""
+        """Under tensor parallelism: the gradient as the parameter is placed. Data-parallel axes are left to our
+        reduction."""
         spec = self.group.parameters[index].whole_spec
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
         data_axes = self._data_axes(spec.mesh.mesh_dim_names)
@@ -247,7 +248,8 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self, policy: UnitPolicy) -> None:
-        """Start the reduction of what has been collected: over the shard axis, then, if `policy` says so, the replicas."""
+        """Start the reduction of what has been collected: over the shard axis, then, if `policy` says so, the
+        replicas."""
         self._copy_batch()
         self._arrived.clear()
         rows = self._rows
@@ -342,8 +344,8 @@ class Gradients:
                 terms.append(term)
             else:
                 raise GradientError(
-                    f"{parameter.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced gradient "
-                    "cannot be added to it; set it to None, or to a DTensor placed as the parameter"
+                    f"{parameter.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
+                    "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
         if sums:
             torch._foreach_add_(sums, terms)

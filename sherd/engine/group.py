@@ -1,6 +1,7 @@
 """The parameters of a unit that share dtypes and trainability, and the one rest buffer their shards are views of.
 
-What differs between two parameters of a unit (mixed dtypes, frozen layers) puts them into two groups; a group needs no rule.
+What differs between two parameters of a unit (mixed dtypes, frozen layers) puts them into two groups; a group needs no
+rule.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def kind_of(parameter: ShardedParameter) -> Kind:
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
-    `rest` is 1-D, `packing.rest_numel` elements: this rank's shards. Each shard's local tensor is a view of it, so that the
-    optimizer writes what the next all-gather sends.
+    `rest` is 1-D, `packing.rest_numel` elements: this rank's shards. Each shard's local tensor is a view of it, so that
+    the optimizer writes what the next all-gather sends.
     """
 
     def __init__(
@@ -116,8 +117,6 @@ class Group:
         for parameter in self.parameters:
             old = parameter.shard_spec
             specs.append(
-                old
-                if parameter.dtype == self.dtype
-                else dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
+                old if parameter.dtype == self.dtype else dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
             )
         return specs

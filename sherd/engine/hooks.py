@@ -11,7 +11,8 @@
 No autograd Function is put around the user's tensors: it would forbid in-place operations on them. A prehook on
 `(t._base or t).grad_fn` also survives a user's in-place change of `t`.
 
-The node that made an input runs after every node of the unit: autograd takes ready nodes in the reverse order of their making.
+The node that made an input runs after every node of the unit: autograd takes ready nodes in the reverse order of their
+making.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What `load_state_dict` finds in place of whole tensors: before it, each is cut to this rank's shard; after it, shards may be new.
+"""What `load_state_dict` finds in place of whole tensors: before it, each is cut to this rank's shard; after it, shards
+may be new.
 
-torch copies a DTensor into a DTensor, but refuses a plain tensor. Here a full state dict loads as it is, without communication, as
-every rank holds all of it.
+torch copies a DTensor into a DTensor, but refuses a plain tensor. Here a full state dict loads as it is, without
+communication, as every rank holds all of it.
 """
 
 from __future__ import annotations

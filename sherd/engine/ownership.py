@@ -1,7 +1,7 @@
 """Which unit owns which parameter: nested units, tied parameters, ignored ones.
 
-A parameter belongs to the first unit that shards it. A later unit whose modules use it too (tied weights) borrows it: it hangs the
-same shard on its own places and makes the owner its companion, which is whole whenever the borrower is.
+A parameter belongs to the first unit that shards it. A later unit whose modules use it too (tied weights) borrows it:
+it hangs the same shard on its own places and makes the owner its companion, which is whole whenever the borrower is.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def belongings(
     return Belongings(list(modules.values()), list(owned.values()), borrowed)
 
 
-def _walk(
-    roots: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool]
-) -> Iterator[tuple[str, nn.Module]]:
+def _walk(roots: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
     """Every module below `roots` once, with its name; nested units and what is below them are left out."""
     own = {id(root) for root in roots}
     seen: set[int] = set()

@@ -1,7 +1,7 @@
 """One parameter: what it is as a shard, what it is as a whole, and the places in the modules where it hangs.
 
-A Parameter object is replaced once, when it is sharded: the shard (a DTensor) is what the module shows and the optimizer
-owns; the whole one is shown during forward and backward only. The replaced object knows its successor.
+A Parameter object is replaced once, when it is sharded: the shard (a DTensor) is what the module shows and the
+optimizer owns; the whole one is shown during forward and backward only. The replaced object knows its successor.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Form:
 
 
 def form_of(parameter: nn.Parameter, mesh: DataMesh, dim: int | None, name: str) -> Form:
-    """How `parameter` is sharded over `mesh`; `dim` None means the default, dim 0, or a copy on every rank for a scalar.
+    """How `parameter` is sharded over `mesh`; `dim` None means the default, dim 0, or a copy on every rank for a
+    scalar.
 
     Raises:
         PlacementError: there is no such dim, or the parameter is a DTensor that does not fit the mesh.
@@ -178,7 +179,8 @@ def _split_of(dim: int | None, placements: tuple[PlacementSpec, ...], mesh: Devi
 
 
 def _beside(whole: DTensorSpec, mesh: DataMesh, dim: int | None) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on another mesh (tensor parallel): the data-parallel axes go in front."""
+    """The shard of a parameter that is a DTensor on another mesh (tensor parallel): the data-parallel axes go in
+    front."""
     split = _split_of(dim, whole.placements, whole.mesh)
     placements = (*_data_placements(mesh, dim, split), *whole.placements)
     return dtensor_spec(concatenate_meshes([mesh.mesh, whole.mesh]), placements, whole.shape, _dtype(whole))
@@ -189,12 +191,15 @@ def _on_full_mesh(whole: DTensorSpec, mesh: DataMesh, dim: int | None, name: str
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     names = mesh.full.mesh_dim_names or ()
     if whole.mesh != mesh.full:
-        raise PlacementError(f"{name}: it is a DTensor on {whole.mesh}, not on the mesh that fully_shard was given, {mesh.full}")
+        raise PlacementError(
+            f"{name}: it is a DTensor on {whole.mesh}, not on the mesh that fully_shard was given, {mesh.full}"
+        )
     for axis_name in (*mesh.dims.shard_names, *mesh.dims.replicate_names):
         placement = whole.placements[names.index(axis_name)]
         if not placement.is_replicate():
             raise PlacementError(
-                f"{name}: data-parallel axis {axis_name!r} must find it replicated, its placement there is {placement}; "
+                f"{name}: data-parallel axis {axis_name!r} must find it replicated, its placement there is "
+                f"{placement}; "
                 "distribute it with Replicate() on the data-parallel axes"
             )
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}

@@ -1,7 +1,7 @@
 """The same elements seen twice: in the rows that collectives move, and in the tensors that modules use.
 
-Rows are `[num_ranks, rest_numel]`: row r is rank r's rest buffer. For each tensor of a packing these functions give matching
-lists of views, so that one foreach copy moves a whole group.
+Rows are `[num_ranks, rest_numel]`: row r is rank r's rest buffer. For each tensor of a packing these functions give
+matching lists of views, so that one foreach copy moves a whole group.
 """
 
 from __future__ import annotations

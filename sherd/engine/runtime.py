@@ -1,7 +1,7 @@
 """One per model: the units below a root, their schedule, and the carrying out of its actions.
 
-Units are sealed into a runtime when the root's first forward begins; from then on nothing about it is optional. A unit that is
-used on its own before has a runtime of its own, which the root's one replaces.
+Units are sealed into a runtime when the root's first forward begins; from then on nothing about it is optional. A unit
+that is used on its own before has a runtime of its own, which the root's one replaces.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sherd.schedule.actions import (
     Unshard,
 )
 from sherd.schedule.schedule import Schedule
-from sherd.schedule.state import Keep, Limits, Live, State, UnitSpec
+from sherd.schedule.state import Keep, Limits, State, UnitSpec
 
 _DO: dict[type[Action], Callable[[Unit], None]] = {
     Gather: Unit.gather,
@@ -71,7 +71,8 @@ class Call:
 class Runtime:
     """The units of one model, in the order of `named_modules`, the first being the root's.
 
-    It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it raised.
+    It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
+    raised.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -109,8 +110,8 @@ class Runtime:
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.
 
-        A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's backward
-        is like any other.
+        A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's
+        backward is like any other.
         """
         recomputing = self.in_backward and in_backward()
         outermost = not self._calls and not recomputing
@@ -172,7 +173,8 @@ class Runtime:
 
     def _gradients_complete(self, unit: Unit) -> None:
         index = self._index[unit.id]
-        # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that is safe.
+        # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that is
+        # safe.
         self.on(AfterBackward(index, unreduced=True) if unit.is_past else GradientsReady(index))
 
     def _end_backward(self) -> None:
@@ -206,7 +208,8 @@ class Runtime:
         if self._calls or (self.in_backward and in_backward()):
             during = "backward" if self.in_backward else "forward"
             raise StateError(
-                f"the shards of unit {unit.name} were asked for (state_dict, load_state_dict or .to()) in the middle of a "
+                f"the shards of unit {unit.name} were asked for (state_dict, load_state_dict or .to()) in the middle "
+                "of a "
                 f"{during} that needs its whole parameters; do it before or after"
             )
         self.reshard(unit)
@@ -230,7 +233,8 @@ class Runtime:
         """The last backward raised, so its final callback never ran."""
         if unit is not self.root:
             raise StateError(
-                f"forward of unit {unit.name} while the last backward of {self.root.name} has raised and left gradients "
+                f"forward of unit {unit.name} while the last backward of {self.root.name} has raised and left "
+                "gradients "
                 f"half reduced; run {self.root.name}'s forward, or call its reset_iter_state(), first"
             )
         self.reset()

@@ -99,7 +99,8 @@ class SelfGatheredWeights:
         self._position.move(Live.GATHERING)
 
     def _ask(self, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Call `fsdp_pre_all_gather` with as many arguments as it takes: torch knows an older form with the mesh alone."""
+        """Call `fsdp_pre_all_gather` with as many arguments as it takes: torch knows an older form with the mesh
+        alone."""
         mesh = self.group.mesh.shard_mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
             tensors, metadata = local.fsdp_pre_all_gather(mesh)
@@ -115,7 +116,8 @@ class SelfGatheredWeights:
         most = max(rows.numel for rows in cut.rows)
         if cut.dim != 0:
             raise PlacementError(
-                f"{self._record.name}: a tensor subclass with its own all-gather ({type(self._record.local).__name__}) is cut "
+                f"{self._record.name}: a tensor subclass with its own all-gather "
+                f"({type(self._record.local).__name__}) is cut "
                 f"on dim 0 only, not on {cut.dim}"
             )
         held = cut.rows[self.group.mesh.shard_rank].numel

@@ -1,4 +1,5 @@
-"""Tensors inside the containers that modules take and return: tuples, lists, dicts, namedtuples, dataclasses, and their mixes.
+"""Tensors inside the containers that modules take and return: tuples, lists, dicts, namedtuples, dataclasses, and their
+mixes.
 
 torch's pytree takes a dataclass for a leaf unless it was registered, so the walk is our own.
 """
@@ -29,7 +30,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor changed; containers that hold a changed one are rebuilt, all else is passed on as it is."""
+    """`value` with every tensor changed; containers that hold a changed one are rebuilt, all else is passed on as it
+    is."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -69,7 +71,8 @@ def _map_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
             changed[field.name] = after
     if not changed:
         return value
-    # Copied and written, not made anew: __init__ may take other arguments than it has fields, and frozen ones refuse setattr.
+    # Copied and written, not made anew: __init__ may take other arguments than it has fields, and frozen ones refuse
+    # setattr.
     rebuilt = copy.copy(value)
     for name, after in changed.items():
         object.__setattr__(rebuilt, name, after)

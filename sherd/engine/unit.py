@@ -122,7 +122,8 @@ class Unit:
     # Grouping
 
     def regroup(self) -> None:
-        """Put parameters into groups and each group's shards into one buffer: at the start, and when shards were moved."""
+        """Put parameters into groups and each group's shards into one buffer: at the start, and when shards were
+        moved."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         kinds: dict[Kind, list[ShardedParameter]] = {}
@@ -165,7 +166,8 @@ class Unit:
         return all(weights.group.is_seated for weights in self.weights)
 
     def reseat(self) -> None:
-        """After shards may have been moved (`module.to()`, a load): back into one buffer, once all are on one device."""
+        """After shards may have been moved (`module.to()`, a load): back into one buffer, once all are on one
+        device."""
         devices = {parameter.local.device for parameter in self.parameters}
         if len(devices) == 1 and not self.is_seated:
             self.regroup()
@@ -247,7 +249,8 @@ class Unit:
     # Modules running
 
     def module_begins(self) -> bool:
-        """One of its modules begins a forward; whether that begins the unit's run, which lasts until all have had one."""
+        """One of its modules begins a forward; whether that begins the unit's run, which lasts until all have had
+        one."""
         if len(self._modules) == 1:
             return True
         begins = not self._to_run
@@ -292,8 +295,9 @@ class Unit:
     def is_past(self) -> bool:
         """Whether, with all gradients there, nothing in backward will read the unit's whole parameters again.
 
-        A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What else
-        may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient (`w.detach()`).
+        A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
+        else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient
+        (`w.detach()`).
         """
         trainable = all(gradients.expects_all for gradients in self.gradients)
         return trainable and all(weights.is_unread for weights in self.weights)

@@ -4,8 +4,9 @@
                             ▲                 │
                             └─gather─ SHRUNK ◀┘ shrink
 
-Whole parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage is gone
-kills the process, so the modules show shards at all other times (`test_modules_show_shards_outside_forward_and_backward`).
+Whole parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage is
+gone kills the process, so the modules show shards at all other times
+(`test_modules_show_shards_outside_forward_and_backward`).
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Weights:
         if self.live is Live.SHRUNK:
             self._gather_part(whole)
         else:
-            self._gather_shards(whole.buffer.tensor if direct else None, all_gather or DEFAULT_ALL_GATHER)
+            into = whole.buffer.tensor[: self.group.packing.rows_numel] if direct else None
+            self._gather_shards(into, all_gather or DEFAULT_ALL_GATHER)
         self._position.move(Live.GATHERING)
 
     def _gathers_in_place(self, all_gather: AllGather | None) -> bool:
@@ -144,7 +146,7 @@ class Weights:
                 source = source.to(group.compute_dtype)
             rows = into
             if rows is None:
-                size = (group.packing.num_ranks * group.packing.rest_numel,)
+                size = (group.packing.rows_numel,)
                 rows = all_gather.allocate(size, dtype=group.compute_dtype, device=group.device)
             flight.extend((source, rows))
             return all_gather(rows, source, group.mesh.shard_group, async_op)  # type: ignore[arg-type]

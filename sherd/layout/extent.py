@@ -34,7 +34,8 @@ class Extent:
 
 @lru_cache(maxsize=1024)
 def chunks(size: int, parts: int) -> tuple[Extent, ...]:
-    """Cut `size` elements into `parts` runs the way `torch.chunk` does: equal ones, then a shorter one, then empty ones.
+    """Cut `size` elements into `parts` runs the way `torch.chunk` does: equal ones, then a shorter one, then empty
+    ones.
 
     >>> [e.numel for e in chunks(7, 4)]
     [2, 2, 2, 1]

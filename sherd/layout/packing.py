@@ -8,24 +8,26 @@ Three buffers share one packing (2 ranks; tensors a and b, `|` between slots, `.
              to-be-scattered, form
     whole    every tensor in its own order, 1-D                        | a_0 a_1 | b_0 . b_1 . |
 
-In the whole buffer a tensor takes its padded pieces one after the other where that keeps it in order (`Cut.in_order`), so
-that one strided copy per tensor turns rows into whole.
+In the whole buffer a tensor takes its padded pieces one after the other where that keeps it in order (`Cut.in_order`),
+so that one strided copy per tensor turns rows into whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sherd.layout.extent import Extent, aligned
 from sherd.layout.placement import Cut
 
 WHOLE_ALIGNMENT = 16
-"""Whole tensors start at multiples of this many elements: 16 bytes, which kernels want, even at one byte per element."""
+"""Whole tensors start at multiples of this many elements: 16 bytes, which kernels want, even at one byte per
+element."""
 
 REST_ALIGNMENT = 4
-"""Shards do so at multiples of this many, 16 bytes in float32, unless they are shorter than `SHORT`: with thousands of ranks
-a shard is a few elements, and gaps between those would make the collectives several times larger."""
+"""Shards do so at multiples of this many, 16 bytes in float32, unless they are shorter than `SHORT`: with thousands of
+ranks a shard is a few elements, and gaps between those would make the collectives several times larger."""
 
 SHORT = 16
 
@@ -55,7 +57,7 @@ class Packing:
     def __post_init__(self) -> None:
         for which, size in (("rest", self.rest_numel), ("whole", self.whole_numel)):
             extents = sorted((getattr(slot, which) for slot in self.slots), key=lambda e: (e.start, e.numel))
-            for before, after in zip(extents, extents[1:], strict=False):
+            for before, after in pairwise(extents):
                 assert before.stop <= after.start, f"slots overlap in the {which} buffer: {before}, {after}"
             assert not extents or extents[-1].stop <= size, f"a slot ends after the {which} buffer"
         assert self.whole_numel % self.num_ranks == 0, "the whole buffer must divide by the ranks, to be resharded"
@@ -65,8 +67,13 @@ class Packing:
             assert cut.num_rows_held == rows, f"some row of a tensor of shape {cut.shape} has no owner, or two"
 
     @property
+    def rows_numel(self) -> int:
+        """Elements of all ranks' rest buffers side by side."""
+        return self.num_ranks * self.rest_numel
+
+    @property
     def direct(self) -> bool:
-        """Whether rows and whole are the same bytes, so that an all-gather may write the whole buffer itself."""
+        """Whether rows are the first bytes of whole, so that an all-gather may write the whole buffer itself."""
         if not all(slot.cut.in_order for slot in self.slots):
             return False
         return self.num_ranks == 1 or (len(self.slots) == 1 and self.slots[0].rest.numel == self.rest_numel)
@@ -74,7 +81,7 @@ class Packing:
     @property
     def padding(self) -> float:
         """The share of the rows buffer that holds no tensor's element, 0.0 to 1.0."""
-        total = self.num_ranks * self.rest_numel
+        total = self.rows_numel
         held = sum(slot.held(rank).numel for slot in self.slots for rank in range(self.num_ranks))
         return 1 - held / total if total else 0.0
 
@@ -94,7 +101,9 @@ def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     rest = whole = 0
     for index in order:
         cut = cuts[index]
-        if cut.slot >= SHORT:
+        if num_ranks == 1:
+            rest = whole  # nothing to cut, so the two buffers may be the same bytes
+        elif cut.slot >= SHORT:
             rest = aligned(rest, REST_ALIGNMENT)
         slots[index] = Slot(cut, Extent(rest, cut.slot), Extent(whole, cut.whole_numel))
         rest += cut.slot

@@ -1,7 +1,8 @@
 """How one tensor is cut over one mesh axis: what does rank r hold of it? Integers only.
 
-A placement is a rule (`Shard(dim)`, `Replicate()`); applied to a shape and a number of ranks it gives a `Cut`, the numbers
-that everything else works with. A packing asks a cut only for its sizes, so a new placement is a new class here.
+A placement is a rule (`Shard(dim)`, `Replicate()`); applied to a shape and a number of ranks it gives a `Cut`, the
+numbers that everything else works with. A packing asks a cut only for its sizes, so a new placement is a new class
+here.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Cut on tensor dimension `dim`, as `torch.chunk` does; negative dims count from the end. Uneven and empty are fine."""
+    """Cut on tensor dimension `dim`, as `torch.chunk` does; negative dims count from the end. Uneven and empty are
+    fine."""
 
     dim: int = 0
 

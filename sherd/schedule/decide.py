@@ -9,8 +9,8 @@
     AfterBackward     the same if gradients are left, then free it
     EndBackward       free the rest, settle all reductions; the pass teaches the order
 
-Recomputation (activation checkpointing) runs a forward inside backward: the unit is made whole and stays so, because its
-backward follows at once.
+Recomputation (activation checkpointing) runs a forward inside backward: the unit is made whole and stays so, because
+its backward follows at once.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ class _Turn:
                 self.free(unit)
         for unit in sorted(self.state.borrowed):
             self._release(unit)
-        self.state = replace(
-            self.state, forward=self.state.forward.rewound(), finished=self.state.finished.rewound()
-        )
+        self.state = replace(self.state, forward=self.state.forward.rewound(), finished=self.state.finished.rewound())
 
     def _release(self, unit: int) -> None:
         """Let go of `unit` after its forward, as far as its spec says."""

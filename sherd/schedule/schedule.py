@@ -1,7 +1,7 @@
 """The schedule as an object: it stands in a state, and answers each event with actions.
 
-Decisions are pure, so each is made once: states are the nodes of a graph that grows as it is walked, events its edges. From
-the second step on a training loop goes round in the nodes it knows, and an answer costs one dictionary look-up.
+Decisions are pure, so each is made once: states are the nodes of a graph that grows as it is walked, events its edges.
+From the second step on a training loop goes round in the nodes it knows, and an answer costs one dictionary look-up.
 """
 
 from __future__ import annotations

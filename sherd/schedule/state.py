@@ -64,9 +64,9 @@ class Limits:
 class State:
     """Everything a decision depends on.
 
-    `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units that
-    the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `stale`: units whose
-    live whole parameters are older than their shards.
+    `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units
+    that the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `stale`: units
+    whose live whole parameters are older than their shards.
     """
 
     specs: tuple[UnitSpec, ...]

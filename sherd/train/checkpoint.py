@@ -61,15 +61,9 @@ class Checkpoint:
     def check_model(self, config: Config) -> None:
         """Raises InputError when it is of another model than `config`'s."""
         saved, wanted = self.manifest.config["model"], config.tree()["model"]
-        differ = [
-            f"model.{k} is {saved.get(k)!r} there and {v!r} here"
-            for k, v in wanted.items()
-            if saved.get(k) != v
-        ]
+        differ = [f"model.{k} is {saved.get(k)!r} there and {v!r} here" for k, v in wanted.items() if saved.get(k) != v]
         if differ:
-            raise InputError(
-                f"{self.path} is a checkpoint of another model: {', '.join(differ)}; use another --out"
-            )
+            raise InputError(f"{self.path} is a checkpoint of another model: {', '.join(differ)}; use another --out")
 
     def check_text(self, digest: str, source: str) -> None:
         """Raises InputError when it was trained on another text than this one, read from `source`."""
@@ -106,9 +100,7 @@ def newest(out: Path) -> Checkpoint:
             notes.append(f"{path} is half-written ({reason})")
     if notes:
         raise InputError(f"{notes[0]}, and there is no older whole checkpoint; start anew with another --out")
-    raise InputError(
-        f"{out} holds no checkpoint to resume from; start without --resume, or name the run's --out"
-    )
+    raise InputError(f"{out} holds no checkpoint to resume from; start without --resume, or name the run's --out")
 
 
 class _Half(Exception):
@@ -137,9 +129,7 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def save(
-    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: Config, text: str
-) -> Path:
+def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: Config, text: str) -> Path:
     """Write the state after `step` steps, and drop all but the last `config.run.keep` checkpoints.
 
     Every rank calls it and writes its own shards.

@@ -28,7 +28,8 @@ __all__ = ["configure", "main"]
 
 RUNS = Path("runs")
 MANY_MACHINES = (
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m sherd.train.cli train --out SHARED"
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500\n"
+    "  -m sherd.train.cli train --out FOLDER_THAT_ALL_SHARE"
 )
 
 
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     p = commands.add_parser(
         "train",
         help="train a language model, sharded over ranks",
-        description=f"Train a language model, sharded over ranks.\n\nSeveral machines: {MANY_MACHINES}",
+        description=f"Train a language model, sharded over ranks.\n\nOn each of several machines:\n  {MANY_MACHINES}",
         epilog="fields, in the TOML of --config or as section.field=value here:\n\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -54,12 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--data", metavar="PATH", help="data.path: a file or a folder of text")
     p.add_argument("--out", metavar="PATH", help="run.out: a new or empty folder; with --resume, a run's")
     p.add_argument("--steps", type=int, metavar="N", help="run.steps")
-    p.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run"
-    )
-    p.add_argument(
-        "--nproc", type=int, metavar="N", help="processes to start: 2, or one per GPU, unless told"
-    )
+    p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run")
+    p.add_argument("--nproc", type=int, metavar="N", help="processes to start: 2, or one per GPU, unless told")
     p.add_argument("fields", nargs="*", metavar="section.field=value", help="any other field")
     return top
 
@@ -83,9 +80,7 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
         InputError: the words, the config file or the folder cannot be used.
     """
     options = {"data": {"path": args.data}, "run": {"out": args.out, "steps": args.steps}}
-    given = {
-        section: {k: v for k, v in values.items() if v is not None} for section, values in options.items()
-    }
+    given = {section: {k: v for k, v in values.items() if v is not None} for section, values in options.items()}
     trees = [read_tree(args.config) if args.config else {}, assigned(args.fields), given]
     if not args.resume:
         config = Config.of(*trees)
@@ -154,9 +149,7 @@ def _enough(num_ranks: int, config: Config) -> None:
     config.accumulation(num_ranks)
     local, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count()
     if _device(config) == "cuda" and local > num_gpus:
-        raise InputError(
-            f"{local} ranks on a machine of {num_gpus} GPUs; start one per GPU, or set run.device"
-        )
+        raise InputError(f"{local} ranks on a machine of {num_gpus} GPUs; start one per GPU, or set run.device")
 
 
 def _text(config: Config, resumed: Checkpoint | None) -> Corpus:
@@ -187,9 +180,7 @@ def _same(corpus: Corpus) -> None:
     """Refuse ranks that read different texts, as two machines may."""
     digest = on_rank_0(lambda: corpus.digest)
     if digest != corpus.digest:
-        raise InputError(
-            f"rank {dist.get_rank()} found another text in {corpus.source} than rank 0; give all the same"
-        )
+        raise InputError(f"rank {dist.get_rank()} found another text in {corpus.source} than rank 0; give all the same")
 
 
 def _mesh(device: str) -> DeviceMesh:

@@ -170,9 +170,7 @@ class Config:
             for name, values in tree.items():
                 _known("section", name, sections)
                 if not isinstance(values, Mapping):
-                    raise InputError(
-                        f"{name} = {values!r} stands outside a section; {name} is itself a section"
-                    )
+                    raise InputError(f"{name} = {values!r} stands outside a section; {name} is itself a section")
                 sections[name] = _changed(name, sections[name], values)
         return Config(**sections)
 
@@ -187,9 +185,7 @@ def _changed(section: str, old: Any, values: Mapping[str, Any]) -> Any:
         _known("field", where, [f"{section}.{known}" for known in fields])
         new[name] = value = _typed(where, value, types[name])
         if not fields[name].metadata["holds"](value):
-            raise InputError(
-                f"{where} = {value!r} is out of its limits; it must be {fields[name].metadata['rule']}"
-            )
+            raise InputError(f"{where} = {value!r} is out of its limits; it must be {fields[name].metadata['rule']}")
     return dataclasses.replace(old, **new)
 
 
@@ -205,9 +201,7 @@ def _typed(where: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        wanted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[
-            kind
-        ]
+        wanted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[kind]
         raise InputError(f"{where} = {value!r} has the wrong type; it must be {wanted}")
     return value
 
@@ -226,9 +220,7 @@ def read_tree(path: str) -> Tree:
     except ValueError as error:  # the decoding errors of utf-8, JSON and TOML are all ValueErrors
         raise InputError(f"the config {path} does not parse: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise InputError(
-            f"the config {path} holds no sections; write them as [model], [data], [optimizer], [run]"
-        )
+        raise InputError(f"the config {path} holds no sections; write them as [model], [data], [optimizer], [run]")
     return tree
 
 
@@ -251,9 +243,7 @@ def assigned(assignments: Iterable[str]) -> Tree:
         where, equals, text = word.partition("=")
         section, dot, name = where.partition(".")
         if not (equals and dot):
-            raise InputError(
-                f"{word!r} is not an assignment; write section.field=value, as in optimizer.lr=0.001"
-            )
+            raise InputError(f"{word!r} is not an assignment; write section.field=value, as in optimizer.lr=0.001")
         tree.setdefault(section, {})[name] = _literal(text, _type_of(section, name))
     return tree
 

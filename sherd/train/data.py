@@ -57,9 +57,7 @@ def read_corpus(data: Data) -> Corpus:
         InputError: nothing readable there, or too little for one sample on either side of the cut.
     """
     source = data.path or sysconfig.get_path("stdlib")
-    documents = sorted(
-        _documents(Path(source), sources_only=not data.path), key=lambda d: hashlib.sha256(d).digest()
-    )
+    documents = sorted(_documents(Path(source), sources_only=not data.path), key=lambda d: hashlib.sha256(d).digest())
     row = b"".join(SEPARATOR + document for document in documents)
     cut = len(row) - int(len(row) * data.held_out)
     for share, size in (("training", cut), ("held-out", len(row) - cut)):
@@ -83,9 +81,7 @@ def _documents(path: Path, sources_only: bool) -> Iterator[bytes]:
             yield text
             return
         for file in _files(path):
-            if sources_only and (
-                file.suffix != ".py" or NOT_SOURCES.intersection(file.relative_to(path).parts)
-            ):
+            if sources_only and (file.suffix != ".py" or NOT_SOURCES.intersection(file.relative_to(path).parts)):
                 continue
             text = file.read_bytes()
             if text and SEPARATOR not in text:
@@ -157,11 +153,7 @@ class Windows:
         starts = [min(window, self.num - 1) * self.stride for window in windows]
         # A window's last target is the last byte of its stride; the row numbers it `context` higher.
         rows = torch.stack([self._row[s + self.stride - 1 :][: self.context + 1] for s in starts]).long()
-        place = (
-            torch.tensor(windows)[:, None] * self.stride
-            + torch.arange(self.context)
-            - (self.context - self.stride)
-        )
+        place = torch.tensor(windows)[:, None] * self.stride + torch.arange(self.context) - (self.context - self.stride)
         old = torch.arange(self.context) < self.context - self.stride
         weights = (~old & (place < self.num_bytes)).float()
         return rows[:, :-1], rows[:, 1:], weights

@@ -150,7 +150,7 @@ class Trainer:
             loss = self._losses(inputs, targets).mean() / self.accumulation
             assert isinstance(self.model, FSDPModule), "build shards the root"
             self.model.set_is_last_backward(at == first + size * (self.accumulation - 1))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach() / self.num_ranks
         return total
 
@@ -214,9 +214,7 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: S
     """Say what is about to be trained, on what, and from where."""
     corpus, config = trainer.corpus, trainer.config
     num_parameters = sum(p.numel() for p in trainer.model.parameters())
-    report.write(
-        "start", step=trainer.done, ranks=trainer.num_ranks, config=config.tree(), text=corpus.digest
-    )
+    report.write("start", step=trainer.done, ranks=trainer.num_ranks, config=config.tree(), text=corpus.digest)
     ranks = f"{trainer.num_ranks} rank{'s' if trainer.num_ranks > 1 else ''}"
     report.say(f"model  {num_parameters:,} parameters, sharded over {ranks} on {trainer.device}")
     report.say(
@@ -261,9 +259,7 @@ def train(
         if _due(trainer.done, run.eval_every) and not trainer.finished:
             bits = trainer.evaluate(QUICK_WINDOWS)
             report.write("evaluation", step=trainer.done, bits=bits)
-            report.say(
-                f"step {trainer.done:>6}  held-out {bits:.3f} bits per byte, about {QUICK_WINDOWS} windows"
-            )
+            report.say(f"step {trainer.done:>6}  held-out {bits:.3f} bits per byte, about {QUICK_WINDOWS} windows")
     if saved < trainer.done:
         _save(trainer, out, report)
     _finish(trainer, report)
@@ -290,9 +286,7 @@ def _tell(trainer: Trainer, step: Step, report: Silent) -> None:
 
 
 def _save(trainer: Trainer, out: Path, report: Silent) -> int:
-    path = checkpoints.save(
-        out, trainer.model, trainer.optimizer, trainer.done, trainer.config, trainer.corpus.digest
-    )
+    path = checkpoints.save(out, trainer.model, trainer.optimizer, trainer.done, trainer.config, trainer.corpus.digest)
     report.write("checkpoint", step=trainer.done, path=str(path))
     return trainer.done
 
@@ -307,7 +301,5 @@ def _finish(trainer: Trainer, report: Silent) -> None:
     if packed is None:
         report.say("lzma      is not part of this Python, so there is nothing to compare with")
     else:
-        report.say(
-            f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone (preset 9 extreme)"
-        )
+        report.say(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone (preset 9 extreme)")
     report.finish(sample, packed)

@@ -106,9 +106,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        cos, sin = rotation(
-            tokens.shape[1], self.model.width // self.model.heads, self.model.rope_base, x.device
-        )
+        cos, sin = rotation(tokens.shape[1], self.model.width // self.model.heads, self.model.rope_base, x.device)
         for block in self.blocks:
             x = block(x, cos, sin)
         x = self.norm(x)

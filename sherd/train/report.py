@@ -155,9 +155,7 @@ def curve(metrics: Path, picture: Path, lzma_bits: float | None) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     trained, judged = dict(_points(metrics, "step", "loss")), dict(_points(metrics, "evaluation", "bits"))
-    axes.plot(
-        list(trained), list(trained.values()), linewidth=0.8, alpha=0.7, label="training, each step's batch"
-    )
+    axes.plot(list(trained), list(trained.values()), linewidth=0.8, alpha=0.7, label="training, each step's batch")
     axes.plot(list(judged), list(judged.values()), "o-", label="held-out")
     if lzma_bits is not None:
         axes.axhline(lzma_bits, linestyle="--", color="grey", label="lzma on the held-out bytes")

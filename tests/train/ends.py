@@ -1,0 +1,15 @@
+"""How can a rank end? A program of that many ways, started as ranks by test_start.py."""
+
+import os
+import signal
+import sys
+
+if __name__ == "__main__":
+    how, rank = sys.argv[1], os.environ["RANK"]
+    if how == "crash" and rank == "1":
+        raise ZeroDivisionError("on purpose")
+    if how == "killed" and rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("2", "143"):
+        sys.exit(int(how))
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} was told {sys.argv[2:]}")

@@ -1,0 +1,246 @@
+"""Does the trainer train, and does a run that stops and goes on do exactly what one without a stop does?"""
+
+import contextlib
+import io
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from sherd.train.checkpoint import newest
+from sherd.train.config import Config, InputError, Optimizer
+from sherd.train.data import batch, read_corpus
+from sherd.train.loop import PLANNED_AFTER, Trainer, introduce, learning_rate, lzma_bits, train
+from sherd.train.models import Decoder
+from sherd.train.report import Report, Silent
+
+TREE = {
+    "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 24},
+    "data": {"context": 16, "held_out": 0.2},
+    "optimizer": {"batch": 12, "micro_batch": 2, "warmup": 2, "lr": 0.01},
+    "run": {"steps": 6, "eval_every": 0, "save_every": 2, "keep": 9, "sample": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of a few kilobytes, so regular that a few steps lower the loss."""
+    folder = tmp_path_factory.mktemp("text")
+    for n in range(8):
+        (folder / f"{n}.txt").write_text(f"the {n} quick brown foxes jump over the lazy dog. " * 12)
+    return str(folder)
+
+
+def config(text, **run):
+    return Config.of(TREE, {"data": {"path": text}, "run": run})
+
+
+class Recorded(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.records, self.lines = [], []
+
+    def say(self, text):
+        self.lines.append(text)
+
+    def write(self, event, **record):
+        self.records.append((event, record))
+
+    def step(self, **record):
+        self.write("step", **record)
+
+
+def run(config, out, resume=False, stop_after=None):
+    """Losses by step, and whether the run finished; every rank's view."""
+    corpus, report = read_corpus(config.data), Recorded()
+    trainer = Trainer(config, corpus, init_device_mesh("cpu", (dist.get_world_size(),)))
+    resumed = newest(out) if resume else None
+    finished = train(trainer, out, resumed, report, lambda: trainer.done + 1 == stop_after)
+    losses = {record["step"]: record["loss"] for event, record in report.records if event == "step"}
+    return losses, finished, report.lines
+
+
+def test_a_run_of_any_number_of_ranks_has_the_losses_of_plain_pytorch(world, text, tmp_path):
+    chosen = config(text, steps=4)
+    expected = plain_losses(chosen)
+    for num_ranks in (1, 2, 3):
+        for losses, finished, _ in world(num_ranks).run(run, chosen, tmp_path / str(num_ranks)):
+            assert finished
+            assert [losses[step] for step in (1, 2, 3, 4)] == pytest.approx(expected, rel=1e-5)
+
+
+def plain_losses(chosen):
+    """The same training in one process: no shards, no micro-batches."""
+    model, corpus, o = Decoder(chosen.model), read_corpus(chosen.data), chosen.optimizer
+    model.reset_parameters(chosen.run.seed)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2))
+    losses = []
+    for step in range(chosen.run.steps):
+        inputs, targets = batch(corpus.train, chosen.data.context, chosen.run.seed, step * o.batch, o.batch)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, chosen.run.steps, o)
+        optimizer.step()
+        losses.append(loss.item() / math.log(2))
+    return losses
+
+
+def test_a_resumed_run_has_exactly_the_losses_of_one_never_stopped(world, text, tmp_path):
+    whole = world(2).run(run, config(text), tmp_path / "whole")[0][0]
+    first, finished, lines = world(2).run(run, config(text), tmp_path / "cut", stop_after=3)[0]
+    assert not finished
+    assert "stopped after step 3, which is saved; --resume goes on from there" in lines[-1]
+    assert newest(tmp_path / "cut").manifest.step == 3
+    rest, finished, _ = world(2).run(run, config(text), tmp_path / "cut", resume=True)[0]
+    assert finished
+    assert {**first, **rest} == whole
+    assert list(rest) == [4, 5, 6]
+    assert whole[6] < whole[1] - 0.5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(world, text, tmp_path, num_ranks):
+    whole = world(2).run(run, config(text), tmp_path / "whole")[0][0]
+    world(2).run(run, config(text), tmp_path / "cut", stop_after=3)
+    rest = world(num_ranks).run(run, config(text), tmp_path / "cut", resume=True)[0][0]
+    assert list(rest.values()) == pytest.approx([whole[step] for step in (4, 5, 6)], rel=1e-5)
+
+
+def stop_on_rank_1(config, out):
+    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    finished = train(trainer, out, None, Silent(), lambda: dist.get_rank() == 1 and trainer.done == 1)
+    return finished, trainer.done
+
+
+def test_one_rank_that_is_told_to_stop_stops_all_after_the_same_step(world, text, tmp_path):
+    assert world(2).run(stop_on_rank_1, config(text), tmp_path) == [(False, 2), (False, 2)]
+
+
+def load_into_wider(config, out):
+    wider = Config.of(config.tree(), {"model": {"hidden": 32}})
+    trainer = Trainer(wider, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    try:
+        train(trainer, out, newest(out), Silent())
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+def test_weights_of_other_shapes_are_not_loaded(world, text, tmp_path):
+    world(2).run(run, config(text, steps=1), tmp_path)
+    for said in world(2).run(load_into_wider, config(text), tmp_path):
+        assert "is a checkpoint of another model: its parameters have other names or shapes" in said
+
+
+def plan(config):
+    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    while not trainer.finished and trainer.done < PLANNED_AFTER:
+        trainer.step()
+    return trainer.config.run.steps
+
+
+def test_without_a_number_of_steps_all_ranks_agree_on_what_fits_into_the_minutes(world, text):
+    one, other = world(2).run(plan, config(text, steps=0, minutes=60.0))
+    assert one == other > PLANNED_AFTER
+    assert world(2).run(plan, config(text, steps=0, minutes=1e-9)) == [PLANNED_AFTER + 1] * 2
+
+
+def evaluate(config):
+    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (dist.get_world_size(),)))
+    return trainer.evaluate(), trainer.evaluate(3), trainer.sample()
+
+
+def test_evaluation_and_sample_do_not_depend_on_the_number_of_ranks(world, text):
+    results = [result for n in (1, 2, 3) for result in world(n).run(evaluate, config(text))]
+    bits, quick, sample = results[0]
+    assert bits == pytest.approx(8, abs=0.2)  # an untrained model of bytes knows nothing
+    for result in results:
+        assert result[:2] == pytest.approx((bits, quick), rel=1e-6)
+        assert result[2] == sample
+
+
+def blow_up(config):
+    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    before = [parameter.full_tensor().clone() for parameter in trainer.model.parameters()]
+    hook = trainer.model.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
+    try:
+        trainer.step()
+        said = "no error"
+    except InputError as error:
+        said = str(error)
+    hook.remove()
+    after = [parameter.full_tensor() for parameter in trainer.model.parameters()]
+    return said, all(map(torch.equal, before, after))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks_before_it_reaches_the_weights(world, text):
+    for said, untouched in world(2).run(blow_up, config(text)):
+        assert said.startswith("step 1 has a loss of nan nats")
+        assert said.endswith("--resume with a lower optimizer.lr")
+        assert untouched
+
+
+def write_report(config, out):
+    corpus = read_corpus(config.data)
+    trainer = Trainer(config, corpus, init_device_mesh("cpu", (1,)))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), Report(out) as report:
+        introduce(trainer, out, None, report)
+        train(trainer, out, None, report)
+    return said.getvalue()
+
+
+def test_a_run_leaves_metrics_a_sample_and_a_picture_and_ends_with_its_bits_beside_lzmas(world, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    said = world(1).run(write_report, config(text, eval_every=2), tmp_path)[0].splitlines()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = [record["event"] for record in records]
+    assert events == ["start", *["step", "step", "checkpoint", "evaluation"] * 3]
+    assert {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "peak_bytes"} <= records[1].keys()
+    assert Config.of(records[0]["config"]) == config(text, eval_every=2)
+    assert records[-1]["lzma_bits"] == lzma_bits(read_corpus(config(text).data).held_out)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "sample.txt").read_text()) <= 3
+    bits, packed = records[-1]["bits"], records[-1]["lzma_bits"]
+    assert said[0] == "model  8,016 parameters, sharded over 1 rank on cpu"
+    assert said[-2] == f"held-out  {bits:.3f} bits per byte, over all 923 bytes"
+    assert said[-1].startswith(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone")
+
+
+def test_the_rate_climbs_to_its_peak_and_falls_along_half_a_cosine():
+    choice = Optimizer(lr=1.0, warmup=4, final_lr=0.1)
+    rates = [learning_rate(step, 25, choice) for step in range(25)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[14] == pytest.approx(0.55)
+    assert rates[24] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_the_rate_stays_at_its_peak_while_the_number_of_steps_is_unknown():
+    assert learning_rate(30, 0, Optimizer(lr=1.0, warmup=4)) == 1.0
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5, 6])
+def test_a_run_not_longer_than_its_warm_up_has_a_rate_for_every_step(num_steps):
+    rates = [learning_rate(step, num_steps, Optimizer(lr=1.0, warmup=5)) for step in range(num_steps)]
+    assert all(0 < rate <= 1 for rate in rates)
+
+
+def test_lzma_bits_are_those_of_the_bytes_alone():
+    import lzma
+
+    raw = bytes(range(256)) * 4
+    packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
+    assert lzma_bits(torch.frombuffer(bytearray(raw), dtype=torch.uint8)) == 8 * len(packed) / 1024

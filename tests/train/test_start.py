@@ -1,0 +1,77 @@
+"""Are ranks started, and their ends told, as a user needs it; and do they refuse all together?"""
+
+import os
+import signal
+
+import pytest
+from torch import distributed as dist
+
+from sherd.train.config import InputError
+from sherd.train.ranks import Stop, on_rank_0, start, together
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
+def test_every_rank_gets_the_words_and_success_is_zero(capfd):
+    assert start(2, "tests.train.ends", ["well", "--nproc", "2"]) == 0
+    said = capfd.readouterr()
+    assert sorted(said.out.splitlines()) == [f"rank {r} of 2 was told ['--nproc', '2']" for r in (0, 1)]
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("code", [2, 143])
+def test_ranks_that_have_said_why_they_left_are_not_reported_again(capfd, code):
+    assert start(2, "tests.train.ends", [str(code)]) == code
+    assert capfd.readouterr().err == ""
+
+
+def test_a_crash_shows_the_ranks_traceback_and_its_number(capfd):
+    assert start(2, "tests.train.ends", ["crash"]) == 1
+    said = capfd.readouterr().err
+    assert "ZeroDivisionError: on purpose" in said
+    assert said.endswith("sherd train: rank 1 ended, with exit code 1\n")
+
+
+def test_a_killed_rank_is_told_with_the_signals_name(capfd):
+    assert start(2, "tests.train.ends", ["killed"]) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "sherd train: rank 1 ended, killed by SIGKILL\n"
+
+
+def refuse_on_rank_1():
+    def action():
+        if dist.get_rank() == 1:
+            raise InputError("rank 1 cannot")
+        return "well"
+
+    try:
+        return together(action)
+    except InputError as error:
+        return str(error)
+
+
+def test_what_one_rank_refuses_all_refuse_with_its_words(world):
+    assert world(3).run(refuse_on_rank_1) == ["rank 1 cannot"] * 3
+
+
+def own_ranks():
+    return together(dist.get_rank), on_rank_0(dist.get_rank)
+
+
+def test_together_gives_each_its_own_and_on_rank_0_gives_all_the_first_ones(world):
+    assert world(2).run(own_ranks) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_and_does_not_end_the_process(number):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        stop = Stop()
+        assert not stop()
+        os.kill(os.getpid(), number)
+        assert stop()
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
