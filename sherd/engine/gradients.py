@@ -84,7 +84,11 @@ class _Rows:
 
 @dataclass(eq=False, slots=True)
 class _Reduction:
-    """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time."""
+    """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time.
+
+    `earlier` is what earlier backwards left to this one; held until compute has waited for the lane that adds it, or the
+    reduce lane could hand its memory out again.
+    """
 
     handoff: Handoff
     rows: _Rows
@@ -92,6 +96,7 @@ class _Reduction:
     with_gradient: frozenset[int]
     scale: Scale
     partial: bool
+    earlier: torch.Tensor | None
 
 
 class Gradients:
@@ -278,16 +283,16 @@ class Gradients:
         self._streams.reduce.follow_compute()
         handoff = self._streams.reduce.run(scatter)
         (reduced,) = result
-        replicated = mesh.num_replicas > 1
+        replicated, earlier = mesh.num_replicas > 1, None
         if replicated and policy.all_reduce_gradients:
-            handoff = self._all_reduce(reduced, handoff)
+            earlier, self._partial = self._partial, None
+            handoff = self._all_reduce(reduced, earlier, handoff)
         used = frozenset(rows.filled) | (trainable if policy.reduce_unused else frozenset())
         partial = replicated and not policy.all_reduce_gradients
-        self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial)
+        self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial, earlier)
 
-    def _all_reduce(self, reduced: torch.Tensor, scattered: Handoff) -> Handoff:
+    def _all_reduce(self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff) -> Handoff:
         """Sum over the replicas, with what earlier backwards left to this one."""
-        earlier, self._partial = self._partial, None
 
         def run(async_op: bool) -> dist.Work | None:
             if earlier is not None:
