@@ -124,18 +124,14 @@ Moved = dict[str, dict[str, dict[str, float]]]
 
 def _rows(moved: Moved, where: str, num_ranks: int) -> list[Row]:
     """Copies less those of the plain module, and the wire, both in units of N."""
-    total = {
-        name: {kind: sum(by_op.values()) for kind, by_op in kinds.items()} for name, kinds in moved.items()
-    }
+    total = {name: {kind: sum(by_op.values()) for kind, by_op in kinds.items()} for name, kinds in moved.items()}
     plain = total.pop(PLAIN.name)["written"]
     copied = {name: kinds["written"] - plain for name, kinds in total.items()}
     sent = {name: kinds["sent"] for name, kinds in total.items()}
     usual = 3 * (num_ranks - 1) / num_ranks
     return [
         row_of_counts(f"bytes copied, {where}", "N", copied, remark="forward and backward"),
-        row_of_counts(
-            f"bytes on the wire, {where}", "N", sent, remark=f"2 gathers, 1 reduction: {usual:.3g}"
-        ),
+        row_of_counts(f"bytes on the wire, {where}", "N", sent, remark=f"2 gathers, 1 reduction: {usual:.3g}"),
     ]
 
 

@@ -72,9 +72,7 @@ def _lap(runners: Mapping[str, Runner], num_rounds: int) -> dict[str, list[Lap]]
         return interleaved(runners, num_rounds)
 
 
-def _runners(
-    workload: Workload, contenders: list[Contender], meshes: Mapping[int, DeviceMesh]
-) -> dict[str, Runner]:
+def _runners(workload: Workload, contenders: list[Contender], meshes: Mapping[int, DeviceMesh]) -> dict[str, Runner]:
     """Forward and backward of the plain module and of all contenders."""
     any_mesh = next(iter(meshes.values()))
     trainees = {PLAIN.name: Trainee(PLAIN, workload, any_mesh)}
@@ -115,8 +113,7 @@ def over_plain(laps: Mapping[str, list[Lap]], num_ranks: int) -> dict[str, list[
     plain = laps[PLAIN.name]
     return {
         system.name: [
-            lap.cpu_ms - bare.cpu_ms
-            for lap, bare in zip(laps[_label(system.name, num_ranks)], plain, strict=True)
+            lap.cpu_ms - bare.cpu_ms for lap, bare in zip(laps[_label(system.name, num_ranks)], plain, strict=True)
         ]
         for system in (FSDP1, FSDP2, SHERD)
         if _label(system.name, num_ranks) in laps

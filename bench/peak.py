@@ -117,9 +117,7 @@ def _rows(title: str, ranks: list[Peaks]) -> Iterator[Row]:
 def peaks(mesh: DeviceMesh, quick: bool) -> dict[str, Peaks]:
     """On a rank: per workload and system, one system alive at a time."""
     return {
-        workload.title: {
-            system.name: peak_of_step(Trainee(system, workload, mesh)) for system in contenders(mesh)
-        }
+        workload.title: {system.name: peak_of_step(Trainee(system, workload, mesh)) for system in contenders(mesh)}
         for workload in workloads(quick)
     }
 

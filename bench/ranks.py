@@ -110,9 +110,7 @@ def _as_rank(
     if backend == "fake":
         dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     else:
-        dist.init_process_group(
-            backend, init_method=meeting, rank=rank, world_size=num_ranks, timeout=TIMEOUT
-        )
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     try:
         return work(init_device_mesh(device, (num_ranks,)), *args)
     finally:

@@ -82,16 +82,12 @@ def train_one(mesh: DeviceMesh, workload: Workload, num_rounds: int) -> Training
 
 def slowest_wall(ranks: list[Training]) -> dict[str, list[float]]:
     """Per system and round, milliseconds of the rank that took longest."""
-    return {
-        name: [max(lap.wall_ms for lap in laps) for laps in _rounds(ranks, name)] for name in ranks[0].laps
-    }
+    return {name: [max(lap.wall_ms for lap in laps) for laps in _rounds(ranks, name)] for name in ranks[0].laps}
 
 
 def mean_cpu(ranks: list[Training]) -> dict[str, list[float]]:
     """Per system and round, CPU milliseconds of a rank, all its threads, averaged over the ranks."""
-    return {
-        name: [fmean(lap.cpu_ms for lap in laps) for laps in _rounds(ranks, name)] for name in ranks[0].laps
-    }
+    return {name: [fmean(lap.cpu_ms for lap in laps) for laps in _rounds(ranks, name)] for name in ranks[0].laps}
 
 
 def _rounds(ranks: list[Training], name: str) -> Iterator[tuple[Lap, ...]]:
@@ -113,6 +109,4 @@ def disagreement(ranks: list[Training], group_is_real: bool) -> tuple[float, str
             worst = max(worst, (max(seen) - min(seen)) / abs(min(seen)))
     num_steps = len(next(iter(ranks[0].losses.values())))
     verdict = "agree" if worst <= AGREEMENT else "DISAGREE"
-    return worst, (
-        f"losses of all systems {verdict} over {num_steps} steps, to {worst:.1e} (limit {AGREEMENT:.0e})"
-    )
+    return worst, (f"losses of all systems {verdict} over {num_steps} steps, to {worst:.1e} (limit {AGREEMENT:.0e})")

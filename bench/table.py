@@ -56,9 +56,7 @@ def row_of_rounds(
     return Row(figure, unit, values, median(ratios), middle_half(ratios), aim, remark)
 
 
-def row_of_counts(
-    figure: str, unit: str, values: Mapping[str, float], aim: Aim | None = None, remark: str = ""
-) -> Row:
+def row_of_counts(figure: str, unit: str, values: Mapping[str, float], aim: Aim | None = None, remark: str = "") -> Row:
     """For what is counted, not timed: one exact number per system."""
     return Row(figure, unit, values, quotient(values["sherd"], values["FSDP2"]), None, aim, remark)
 

@@ -10,15 +10,15 @@ SherdError
 ├── StateError      RuntimeError  a call at a moment when it cannot be served
 │   └── ShardedAccessError        whole parameters were needed where only shards were at hand
 ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
-├── GradientError   RuntimeError  a gradient that cannot be reduced
-└── CheckpointError RuntimeError  a state dict that does not fit the model
+└── GradientError   RuntimeError  a gradient that cannot be reduced
 
 Every message names what was found, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
 as ValueError, TypeError or RuntimeError are also that here, so `except` clauses keep working after a port.
 """
 
+import os
+
 __all__ = [
-    "CheckpointError",
     "GradientError",
     "MeshError",
     "ModuleError",
@@ -34,7 +34,11 @@ __all__ = [
 
 
 class SherdError(Exception):
-    """The root of everything sherd raises on purpose."""
+    """The root of everything sherd raises on purpose. Its text begins with the rank, if RANK is set (torchrun does)."""
+
+    def __str__(self) -> str:
+        rank = os.environ.get("RANK")
+        return super().__str__() if rank is None else f"[rank {rank}] {super().__str__()}"
 
 
 class ModuleError(SherdError, ValueError):
@@ -75,7 +79,3 @@ class OptimizerError(SherdError, RuntimeError):
 
 class GradientError(SherdError, RuntimeError):
     """A gradient that cannot be reduced."""
-
-
-class CheckpointError(SherdError, RuntimeError):
-    """A state dict that does not fit the model."""

@@ -67,9 +67,11 @@ class PrefetchPolicy:
     def __post_init__(self) -> None:
         for name in ("forward_depth", "backward_depth", "bytes_in_flight"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name == "bytes_in_flight":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
                 raise PolicyTypeError(f"PrefetchPolicy({name}={value!r}): expected an int")
-            if value is not None and value < 0:
+            if value < 0:
                 raise PolicyError(f"PrefetchPolicy({name}={value}): expected 0 or more")
 
 

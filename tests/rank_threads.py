@@ -41,9 +41,7 @@ class Threads:
                 failures[rank] = failure_of(error)
                 multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
 
-        ranks = [
-            threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(self.num_ranks)
-        ]
+        ranks = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
         multi_threaded_pg._install_threaded_pg()
         _set_thread_isolation_mode(True)
         try:

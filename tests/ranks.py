@@ -85,9 +85,7 @@ class Processes:
             raise
         if stuck and not failures:
             said = f"not finished after {timeout:g} s"
-            failures = {
-                rank: Failure("TimeoutError", said, f"{said}\n{stack}") for rank, stack in stuck.items()
-            }
+            failures = {rank: Failure("TimeoutError", said, f"{said}\n{stack}") for rank, stack in stuck.items()}
             stuck = {}
         if failures:
             self.stop()
@@ -132,9 +130,7 @@ class Processes:
         deadline = time.monotonic() + timeout
         waiting = set(range(self.num_ranks))
         while waiting:
-            watched = [self._pipes[rank] for rank in waiting] + [
-                self._workers[rank].sentinel for rank in waiting
-            ]
+            watched = [self._pipes[rank] for rank in waiting] + [self._workers[rank].sentinel for rank in waiting]
             ready = connection.wait(watched, max(0.0, deadline - time.monotonic()))
             if not ready:
                 return
@@ -202,8 +198,7 @@ def _warning_filters() -> list[tuple[Any, ...]]:
         return getattr(text, "pattern", text) or ""
 
     return [
-        (action, pattern(text), kind, pattern(module), line)
-        for action, text, kind, module, line in warnings.filters
+        (action, pattern(text), kind, pattern(module), line) for action, text, kind, module, line in warnings.filters
     ]
 
 

@@ -83,9 +83,7 @@ def violations(package: Path) -> list[str]:
         path = file.relative_to(package)
         layer = path.parts[0].removesuffix(".py").replace("__init__", "sherd")
         if layer not in LEVEL_OF and layer != "simulate":
-            found.append(
-                f"sherd/{path}: {layer} has no place in the rule; give it one in {Path(__file__).name}"
-            )
+            found.append(f"sherd/{path}: {layer} has no place in the rule; give it one in {Path(__file__).name}")
             continue
         for line, name in imported(ast.parse(file.read_text()), ("sherd", *path.parts[:-1])):
             found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken_rules(layer, name)]

@@ -111,16 +111,26 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
+    _check_types(
+        mesh=(mesh, DeviceMesh | None),
+        shard_placement_fn=(shard_placement_fn, Callable | None),
+        mp_policy=(mp_policy, MixedPrecisionPolicy),
+        offload_policy=(offload_policy, OffloadPolicy),
+        ignored_params=(ignored_params, Collection | None),
+        dp_mesh_dims=(dp_mesh_dims, DataParallelMeshDims | None),
+        prefetch_policy=(prefetch_policy, PrefetchPolicy),
+    )
     data = data_mesh(mesh, dp_mesh_dims)
-    _check_policies(mp_policy, offload_policy, prefetch_policy, ignored_params)
     if reshard_after_forward is not None:
         reshard_after_forward = checked_reshard(reshard_after_forward, data.num_shards)
     found = belongings(modules, ignored_params or (), lambda each: unit_of(each) is not None)
+    owners = _owners(found, data)
     records = _shard(found, data, shard_placement_fn)
+    _borrow(found)
     unit = Unit(
         modules,
         records,
-        _borrow(found),
+        owners,
         data,
         streams_for(data.device),
         mp_policy,
@@ -151,13 +161,16 @@ def state(module: nn.Module) -> Unit | None:
 fully_shard.state = state  # type: ignore[attr-defined]
 
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
 def _check_modules(modules: Sequence[Any]) -> None:
     if not modules:
         raise ModuleError("fully_shard got an empty list of modules")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise PolicyTypeError(f"fully_shard expects a module or a list of modules, got a {type(module).__name__}")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it "
                 "on the "
@@ -165,7 +178,7 @@ def _check_modules(modules: Sequence[Any]) -> None:
             )
         if unit_of(module) is not None:
             raise ModuleError(
-                f"{type(module).__name__} is sharded already; fully_shard takes each module once "
+                f"{unit_of(module)} is sharded already; fully_shard takes each module once "
                 "(set_reshard_after_forward "
                 "and the other setters change a unit later)"
             )
@@ -173,18 +186,12 @@ def _check_modules(modules: Sequence[Any]) -> None:
         raise ModuleError("fully_shard got a list that holds a module twice")
 
 
-def _check_policies(mp_policy: Any, offload_policy: Any, prefetch_policy: Any, ignored_params: Any) -> None:
-    expected = (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
-        ("prefetch_policy", prefetch_policy, PrefetchPolicy),
-        ("ignored_params", ignored_params if ignored_params is not None else (), Collection),
-    )
-    for name, value, kind in expected:
+def _check_types(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, kind) in arguments.items():
         if not isinstance(value, kind):
+            wanted = getattr(kind, "__name__", str(kind))
             raise PolicyTypeError(
-                f"fully_shard({name}=...): expected a {kind.__module__}.{kind.__name__}, got a "
-                f"{type(value).__module__}.{type(value).__name__}"
+                f"fully_shard({name}=...): expected {wanted}, got a {type(value).__module__}.{type(value).__name__}"
             )
 
 
@@ -197,7 +204,10 @@ def _shard(found: Belongings, mesh: DataMesh, placement_fn: ShardPlacementFn | N
         cut = form.cut
         rows = cut.rows[mesh.shard_rank]
         part = form.data if cut.dim is None else form.data.narrow(cut.dim, rows.start, rows.numel)
-        shard = nn.Parameter(dtensor(part.detach(), form.shard_spec), requires_grad=each.parameter.requires_grad)
+        # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around, and cannot
+        # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
+        local = part.detach().clone(memory_format=torch.contiguous_format)
+        shard = nn.Parameter(dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
         record = ShardedParameter(
             each.name,
             form.data.shape,
@@ -228,20 +238,34 @@ def _dim(found: Found, placement_fn: ShardPlacementFn | None) -> int | None:
     return asked.dim
 
 
-def _borrow(found: Belongings) -> list[Unit]:
-    """Hang other units' parameters on the places where this unit's modules use them too; return those units."""
+def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
+    """The units whose parameters this one's modules use too.
+
+    Raises:
+        OwnershipError: such a unit no longer exists, or is on another mesh, where one shard cannot serve both.
+    """
     owners: dict[int, Unit] = {}
     for each in found.borrowed:
         owner = each.record.owner
         if not isinstance(owner, Unit):
             raise OwnershipError(
-                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; build the "
-                "model anew"
+                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; "
+                "build the model anew"
             )
-        each.record.places.append(each.place)
-        each.place.show(each.record.shard)
+        if owner.mesh.mesh != mesh.mesh:
+            raise OwnershipError(
+                f"{each.record.name} belongs to unit {owner.name}, which shards it over {owner.mesh.mesh}, and is used "
+                f"here under {mesh.mesh} (tied weights); shard both units over one mesh, or untie them"
+            )
         owners[owner.id] = owner
     return list(owners.values())
+
+
+def _borrow(found: Belongings) -> None:
+    """Hang other units' parameters on the places where this unit's modules use them too."""
+    for each in found.borrowed:
+        each.record.places.append(each.place)
+        each.place.show(each.record.shard)
 
 
 def _bring_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, cast
@@ -26,14 +27,18 @@ from sherd.policy import AllGather, ReduceScatter
 class UnshardHandle:
     """An all-gather started by `FSDPModule.unshard(async_op=True)`."""
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
-        self._wait = wait
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Go on only with the whole parameters in place; they are shown on the module. May be called more than once."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
+        """Go on only with the whole parameters in place; they are shown on the module.
+
+        Nothing is left to wait for once a forward has done so, or `reshard()` has given the gather up.
+        """
+        unit, self._unit = self._unit, None
+        runtime = None if unit is None else unit.runtime
+        if unit is not None and runtime is not None:
+            runtime.finish_unshard(unit)
 
 
 class FSDPModule:
@@ -64,7 +69,7 @@ class FSDPModule:
         unit, module = self._sherd_unit_and_module()
         runtime = runtime_of(unit, module)
         runtime.unshard(unit, wait=not async_op)
-        return UnshardHandle(lambda: runtime.unshard(unit, wait=True)) if async_op else None
+        return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
         """Free this unit's whole parameters and show the shards; not those of units below it."""
@@ -91,25 +96,28 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer step; until then reductions may stay in flight."""
+        _require_bool("set_is_last_backward", is_last_backward)
         unit, module = self._sherd_unit_and_module()
         runtime_of(unit, module).expect_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they are kept whole, in the reduce dtype, and added up."""
+        _require_bool("set_requires_gradient_sync", requires_gradient_sync)
         self._sherd_change(
             recurse, reduce_gradients=requires_gradient_sync, all_reduce_gradients=requires_gradient_sync
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums over the replicate axis. If not, gradients are added up as shards."""
+        _require_bool("set_requires_all_reduce", requires_all_reduce)
         self._sherd_change(recurse, all_reduce_gradients=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor`, instead of by the number of data-parallel ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise PolicyTypeError(f"set_gradient_divide_factor({factor!r}): expected a number")
-        if not factor > 0:
-            raise PolicyError(f"set_gradient_divide_factor({factor!r}): expected a number above 0")
+        if not 0 < factor < math.inf:
+            raise PolicyError(f"set_gradient_divide_factor({factor!r}): expected a finite number above 0")
         self._sherd_change(False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -148,7 +156,9 @@ class FSDPModule:
         Raises:
             PolicyError: several groups, so that the hook would run several times; or `stream` on a mesh with replicas.
         """
-        unit = self._sherd_single_group("set_all_reduce_hook")
+        if not callable(hook):
+            raise PolicyTypeError(f"set_all_reduce_hook({hook!r}): expected a function of one tensor")
+        unit = self._sherd_single_kind("set_all_reduce_hook")
         if stream is not None and unit.mesh.num_replicas > 1:
             raise PolicyError(
                 f"set_all_reduce_hook: unit {unit.name} is replicated, its all-reduce has its own stream; pass none"
@@ -189,11 +199,13 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with `comm`. Raises `PolicyError` if the unit has several groups."""
-        self._sherd_single_group("set_custom_all_gather").change(all_gather=comm)
+        _require_comm("set_custom_all_gather", comm, AllGather)
+        self._sherd_single_kind("set_custom_all_gather").change(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients with `comm`. Raises `PolicyError` if the unit has several groups."""
-        self._sherd_single_group("set_custom_reduce_scatter").change(reduce_scatter=comm)
+        _require_comm("set_custom_reduce_scatter", comm, ReduceScatter)
+        self._sherd_single_kind("set_custom_reduce_scatter").change(reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Run this unit's collectives on memory of the process group's allocator, where it has one (NCCL)."""
@@ -256,7 +268,7 @@ class FSDPModule:
         for unit in self._sherd_units(recurse):
             unit.change(**fields)
 
-    def _sherd_single_group(self, method: str) -> Unit:
+    def _sherd_single_kind(self, method: str) -> Unit:
         unit = self._sherd_unit_and_module()[0]
         if unit.num_kinds > 1:
             groups = "; ".join(weights.group.name for weights in unit.weights)
@@ -296,7 +308,14 @@ def _require_bool(method: str, value: Any) -> None:
         raise PolicyTypeError(f"{method}({value!r}): expected a bool")
 
 
+def _require_comm(method: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise PolicyTypeError(f"{method}({value!r}): expected a sherd.{kind.__name__}")
+
+
 def _unit_ids(modules: Sequence[FSDPModule]) -> tuple[int, ...]:
+    if not isinstance(modules, Sequence):
+        raise PolicyTypeError(f"expected a list of modules that fully_shard was called on, got {modules!r}")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise PolicyError(f"expected modules that fully_shard was called on, got a {type(module).__name__}")

@@ -27,6 +27,10 @@ class DataMesh:
         full: DeviceMesh | None = None,
         dims: DataParallelMeshDims | None = None,
     ) -> None:
+        if mesh.get_coordinate() is None:
+            raise MeshError(
+                f"rank {dist.get_rank()} is not in the mesh {mesh}; call fully_shard only on ranks the mesh names"
+            )
         self.mesh = mesh
         self.shard_axis = shard_axis
         self.replicate_axis = replicate_axis

@@ -60,34 +60,55 @@ class Scale:
 
 
 class _Rows:
-    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it."""
+    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it.
 
-    def __init__(self, group: Group, buffer: Buffer) -> None:
+    Behind each rank's part there is a flag for every tensor of the group, 1 where this rank has its gradient. Summed
+    with the rest they tell a rank without one that others have it: it takes its part of theirs, or the shards would
+    drift apart. A tensor with a group to itself needs no flag: without its gradient the group is not reduced.
+    """
+
+    def __init__(self, group: Group, buffer: Buffer, num_flags: int) -> None:
         packing = group.packing
         self.buffer = buffer
-        rows = self.buffer.tensor.view(packing.num_ranks, packing.rest_numel)
+        rows = self.buffer.tensor.view(packing.num_ranks, packing.rest_numel + num_flags)
         self.views = [row_views(rows, slot) for slot in packing.slots]
+        self.flags = rows[:, packing.rest_numel :]
         self.filled: set[int] = set()
 
     @classmethod
     def made(cls, group: Group) -> _Rows:
         """Rows of our own, to be used again."""
-        return cls(group, Buffer(group.packing.rows_numel, group.reduce_dtype, group.device))
+        num_flags = _num_flags(group)
+        numel = group.packing.num_ranks * (group.packing.rest_numel + num_flags)
+        return cls(group, Buffer(numel, group.reduce_dtype, group.device), num_flags)
+
+    def complete(self) -> None:
+        """Zeros for what has not come, and the flags."""
+        self.flags.fill_(1)
+        for index, views in enumerate(self.views):
+            if index not in self.filled:
+                torch._foreach_zero_(views)
+                self.flags[:, index : index + 1] = 0
 
     @classmethod
     def borrowed(cls, group: Group, gradient: torch.Tensor) -> _Rows:
         """Rows that are the gradient of the group's only tensor, uncopied."""
-        rows = cls(group, Buffer.around(gradient.detach().view(-1)))
+        rows = cls(group, Buffer.around(gradient.detach().view(-1)), num_flags=0)
         rows.filled.add(0)
         return rows
+
+
+def _num_flags(group: Group) -> int:
+    """How many flags travel with a group's gradients."""
+    return len(group.parameters) if len(group.parameters) > 1 else 0
 
 
 @dataclass(eq=False, slots=True)
 class _Reduction:
     """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time.
 
-    `earlier` is what earlier backwards left to this one; held until compute has waited for the lane that adds it, or the
-    reduce lane could hand its memory out again.
+    `earlier` is what earlier backwards left to this one; held until compute has waited for the lane that adds it, or
+    the reduce lane could hand its memory out again.
     """
 
     handoff: Handoff
@@ -258,22 +279,19 @@ class Gradients:
         self._copy_batch()
         self._arrived.clear()
         rows = self._rows
-        if rows is None and self._partial is not None and policy.all_reduce_gradients:
-            rows = self._take_rows()  # nothing new, but earlier backwards still wait for the replicas
+        if rows is None and self._takes_part(policy):
+            rows = self._take_rows()
         if rows is None:
             return
         group, mesh = self.group, self.group.mesh
         self._rows = None
-        trainable = frozenset(i for i, each in enumerate(group.parameters) if each.shard.requires_grad)
-        for index in range(len(group.parameters)):
-            if index not in rows.filled:
-                torch._foreach_zero_(rows.views[index])
+        rows.complete()
         reduce_scatter = policy.reduce_scatter or DEFAULT_REDUCE_SCATTER
         shard_group = mesh.reduction_group() if policy.separate_reduce_group else mesh.shard_group
         result: list[torch.Tensor] = []
 
         def scatter(async_op: bool) -> dist.Work | None:
-            size = (group.packing.rest_numel,)
+            size = (rows.buffer.tensor.numel() // group.packing.num_ranks,)
             reduced = reduce_scatter.allocate(size, dtype=group.reduce_dtype, device=group.device)
             result.append(reduced)
             sent = rows.buffer.tensor
@@ -287,9 +305,16 @@ class Gradients:
         if replicated and policy.all_reduce_gradients:
             earlier, self._partial = self._partial, None
             handoff = self._all_reduce(reduced, earlier, handoff)
-        used = frozenset(rows.filled) | (trainable if policy.reduce_unused else frozenset())
+        used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
         partial = replicated and not policy.all_reduce_gradients
         self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial, earlier)
+
+    def _takes_part(self, policy: UnitPolicy) -> bool:
+        """Whether the group is reduced with the rest of its unit although nothing has come for it."""
+        if self._partial is not None and policy.all_reduce_gradients:
+            return True  # earlier backwards still wait for the replicas
+        others_may_have = policy.reduce_unused or _num_flags(self.group) > 0
+        return self.expects_any and others_may_have
 
     def _all_reduce(self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff) -> Handoff:
         """Sum over the replicas, with what earlier backwards left to this one."""
@@ -322,9 +347,22 @@ class Gradients:
         if reduced.dtype != self.group.dtype:
             reduced = reduced.to(self.group.dtype)
         with_gradient, self._partly_reduced = reduction.with_gradient | self._partly_reduced, frozenset()
+        with_gradient |= self._elsewhere(reduced, with_gradient)
         self._give_to_shards(self.group.place.store(reduced), with_gradient)
 
+    def _elsewhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
+        """The trainable parameters without a gradient here that have one on another rank."""
+        flags = reduced[self.group.packing.rest_numel :]
+        parameters = self.group.parameters
+        missing = [i for i, each in enumerate(parameters) if i not in here and each.shard.requires_grad]
+        if not missing or not flags.numel():
+            return frozenset()
+        # Read by the host, which waits for it on an accelerator: only in steps where something is missing.
+        values = flags.tolist()
+        return frozenset(index for index in missing if values[index] != 0)
+
     def _run_hook(self, policy: UnitPolicy, reduced: torch.Tensor) -> None:
+        reduced = reduced[: self.group.packing.rest_numel]
         hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
         assert hook is not None, "called only when there is a hook"
         if stream is None:
@@ -338,6 +376,8 @@ class Gradients:
         terms: list[torch.Tensor] = []
         rank = self.group.mesh.shard_rank
         for index in sorted(with_gradient):
+            if not self.group.parameters[index].shard.requires_grad:
+                continue
             parameter, slot = self.group.parameters[index], self.group.packing.slots[index]
             held = slot.held(rank)
             term = reduced[held.start : held.stop].view(slot.cut.local_shape(rank))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import from_dlpack
 
 from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor
 from sherd.comm.mesh import DataMesh
@@ -82,9 +83,18 @@ class Group:
         """Whether every shard is still the view of the rest buffer that it was made as."""
         if self.gathers_itself:
             return self.parameters[0].local is self.rest
-        start, device = self.rest.untyped_storage().data_ptr(), self.rest.device
-        locals_ = [each.local for each in self.parameters]
-        return all(each.device == device and each.untyped_storage().data_ptr() == start for each in locals_)
+        return all(
+            self._is_at(parameter.local, slot.rest.start)
+            for parameter, slot in zip(self.parameters, self.packing.slots, strict=True)
+        )
+
+    def _is_at(self, local: torch.Tensor, start: int) -> bool:
+        if local.device != self.rest.device or local.dtype != self.dtype:
+            return False
+        return local.is_meta or local.numel() == 0 or local.data_ptr() == self._address(start)
+
+    def _address(self, start: int) -> int:
+        return self.rest.data_ptr() + start * self.dtype.itemsize
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
         """Copy the shards' local tensors into a new rest buffer, and make them views of it."""
@@ -92,7 +102,7 @@ class Group:
         rest = self.place.empty(self.packing.rest_numel, self.dtype, device)
         for parameter, slot in zip(self.parameters, self.packing.slots, strict=True):
             held = slot.held(self.mesh.shard_rank)
-            seat = rest[held.start : held.stop].view(slot.cut.local_shape(self.mesh.shard_rank))
+            seat = _own_view(rest[held.start : held.stop]).view(slot.cut.local_shape(self.mesh.shard_rank))
             if not rest.is_meta:
                 seat.copy_(parameter.local)
             assert isinstance(parameter.shard, DTensor), "a shard is a DTensor"
@@ -120,3 +130,15 @@ class Group:
                 old if parameter.dtype == self.dtype else dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
             )
         return specs
+
+
+def _own_view(part: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that begins where its storage does: a shard that is saved takes no neighbours along.
+
+    (Nor can torch save a DTensor whose local tensor has an offset.) Through DLPack, as bytes, so that any dtype goes.
+    """
+    if part.is_meta or type(part) is not torch.Tensor:
+        return part
+    if part.numel() == 0:
+        return torch.empty_like(part)
+    return from_dlpack(part.view(torch.uint8)).view(part.dtype)

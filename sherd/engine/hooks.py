@@ -31,6 +31,9 @@ from sherd.engine.seal import runtime_of
 from sherd.engine.structures import map_tensors, tensors_in
 from sherd.engine.unit import Unit
 
+_OUTPUT_OF = "sherd_output_of"
+"""In an autograd node's metadata: the id of the unit that it is the last node of."""
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -39,7 +42,7 @@ def install(unit: Unit, modules: Sequence[nn.Module], holders: Iterable[nn.Modul
     """Hook the unit's `modules` for forward and backward, and the `holders` of its parameters for state dicts."""
     for module in modules:
         # Disabled for Dynamo here and not inside: a compiled block must find no Python of ours to trace
-        # (test_compiled_block_is_one_graph).
+        # (test_blocks_compile_as_one_graph_each).
         module.register_forward_pre_hook(_eager(_before_forward, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(_eager(_after_forward, unit), always_call=True)
     for holder in holders:
@@ -114,9 +117,10 @@ def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
     """Tell the runtime when backward reaches the first node behind an output of `unit`."""
 
     def reached(_: Any) -> None:
-        runtime.before_backward(unit)
+        (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
 
     for node in _nodes_of(output):
+        node.metadata[_OUTPUT_OF] = unit.id
         node.register_prehook(reached)
 
 
@@ -124,14 +128,17 @@ def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
     """Tell the runtime when backward has passed all of `unit`: when it reaches a node that made one of the inputs."""
 
     def passed(_: Any) -> None:
-        runtime.after_backward(unit)
+        (unit.runtime or runtime).after_backward(unit)
 
     for tensor in tensors_in(inputs):
         if tensor.requires_grad and tensor.grad_fn is None and tensor.is_leaf:
             # A leaf (a detached input of a reentrant checkpoint, say) has no such node: its gradient is the sign.
             tensor.register_hook(passed)
     for node in _nodes_of(inputs):
-        node.register_prehook(passed)
+        if (
+            node.metadata.get(_OUTPUT_OF) != unit.id
+        ):  # else it is of the unit itself, which backward has not passed then
+            node.register_prehook(passed)
 
 
 def _nodes_of(value: Any) -> list[Any]:
@@ -139,7 +146,8 @@ def _nodes_of(value: Any) -> list[Any]:
     nodes: dict[Any, None] = {}
     for tensor in tensors_in(value):
         if tensor.requires_grad:
-            node = (tensor if tensor._base is None else tensor._base).grad_fn
+            # A base outside autograd has no node: the view was made a result by a custom Function, or by DTensor.
+            node = (None if tensor._base is None else tensor._base.grad_fn) or tensor.grad_fn
             if node is not None:
                 nodes[node] = None
     return list(nodes)

@@ -6,6 +6,7 @@ optimizer owns; the whole one is shown during forward and backward only. The rep
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,34 +21,32 @@ from torch.distributed.tensor.placement_types import Placement as PlacementSpec
 
 from sherd._torch import DTensorSpec, concatenate_meshes, dtensor_spec, local_tensor, strided_shard
 from sherd.comm.mesh import DataMesh
-from sherd.errors import PlacementError
+from sherd.errors import OwnershipError, PlacementError
 from sherd.layout.placement import Cut, Replicate, Shard
 
-_TAG = "_sherd"
+_records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
+"""By the id of a tensor: its record, and the tensor itself where the record does not hold it.
 
-
-class _Tag:
-    """Written on a tensor: the record it belongs to. Copies and pickles of the tensor belong to nobody."""
-
-    __slots__ = ("_record",)
-
-    def __init__(self, record: ShardedParameter | None = None) -> None:
-        self._record = None if record is None else weakref.ref(record)
-
-    def record(self) -> ShardedParameter | None:
-        return None if self._record is None else self._record()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Tag:
-        return _Tag()
-
-    def __reduce__(self) -> tuple[type[_Tag], tuple[()]]:
-        return (_Tag, ())
+Nothing is written on tensors: it would travel into copies and files. And no weak reference is taken to a shard, for
+torch refuses to swap a tensor that has one (`module.to()`); a shard is known by being its record's.
+"""
 
 
 def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
     """The record of a shard, of a whole parameter, or of the Parameter that was sharded; None for any other tensor."""
-    tag = getattr(tensor, _TAG, None)
-    return tag.record() if isinstance(tag, _Tag) else None
+    entry = _records.get(id(tensor))
+    if entry is None:
+        return None
+    record, held = entry[0](), entry[1]
+    if record is None or tensor is not (record.shard if held is None else held()):
+        return None
+    return record
+
+
+def _forget(key: int, died: Any) -> None:
+    """Drop the entry that `died`, a weak reference, is part of; the id may have gone to another tensor since."""
+    if any(died is each for each in _records.get(key, ())):
+        _records.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,11 @@ class ShardedParameter:
     _owner: weakref.ref[Owner] | None = None
 
     def claim(self, tensor: torch.Tensor) -> None:
-        """Note on `tensor` that it is a form of this parameter."""
-        setattr(tensor, _TAG, _Tag(self))
+        """Remember that `tensor` is a form of this parameter: its shard, its whole, or what it was before."""
+        key = id(tensor)
+        forget = functools.partial(_forget, key)
+        held = None if tensor is self.shard else weakref.ref(tensor, forget)
+        _records[key] = (weakref.ref(self, forget), held)
 
     def belong_to(self, owner: Owner) -> None:
         """Be owned by a unit, which is told when the shard is written."""
@@ -109,7 +111,8 @@ class ShardedParameter:
 
     def exchange(self, shard: nn.Parameter) -> None:
         """Take another DTensor of the same layout as the shard; the old one has it as its successor."""
-        self.shard = shard
+        before, self.shard = self.shard, shard
+        self.claim(before)
         self.claim(shard)
         self.show(shard)
 
@@ -157,7 +160,7 @@ def form_of(parameter: nn.Parameter, mesh: DataMesh, dim: int | None, name: str)
     elif mesh.full is not None:
         spec = _on_full_mesh(whole_spec, mesh, cut.dim, name)
     else:
-        spec = _beside(whole_spec, mesh, cut.dim)
+        spec = _beside(whole_spec, mesh, cut.dim, name)
     return Form(cut, spec, whole_spec, data)
 
 
@@ -178,9 +181,13 @@ def _split_of(dim: int | None, placements: tuple[PlacementSpec, ...], mesh: Devi
     return split
 
 
-def _beside(whole: DTensorSpec, mesh: DataMesh, dim: int | None) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on another mesh (tensor parallel): the data-parallel axes go in
-    front."""
+def _beside(whole: DTensorSpec, mesh: DataMesh, dim: int | None, name: str) -> DTensorSpec:
+    """The shard of a parameter that is a DTensor on another mesh (tensor parallel): data-parallel axes go in front."""
+    if whole.mesh == mesh.mesh:
+        raise OwnershipError(
+            f"{name}: it is a DTensor on the very mesh it would be sharded over, {mesh.mesh}, so something has sharded "
+            "it already (a unit that no longer exists?); build the model anew"
+        )
     split = _split_of(dim, whole.placements, whole.mesh)
     placements = (*_data_placements(mesh, dim, split), *whole.placements)
     return dtensor_spec(concatenate_meshes([mesh.mesh, whole.mesh]), placements, whole.shape, _dtype(whole))

@@ -40,7 +40,7 @@ from sherd.schedule.actions import (
     Unshard,
 )
 from sherd.schedule.schedule import Schedule
-from sherd.schedule.state import Keep, Limits, State, UnitSpec
+from sherd.schedule.state import Keep, Limits, Live, State, UnitSpec
 
 _DO: dict[type[Action], Callable[[Unit], None]] = {
     Gather: Unit.gather,
@@ -133,7 +133,8 @@ class Runtime:
             return False
         call = self._calls.pop()
         raised = sys.exc_info()[1] is not call.handling
-        if call.unit.module_ends(module) or raised:
+        ends = call.unit.module_ends(module) or raised
+        if ends and all(outer.unit is not call.unit for outer in self._calls):  # not from inside its own other method
             self.on(AfterForward(self._index[call.unit.id], call.recomputing))
         if call.outermost:
             self._end_forward(differentiable and not raised)
@@ -198,6 +199,11 @@ class Runtime:
         """Start `unit`'s all-gather, and wait for it if told so."""
         self.revise()
         self.on(Unshard(self._index[unit.id], wait))
+
+    def finish_unshard(self, unit: Unit) -> None:
+        """Wait for `unit`'s all-gather, if one is in flight."""
+        if unit.live is Live.GATHERING:
+            self.on(Unshard(self._index[unit.id], wait=True))
 
     def reshard(self, unit: Unit) -> None:
         """Free `unit`'s whole parameters."""

@@ -43,7 +43,7 @@ def seal(root: nn.Module) -> Runtime:
     for name, module in root.named_modules():
         unit = unit_of(module)
         if unit is not None:
-            names.setdefault(unit.id, (unit, []))[1].append(name or type(module).__name__)
+            names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 parameter_names.setdefault(id(parameter), f"{name}.{attribute}" if name else attribute)

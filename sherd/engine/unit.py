@@ -52,7 +52,8 @@ class Unit:
         policy: UnitPolicy,
     ) -> None:
         self.id = next(_ids)
-        self.name = type(modules[0]).__name__
+        self.class_name = type(modules[0]).__name__
+        self.name = self.class_name
         self.parameters = list(parameters)
         self.companions = tuple(companions)
         self.mesh = mesh
@@ -117,7 +118,11 @@ class Unit:
 
     def change(self, **fields: Any) -> None:
         """Replace fields of the policy; the schedule sees it at the next forward or backward."""
+        as_one = self._gathers_as_one
         self.policy = replace(self.policy, **fields)
+        if as_one != self._gathers_as_one:
+            self.show_shards()
+            self.regroup()
 
     # Grouping
 
@@ -147,11 +152,18 @@ class Unit:
         alone = [[each] for each in members if self._travels_alone(each)]
         return [together, *alone] if together else alone
 
+    @property
+    def _gathers_as_one(self) -> bool:
+        """Whether the user has put something in the way of each collective, which then is to see the unit as one."""
+        return any((self.policy.all_gather, self.policy.reduce_scatter, self.policy.all_reduce_hook))
+
     def _travels_alone(self, parameter: ShardedParameter) -> bool:
         # Alone it is gathered straight into place and reduced from where autograd left its gradient: no copies, for the
         # price of one more collective. With streams the gather could not run ahead of compute then (weights.py).
         if kind_of(parameter).gathers_itself:
             return True
+        if self._gathers_as_one:
+            return False
         large = parameter.local.nbytes * self.mesh.num_shards >= ALONE_BYTES
         return large and self.streams.in_host_order and parameter.cut.in_order
 

@@ -6,7 +6,7 @@
 
 Whole parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage is
 gone kills the process, so the modules show shards at all other times
-(`test_modules_show_shards_outside_forward_and_backward`).
+(`test_whole_parameters_are_freed_after_forward_and_after_backward`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Weights:
             whole.buffer.allocate()
             whole.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool below: not before compute has copied it out.
-            # test_rows_return_to_the_gather_lane_after_compute_has_read_them
+            # test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             self._streams.gather.follow_compute()
         self._flight = None
         self._position.move(Live.WHOLE)

@@ -98,9 +98,7 @@ class Uneven(Specimen):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            Block(7, 5), nn.Linear(7, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False)
-        )
+        self.layers = nn.Sequential(Block(7, 5), nn.Linear(7, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False))
 
     def make_inputs(self, seed: int, rank: int) -> tuple[Any, ...]:
         return (noise(seed, rank, BATCH, 7),)
@@ -150,9 +148,7 @@ class Buffers(Specimen):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
-        )
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 3))
 
     def units(self) -> list[Unit]:

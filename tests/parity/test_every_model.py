@@ -14,9 +14,7 @@ def tolerance(model, num_ranks):
     return LOOSE_BFLOAT16 if model == "mixed_bfloat" and num_ranks > 2 else {}
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "reshard"), [(2, None), (2, True), (2, False), (3, None), (3, False)], ids=str
-)
+@pytest.mark.parametrize(("num_ranks", "reshard"), [(2, None), (2, True), (2, False), (3, None), (3, False)], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_processes_as_in_one_process(world, model, num_ranks, reshard):
     recipe = Recipe(model)

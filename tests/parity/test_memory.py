@@ -48,9 +48,7 @@ def test_nothing_outlives_the_model(world, name, num_steps):
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
 def test_nothing_outlives_a_replicated_or_an_offloaded_model(world, reshard):
     offload = CPUOffloadPolicy(pin_memory=False)
-    found = world(2).run(
-        what_outlives_the_model, "mlp", 2, offload_policy=offload, reshard_after_forward=reshard
-    )
+    found = world(2).run(what_outlives_the_model, "mlp", 2, offload_policy=offload, reshard_after_forward=reshard)
     assert found == [[], []]
 
 

@@ -187,9 +187,7 @@ def grads_of_rank_dependent_use():
     block, rank = model.block, dist.get_rank()
     shard(model)
     model.set_reduce_scatter_unused_params(True)
-    block.register_forward_hook(
-        lambda module, _, output: output * module.spare if rank == 0 else output, prepend=True
-    )
+    block.register_forward_hook(lambda module, _, output: output * module.spare if rank == 0 else output, prepend=True)
     model.loss(model(*model.make_inputs(0, rank))).backward()
     return block.spare.grad.full_tensor()
 
@@ -233,9 +231,7 @@ def pairs_then_nothing_then_pairs(model):
         model.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "setting", [reshard_to_pairs, pairs_then_nothing_then_pairs], ids=lambda s: s.__name__
-)
+@pytest.mark.parametrize("setting", [reshard_to_pairs, pairs_then_nothing_then_pairs], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("model", ["mlp", "uneven", "checkpoint_outside"])
 def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads, model, setting):
     recipe = Recipe(model)

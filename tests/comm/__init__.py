@@ -1,0 +1,1 @@
+"""Do meshes, buffers, collectives and streams do what the engine relies on?"""

@@ -1,0 +1,154 @@
+"""On an accelerator, does each lane wait, on the device, for exactly what it should? Played with fake streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sherd.comm import streams as lanes
+from sherd.comm.streams import DeviceStreams, HostStreams, streams_for, use_streams
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeStream:
+    """Writes down what it is told, in one log for all; `with` makes it the current one, as torch's does."""
+
+    log: list[tuple[str, ...]]
+    stack: list[FakeStream]
+    made: int
+
+    def __init__(self, device: torch.device, priority: int = 0, name: str = "") -> None:
+        self.name = name or ("gather", "reduce", "all_reduce")[FakeStream.made]
+        FakeStream.made += not name
+        self.priority = priority
+
+    def __enter__(self) -> FakeStream:
+        FakeStream.stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        FakeStream.stack.pop()
+
+    def wait_stream(self, other: FakeStream) -> None:
+        FakeStream.log.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: str) -> None:
+        FakeStream.log.append((self.name, "waits for", event))
+
+    def record_event(self) -> str:
+        FakeStream.log.append((self.name, "records"))
+        return f"event of {self.name}"
+
+
+@pytest.fixture
+def device(monkeypatch) -> DeviceStreams:
+    FakeStream.log, FakeStream.made = [], 0
+    FakeStream.stack = [FakeStream(DEVICE, name="compute")]
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: FakeStream.stack[-1])
+    return DeviceStreams(DEVICE)
+
+
+def collective(async_op: bool) -> None:
+    assert not async_op, "the stream orders it, so it need not return a Work"
+    FakeStream.log.append((FakeStream.stack[-1].name, "collective"))
+
+
+def test_a_collective_runs_on_its_lane_and_compute_waits_for_its_event_only_when_told(device):
+    handoff = device.gather.run(collective)
+    assert FakeStream.log == [("gather", "collective"), ("gather", "records")]
+    handoff.wait()
+    assert FakeStream.log[2:] == [("compute", "waits for", "event of gather")]
+
+
+def test_waiting_twice_is_harmless(device):
+    handoff = device.reduce.run(collective)
+    handoff.wait()
+    handoff.wait()
+    assert FakeStream.log.count(("compute", "waits for", "event of reduce")) == 2
+
+
+def test_a_collective_behind_another_lanes_waits_for_its_event_and_not_for_all_of_that_lane(device):
+    scattered = device.reduce.run(collective)
+    device.all_reduce.run(collective, after=scattered)
+    assert FakeStream.log[2:] == [
+        ("all_reduce", "waits for", "event of reduce"),
+        ("all_reduce", "collective"),
+        ("all_reduce", "records"),
+    ]
+
+
+def test_a_lane_follows_compute_by_waiting_for_its_stream(device):
+    device.gather.follow_compute()
+    assert FakeStream.log == [("gather", "waits for", "compute")]
+
+
+def test_a_step_begins_behind_the_optimizers_event_if_there_is_one_and_else_behind_all_of_compute(device):
+    device.begin_step("the optimizer's event")
+    device.begin_step()
+    assert FakeStream.log == [
+        ("gather", "waits for", "the optimizer's event"),
+        ("gather", "waits for", "compute"),
+    ]
+
+
+def test_work_on_a_users_stream_comes_after_compute_and_compute_after_it(device):
+    own = FakeStream(DEVICE, name="own")
+    device.run_beside(own, lambda: collective(False))
+    assert FakeStream.log == [
+        ("own", "waits for", "compute"),
+        ("own", "collective"),
+        ("compute", "waits for", "own"),
+    ]
+
+
+def test_gathers_and_reduce_scatters_go_before_queued_compute(device):
+    assert device.gather._stream.priority < 0
+    assert device.reduce._stream.priority < 0
+    assert not device.in_host_order
+
+
+def test_an_accelerator_has_one_set_of_lanes_for_all_models_and_the_cpu_has_lanes_without_streams(device, monkeypatch):
+    monkeypatch.setattr(lanes, "_by_device", {})
+    FakeStream.made = 0
+    assert isinstance(streams_for(DEVICE), DeviceStreams)
+    assert streams_for(DEVICE) is streams_for(torch.device("cuda", 0))
+    assert isinstance(streams_for(torch.device("cpu")), HostStreams)
+    assert isinstance(streams_for(torch.device("meta")), HostStreams)
+
+
+def test_other_streams_can_be_put_in_place_for_a_while():
+    mine, cpu = HostStreams(), torch.device("cpu")
+    with use_streams(mine):
+        assert streams_for(cpu) is mine
+    assert streams_for(cpu) is not mine
+
+
+class FakeWork:
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_without_streams_a_collective_starts_at_once_and_is_waited_for_once():
+    work = FakeWork()
+    asked: list[bool] = []
+
+    def start(async_op: bool) -> FakeWork:
+        asked.append(async_op)
+        return work
+
+    handoff = HostStreams().gather.run(start)
+    assert (asked, work.waits) == ([True], 0)
+    handoff.wait()
+    handoff.wait()
+    assert work.waits == 1
+
+
+def test_without_streams_a_collective_behind_another_waits_for_it_first():
+    first, streams = FakeWork(), HostStreams()
+    scattered = streams.reduce.run(lambda async_op: first)
+    streams.all_reduce.run(lambda async_op: FakeWork() if first.waits == 1 else pytest.fail("too early"), scattered)

@@ -1,0 +1,135 @@
+"""Is every lane ordered after what it reads and before what reads it, and does it run ahead where it may?"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.comm.recorded import step_that_may_not_read_tensors, steps
+
+COMPUTE_WAITS = ("compute", "follow gather")
+RELEASED = ("gather", "follow compute")
+GATHER = ("gather", "run")
+
+
+@pytest.fixture(scope="module")
+def learnt(world):
+    """The third step of three blocks on two ranks, when the order is known."""
+    first, *_ = world(2).run(steps, 3)
+    return first[2]
+
+
+def block(number: int, backward: bool = False) -> tuple[str, str]:
+    return "compute", f"block {number}" + (" backward" if backward else "")
+
+
+def test_the_whole_learnt_forward_is_this(learnt):
+    assert learnt[: learnt.index(block(2)) + 1] == [
+        ("gather", "follow compute"),  # the step begins: the optimizer has written the shards
+        GATHER,
+        COMPUTE_WAITS,
+        RELEASED,
+        GATHER,
+        block(0),
+        COMPUTE_WAITS,
+        RELEASED,
+        GATHER,
+        block(1),
+        COMPUTE_WAITS,
+        RELEASED,
+        block(2),
+    ]
+
+
+def test_each_gather_is_started_before_the_compute_that_it_runs_beside(learnt):
+    forward = learnt[: learnt.index(block(2)) + 1]
+    starts = [place for place, entry in enumerate(forward) if entry == GATHER]
+    waits = [place for place, entry in enumerate(forward) if entry == COMPUTE_WAITS]
+    for number in (1, 2):
+        assert starts[number] < forward.index(block(number - 1)) < waits[number]
+
+
+def test_each_gather_of_backward_is_started_before_the_compute_that_it_runs_beside(learnt):
+    backward = learnt[learnt.index(block(2)) + 1 :]
+    starts = [place for place, entry in enumerate(backward) if entry == GATHER]
+    assert len(starts) == 3
+    assert starts[1] < backward.index(block(2, True))
+    assert starts[2] < backward.index(block(1, True))
+
+
+def test_rows_return_to_the_gather_lane_after_compute_has_read_them(learnt):
+    for place, entry in enumerate(learnt):
+        if entry == COMPUTE_WAITS:
+            assert learnt[place + 1] == RELEASED
+
+
+def test_the_first_gather_of_a_step_waits_for_the_optimizer_that_wrote_the_shards(learnt):
+    assert learnt[0] == ("gather", "follow compute")
+    assert learnt.index(GATHER) > 0
+
+
+def test_the_reduce_lane_waits_for_compute_to_have_written_the_rows_before_each_reduction(learnt):
+    runs = [place for place, entry in enumerate(learnt) if entry == ("reduce", "run")]
+    assert len(runs) == 3
+    assert all(learnt[place - 1] == ("reduce", "follow compute") for place in runs)
+
+
+def test_compute_waits_for_a_reduction_only_when_the_next_one_needs_its_buffer_or_backward_is_over(learnt):
+    reductions = [entry for entry in learnt if entry in {("reduce", "run"), ("compute", "follow reduce")}]
+    run, settle = ("reduce", "run"), ("compute", "follow reduce")
+    assert reductions == [run, settle, run, settle, run, settle]
+    # The second block's backward is computed beside the first reduction.
+    first_run, first_settle = learnt.index(run), learnt.index(settle)
+    assert first_run < learnt.index(block(1, True)) < first_settle
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_with_more_buffers_as_many_reductions_are_in_flight_before_compute_waits_for_one(world, buffers):
+    log = world(2).run(steps, 2, 5, reduce_buffers=buffers)[0][1]
+    until = log[: log.index(("compute", "follow reduce"))]
+    assert until.count(("reduce", "run")) == buffers
+
+
+def test_the_all_reduce_lane_waits_for_the_reduce_scatter_and_compute_for_the_all_reduce_alone(world):
+    log = world(4).run(steps, 2, replicas=2)[0][1]
+    runs = [place for place, entry in enumerate(log) if entry == ("all_reduce", "run")]
+    assert len(runs) == 3
+    for place in runs:
+        assert log[place - 2 : place] == [("reduce", "run"), ("all_reduce", "follow handoff")]
+    assert log.count(("compute", "follow all_reduce")) == 3
+    assert ("compute", "follow reduce") not in log
+
+
+def test_parameters_kept_after_forward_are_gathered_once_a_step(world):
+    log = world(2).run(steps, 2, reshard_after_forward=False)[0][1]
+    assert log.count(GATHER) == 3
+    assert GATHER not in log[log.index(block(2)) :]
+
+
+def test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute(world):
+    log = world(4).run(steps, 2, reshard_after_forward=2)[0][1]
+    backward = log[log.index(block(2)) + 1 :]
+    runs = [place for place, entry in enumerate(backward) if entry == GATHER]
+    assert len(runs) == 3
+    assert all(backward[place - 1] == RELEASED for place in runs)
+
+
+def test_all_ranks_order_their_lanes_alike(world):
+    one, other = world(2).run(steps, 2)
+    assert one == other
+
+
+def test_nothing_in_a_step_reads_a_tensor_on_the_host_which_would_wait_for_the_device(world):
+    assert world(2).run(step_that_may_not_read_tensors) == [True, True]
+
+
+def test_no_file_synchronizes_a_device_or_marks_tensors_as_used_by_a_stream():
+    package = Path(__file__).parents[2] / "sherd"
+    found = [
+        f"{file.relative_to(package)}:{node.lineno} .{node.attr}"
+        for layer in ("schedule", "comm", "engine")
+        for file in sorted((package / layer).glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in {"synchronize", "record_stream"}
+    ]
+    assert found == []

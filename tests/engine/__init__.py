@@ -1,0 +1,1 @@
+"""Do the small parts of the engine hold, each by itself?"""

@@ -1,0 +1,165 @@
+"""Are tensors found, and changed, in whatever a module takes or returns, and is all else left as it is?"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sherd.engine.structures import map_tensors, tensors_in
+
+Pair = namedtuple("Pair", ["left", "right"])
+ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tensor: Tensor
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    tensor: Tensor
+    name: str
+
+
+@dataclass
+class MadeOtherwise:
+    """Its __init__ takes other arguments than it has fields."""
+
+    tensor: Tensor = field(init=False)
+    made_by: str = field(init=False, default="")
+
+    def __init__(self, how_many: int) -> None:
+        self.tensor = torch.ones(how_many)
+        self.made_by = "hand"
+
+
+class Output(OrderedDict):
+    """Like the outputs of Hugging Face's models: a dict, a dataclass in looks, keys that are attributes too."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def twice(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+NESTED = {"a": [ONE, (TWO, "text")], "b": Pair(Frozen(ONE, "f"), None), "c": 3, "d": OrderedDict(e=TWO)}
+
+
+def test_tensors_are_found_in_order_however_deep_they_lie():
+    assert [tensor.item() for tensor in tensors_in(NESTED)] == [1, 2, 1, 2]
+
+
+def test_a_lone_tensor_is_found_and_changed():
+    assert list(tensors_in(ONE)) == [ONE]
+    assert map_tensors(twice, ONE) == 2
+
+
+def test_what_holds_no_tensor_is_neither_walked_nor_copied():
+    for value in (None, 3, "text", Pair, Frozen, {1, 2}, range(3)):
+        assert list(tensors_in(value)) == []
+        assert map_tensors(twice, value) is value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [ONE, [TWO]],
+        (ONE, (TWO,)),
+        Pair(ONE, [TWO]),
+        {"a": ONE, "b": {"c": TWO}},
+        OrderedDict(a=ONE),
+        Frozen(ONE, "f"),
+        MadeOtherwise(2),
+        NESTED,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_container_none_of_whose_tensors_changed_is_returned_as_the_same_object(value):
+    assert map_tensors(same, value) is value
+
+
+def test_a_changed_container_keeps_its_parts_that_did_not_change():
+    kept = [ONE]
+    value = {"kept": kept, "changed": (TWO,)}
+    result = map_tensors(lambda tensor: tensor * 2 if tensor is TWO else tensor, value)
+    assert result["kept"] is kept
+    assert result["changed"] == (4,)
+    assert value["changed"][0] is TWO
+
+
+def test_lists_tuples_and_namedtuples_come_back_as_their_own_types():
+    assert map_tensors(twice, [ONE, "x"]) == [2, "x"]
+    assert map_tensors(twice, (ONE, "x")) == (2, "x")
+    pair = map_tensors(twice, Pair(ONE, None))
+    assert (type(pair), pair.left, pair.right) == (Pair, 2, None)
+
+
+def test_torchs_own_tuples_of_results_come_back_as_tuples_too():
+    result = map_tensors(twice, torch.tensor([[1.0, 3.0]]).max(dim=1))
+    assert (result[0].tolist(), result[1].tolist()) == ([6], [2])
+
+
+def test_a_frozen_dataclass_is_copied_and_the_old_one_stays_as_it_was():
+    value = Frozen(ONE, "f")
+    result = map_tensors(twice, value)
+    assert (result.tensor, result.name) == (2, "f")
+    assert value.tensor is ONE
+
+
+def test_a_dataclass_with_slots_works_as_one_without():
+    assert map_tensors(twice, Slotted(ONE, "s")) == Slotted(torch.tensor(2.0), "s")
+
+
+def test_a_dataclass_is_rebuilt_without_calling_its_init():
+    result = map_tensors(twice, MadeOtherwise(2))
+    assert (result.tensor.tolist(), result.made_by) == ([2, 2], "hand")
+
+
+def test_a_field_that_was_never_set_is_passed_over():
+    value = MadeOtherwise(1)
+    del value.tensor
+    assert list(tensors_in(value)) == []
+    assert map_tensors(twice, value) is value
+
+
+def test_an_ordered_dict_keeps_its_type_and_its_order():
+    result = map_tensors(twice, OrderedDict(b=ONE, a=TWO))
+    assert type(result) is OrderedDict
+    assert list(result.items()) == [("b", 2), ("a", 4)]
+
+
+def test_a_default_dict_keeps_its_default():
+    value = defaultdict(list, a=ONE)
+    result = map_tensors(twice, value)
+    assert (result["a"], result["missing"]) == (2, [])
+
+
+def test_a_models_output_class_is_changed_as_item_and_as_attribute_and_the_old_one_is_not():
+    value = Output()
+    value["logits"] = ONE
+    value["note"] = "n"
+    result = map_tensors(twice, value)
+    assert type(result) is Output
+    assert (result["logits"], result.logits, result.note) == (2, 2, "n")
+    assert value.logits is ONE
+
+
+def test_a_read_only_mapping_is_passed_on_while_nothing_in_it_changes():
+    value = MappingProxyType({"a": ONE})
+    assert list(tensors_in(value)) == [ONE]
+    assert map_tensors(same, value) is value

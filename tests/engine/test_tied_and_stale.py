@@ -1,0 +1,98 @@
+"""Are parameters whole, and of today, wherever they are used: shared between units, or unsharded by hand?"""
+
+import torch
+from torch import Tensor, nn
+
+from sherd import fully_shard
+from tests.parity.training import assert_named_close, whole_grads
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 8) / 3)
+        self.second = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first).relu() @ self.second
+
+
+class UsesItsBlocksWeightFirst(nn.Module):
+    """The root needs the block's weight in backward when the block's own backward is long over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.inner = Inner()
+        self.tied = self.inner.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner((self.before(x) @ self.tied).relu())
+
+
+def gradients_of_a_root_that_uses_its_blocks_weight(sharded: bool) -> dict:
+    torch.manual_seed(3)
+    model = UsesItsBlocksWeightFirst()
+    if sharded:
+        fully_shard(model.inner)
+        fully_shard(model)
+    model(torch.ones(4, 8)).square().sum().backward()
+    return whole_grads(model)
+
+
+def test_a_weight_that_a_root_uses_before_the_block_that_owns_it_is_whole_until_the_roots_backward_is_over(world):
+    expected = gradients_of_a_root_that_uses_its_blocks_weight(sharded=False)
+    for found in world(2).run(gradients_of_a_root_that_uses_its_blocks_weight, True):
+        assert_named_close(found, expected, "gradient", rtol=1e-5, atol=1e-6)
+
+
+def weight_after_a_step(by: str) -> tuple[Tensor, Tensor]:
+    """What the module shows after an optimizer step, and what its shards hold."""
+    model = fully_shard(nn.Linear(8, 8, bias=False))
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if by == "forward":
+        shown: list[Tensor] = []
+        model.register_forward_pre_hook(lambda module, args: shown.append(module.weight.detach().clone()))
+        model(torch.ones(2, 8))
+    else:
+        model.unshard()
+        shown = [model.weight.detach().clone()]
+    return shown[0], optimizer.param_groups[0]["params"][0].full_tensor()
+
+
+def test_a_forward_after_the_step_sees_what_the_optimizer_wrote_though_parameters_were_kept_whole(world):
+    for shown, held in world(2).run(weight_after_a_step, "forward"):
+        torch.testing.assert_close(shown, held)
+
+
+def test_unshard_after_the_step_shows_what_the_optimizer_wrote_though_parameters_were_kept_whole(world):
+    for shown, held in world(2).run(weight_after_a_step, "unshard"):
+        torch.testing.assert_close(shown, held)
+
+
+class WithAnEmptyParameter(nn.Module):
+    def __init__(self, shape: tuple[int, ...], used: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.empty(shape))
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x)
+        return output + self.empty.sum() if self.used else output
+
+
+def gradient_beside_an_empty_parameter(shape: tuple[int, ...], used: bool) -> list[list[float]]:
+    model = fully_shard(WithAnEmptyParameter(shape, used))
+    model(torch.ones(2, 4)).sum().backward()
+    return model.linear.weight.grad.full_tensor().tolist()
+
+
+def test_a_parameter_without_elements_is_no_trouble_whether_it_is_used_or_not(world):
+    for shape in ((0,), (0, 3), (3, 0)):
+        for used in (True, False):
+            found = world(2).run(gradient_beside_an_empty_parameter, shape, used)
+            assert found == [[[2.0] * 4] * 4] * 2, (shape, used)

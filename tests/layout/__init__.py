@@ -1,0 +1,1 @@
+"""Is every element where the packing says, exactly once?"""

@@ -1,0 +1,29 @@
+"""Which shapes, cuts and packings do the property tests draw?"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from sherd.layout.placement import Cut, Replicate, Shape, Shard
+
+# The same examples on every run: a red build is then about the change, and never about the clock.
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
+
+num_ranks = st.integers(1, 9)
+shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 16]), min_size=0, max_size=3).map(tuple)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, ranks: int) -> Cut:
+    """One tensor cut over `ranks` ranks, on any of its dims, counted from either end; a scalar is replicated."""
+    shape: Shape = draw(shapes)
+    if not shape:
+        return Replicate().cut(shape, ranks, "scalar")
+    dim = draw(st.integers(-len(shape), len(shape) - 1))
+    return Shard(dim).cut(shape, ranks, "weight")
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[int, list[Cut]]:
+    """A number of ranks, and up to six tensors cut over them."""
+    ranks = draw(num_ranks)
+    return ranks, draw(st.lists(cuts(ranks), min_size=1, max_size=6))

@@ -1,0 +1,1 @@
+"""Does every event get the right actions? No tensors in these files."""

@@ -1,0 +1,185 @@
+"""Is the schedule right for any tree of units, any choices and any sequence of steps?"""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sherd.schedule.actions import (
+    AfterBackward,
+    AfterForward,
+    BeforeBackward,
+    BeforeForward,
+    EndBackward,
+    EndForward,
+    Event,
+    GradientsReady,
+)
+from sherd.schedule.schedule import Schedule
+from sherd.schedule.state import Keep, Limits, Live, UnitSpec
+from tests.schedule.model import StrictEngine, specs, step
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A unit's forward, with the forwards inside it. `checkpointed`: backward runs it again; `passes`: an input needs a
+    gradient, so autograd can be seen to leave the unit."""
+
+    unit: int
+    inside: tuple["Call", ...]
+    checkpointed: bool
+    passes: bool
+
+
+def forward_of(call: Call) -> list[Event]:
+    inside = [event for each in call.inside for event in forward_of(each)]
+    return [BeforeForward(call.unit), *inside, AfterForward(call.unit)]
+
+
+def backward_of(call: Call) -> list[Event]:
+    """Autograd enters at the outputs, meets the units inside in reverse, and leaves at the inputs."""
+    again: list[Event] = []
+    if call.checkpointed:
+        again = [BeforeForward(call.unit, recomputing=True), AfterForward(call.unit, recomputing=True)]
+    inside = [event for each in reversed(call.inside) for event in backward_of(each)]
+    left = [AfterBackward(call.unit)] if call.passes else []
+    return [*again, BeforeBackward(call.unit), *inside, GradientsReady(call.unit), *left]
+
+
+@st.composite
+def calls(draw: st.DrawFn, units: list[int]) -> tuple[Call, ...]:
+    """Some of `units` in some order, some of them inside others, each called once."""
+    order = draw(st.permutations(units))[: draw(st.integers(0, len(units)))]
+    made: list[Call] = []
+    for unit in order:
+        nested = tuple(made[-draw(st.integers(0, 2)) :]) if made and draw(st.booleans()) else ()
+        made = made[: len(made) - len(nested)]
+        made.append(Call(unit, nested, draw(st.booleans()) and not nested, draw(st.booleans())))
+    return tuple(made)
+
+
+@st.composite
+def passes(draw: st.DrawFn, num_units: int) -> list[Event]:
+    """One root forward, and a backward unless it was an evaluation."""
+    root = Call(0, draw(calls(list(range(1, num_units)))), False, False)
+    trains = draw(st.booleans())
+    events = [*forward_of(root), EndForward(trains)]
+    return [*events, *backward_of(root), EndBackward(draw(st.booleans()))] if trains else events
+
+
+def unit_specs() -> st.SearchStrategy[UnitSpec]:
+    return st.builds(
+        UnitSpec,
+        whole_bytes=st.integers(0, 9),
+        after_forward=st.sampled_from(Keep),
+        reshard_after_backward=st.booleans(),
+        reduces=st.booleans(),
+    )
+
+
+limits = st.builds(
+    Limits,
+    forward_depth=st.integers(0, 3),
+    backward_depth=st.integers(0, 3),
+    bytes_in_flight=st.none() | st.integers(0, 20),
+    reduce_buffers=st.integers(0, 3),
+)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[tuple[UnitSpec, ...], Limits, list[list[Event]]]:
+    """A model's specs, its limits, and two to five passes that need not be alike."""
+    num_units = draw(st.integers(1, 6))
+    chosen = draw(st.lists(unit_specs(), min_size=num_units, max_size=num_units))
+    different = draw(st.lists(passes(num_units), min_size=1, max_size=3))
+    played = draw(st.lists(st.sampled_from(different), min_size=2, max_size=5))
+    return tuple(chosen), draw(limits), played
+
+
+@PROPERTY
+@given(programs())
+def test_every_unit_is_whole_whenever_it_computes_and_cached_answers_are_fresh_ones(program):
+    units, bounds, played = program
+    engine = StrictEngine(units, bounds)
+    for events in played:
+        engine.run(events)  # the engine asserts both after every event
+
+
+@PROPERTY
+@given(programs())
+def test_everything_is_sharded_after_a_backward_but_what_was_asked_to_stay(program):
+    units, bounds, played = program
+    engine = StrictEngine(units, bounds)
+    for events in played:
+        engine.run(events)
+        if isinstance(events[-1], EndBackward):
+            for unit, spec in enumerate(units):
+                may_stay = not spec.reshard_after_backward and engine.live[unit] is Live.WHOLE
+                assert engine.live[unit] is Live.SHARDED or may_stay
+            if events[-1].last:
+                assert engine.reducing == set()
+
+
+@PROPERTY
+@given(programs())
+def test_every_gradient_that_is_to_be_reduced_is_reduced_by_the_end_of_the_last_backward(program):
+    units, bounds, played = program
+    engine = StrictEngine(units, bounds)
+    for events in played:
+        engine.run(events)
+        assert all(not units[unit].reduces for unit in engine.collected)
+
+
+@PROPERTY
+@given(programs())
+def test_a_step_that_is_played_again_needs_no_new_states(program):
+    units, bounds, (events, *_) = program
+    schedule = Schedule(units, bounds)
+    for event in events * 3:
+        schedule.on(event)
+    known = len(schedule._nodes)
+    for event in events * 3:
+        schedule.on(event)
+    assert len(schedule._nodes) == known
+
+
+@PROPERTY
+@given(programs())
+def test_no_more_is_live_than_what_computes_what_is_kept_and_what_the_depth_runs_ahead(program):
+    units, bounds, played = program
+    engine = StrictEngine(units, bounds)
+    largest = sorted((spec.whole_bytes for spec in units), reverse=True)
+    depth = max(bounds.forward_depth, bounds.backward_depth)
+    for events in played:
+        for event in events:
+            engine.run([event])
+            state = engine.schedule.state
+            ahead = [unit for unit, live in engine.live.items() if live is Live.GATHERING]
+            assert len(ahead) <= depth
+            assert state.bytes_in_flight <= sum(largest[:depth])
+            if bounds.bytes_in_flight is not None:
+                assert state.bytes_in_flight <= bounds.bytes_in_flight
+            for unit, live in engine.live.items():
+                kept = units[unit].after_forward in (Keep.FOR_BACKWARD, Keep.ALWAYS)
+                kept = kept or not units[unit].reshard_after_backward
+                assert live is not Live.WHOLE or unit in engine.needed or kept, f"unit {unit} is whole for nobody"
+
+
+def test_a_chain_of_equal_units_never_has_more_live_than_its_root_one_block_and_the_depth():
+    for depth in (0, 1, 2, 3):
+        engine = StrictEngine(specs(9), Limits(forward_depth=depth, backward_depth=depth))
+        peak = 0
+        for event in step(9) * 3:
+            engine.run([event])
+            peak = max(peak, engine.schedule.state.bytes_live)
+        assert peak == 100 * (2 + depth)
+
+
+def test_the_graph_of_states_is_dropped_before_a_model_that_never_repeats_fills_the_memory(monkeypatch):
+    monkeypatch.setattr("sherd.schedule.schedule.MOST_NODES", 8)
+    engine = StrictEngine(specs(9))
+    for _ in range(3):
+        engine.run(step(9))
+        assert len(engine.schedule._nodes) <= 8

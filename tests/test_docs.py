@@ -1,0 +1,205 @@
+"""Are the documents true: does their code run, do their links lead somewhere, do they leave no name out?"""
+
+import ast
+import builtins
+import inspect
+import io
+import re
+import tokenize
+import traceback
+from pathlib import Path
+
+import pytest
+
+import sherd
+from sherd import errors
+from sherd.train.cli import main
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+TOP = ("sherd", "tests", "examples", "docs", "bench", "configs")
+
+CODE_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PATH_IN_CODE = re.compile(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`")
+TEST_NAME = re.compile(r"\btest_[a-z0-9_]+\b")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def read(name):
+    return (ROOT / name).read_text()
+
+
+def between(text, marker):
+    """What stands between `<!-- marker -->` and `<!-- /marker -->`."""
+    (found,) = re.findall(rf"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", text, re.DOTALL)
+    return found
+
+
+# Code
+
+WITH_CODE = [name_of(path) for path in DOCUMENTS if CODE_BLOCK.search(path.read_text())]
+
+
+def run_blocks(name):
+    """A document's blocks one after the other, in one namespace, as its reader would type them."""
+    text, namespace = read(name), {"__name__": "__main__"}
+    for block in CODE_BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        # As many empty lines in front, so that a traceback names the document's own line.
+        exec(compile("\n" * line + block[1], str(ROOT / name), "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_a_documents_code_runs_on_two_ranks(world, name):
+    world(2).run(run_blocks, name)
+
+
+def test_a_block_that_fails_is_named_by_its_documents_line(tmp_path, monkeypatch):
+    (tmp_path / "broken.md").write_text("Words.\n\n```python\nx = 1\nx.missing\n```\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    with pytest.raises(AttributeError) as error:
+        run_blocks("broken.md")
+    assert traceback.extract_tb(error.value.__traceback__)[-1].lineno == 5
+
+
+def test_the_readme_has_code_to_run():
+    assert "README.md" in WITH_CODE
+
+
+# Links and paths
+
+
+def slug(heading):
+    """The anchor of a heading: lower case, hyphens for blanks, nothing else but letters, digits and underscores."""
+    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def anchors(file):
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", file.read_text(), re.M)}
+
+
+def dead_links(document):
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for target in LINK.findall(text):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            yield target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_link_of_a_document_leads_somewhere(document):
+    assert list(dead_links(document)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_path_that_a_document_names_exists(document):
+    named = PATH_IN_CODE.findall(document.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_file_map_names_what_there_is_and_leaves_nothing_out():
+    entries = [line.split()[0] for line in between(read("README.md"), "file map").splitlines() if "  " in line]
+    assert [entry for entry in entries if not (ROOT / entry).exists()] == []
+    code = [*ROOT.glob("sherd/*.py"), *(path.parent for path in ROOT.glob("sherd/*/__init__.py"))]
+    there = {name_of(path) + ("/" if path.is_dir() else "") for path in code}
+    assert there - set(entries) == set()
+
+
+def test_every_decision_is_listed_once_and_numbered_without_gaps():
+    pages = sorted(path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md"))
+    assert [int(page[:3]) for page in pages] == list(range(1, len(pages) + 1))
+    assert LINK.findall(read("docs/decisions/README.md")) == pages
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", [each for each in sherd.__all__ if each != "__version__"])
+def test_every_public_name_is_in_the_port_guide(name):
+    assert re.search(rf"\b{name}\b", read("docs/from_fsdp2.md"))
+
+
+@pytest.mark.parametrize(
+    "method", [name for name, _ in inspect.getmembers(sherd.FSDPModule, callable) if not name.startswith("_")]
+)
+def test_every_method_of_a_unit_is_in_the_port_guide(method):
+    assert f"`{method}" in read("docs/from_fsdp2.md")
+
+
+@pytest.mark.parametrize("error", errors.__all__)
+def test_every_error_has_its_own_entry(error):
+    assert f"## {error}\n" in read("docs/errors.md")
+
+
+@pytest.mark.parametrize("error", errors.__all__)
+def test_an_error_is_documented_as_the_python_error_that_it_is(error):
+    entry = read("docs/errors.md").partition(f"## {error}\n")[2].partition("\n## ")[0]
+    said = re.search(r"^Also an? `(\w+)`", entry, re.M)
+    assert issubclass(getattr(errors, error), getattr(builtins, said[1]) if said else Exception)
+    assert said or error == "SherdError"
+
+
+def test_every_option_of_sherd_train_that_the_readme_names_exists(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    section = read("README.md").partition("## `sherd train`")[2].partition("\n## ")[0]
+    named = set(re.findall(r"--[a-z-]+\b", section))
+    assert {"--data", "--resume"} <= named <= known
+
+
+def test_every_make_target_that_a_document_names_exists():
+    targets = set(re.findall(r"^(\w+):", read("Makefile"), re.M))
+    named = {name for path in DOCUMENTS for name in re.findall(r"`make (\w+)", path.read_text())}
+    assert {"test", "train"} <= named <= targets
+
+
+# Tests that comments and documents name
+
+
+def remarks(source):
+    """Comments and docstrings of a Python file, as one text."""
+    comments = [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return "\n".join([*comments, *(ast.get_docstring(node) or "" for node in nodes)])
+
+
+def known_tests():
+    files = list(ROOT.glob("tests/**/test_*.py"))
+    functions = {name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.M)}
+    return functions | {file.stem for file in files}
+
+
+def test_every_test_that_a_comment_in_sherd_names_exists():
+    known = known_tests()
+    unknown = [
+        f"{name_of(path)}: {test}"
+        for path in sorted(ROOT.glob("sherd/**/*.py"))
+        for test in TEST_NAME.findall(remarks(path.read_text()))
+        if test not in known
+    ]
+    assert unknown == []
+
+
+def test_every_test_that_a_document_names_exists():
+    known = known_tests()
+    shown_as_examples = set(TEST_NAME.findall(between(read("CONTRIBUTING.md"), "style")))
+    unknown = [
+        f"{name_of(path)}: {test}"
+        for path in DOCUMENTS
+        for test in TEST_NAME.findall(path.read_text())
+        if test not in known | shown_as_examples
+    ]
+    assert unknown == []

@@ -1,0 +1,142 @@
+"""Does `sherd` offer what `torch.distributed.fsdp` offers, under the same names and signatures?"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_api
+
+import sherd
+
+MIRRORED = {
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+}
+# In torch these bases of custom collectives are to be found in a private module.
+FROM_A_PRIVATE_MODULE = {"AllGather", "Comm", "ReduceScatter"}
+OURS = {"PrefetchPolicy", "SherdError", "__version__"}
+# The older, wrapping front end and its choices.
+OF_THE_WRAPPER = {
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+}
+
+# Parameters that sherd adds, all optional.
+EXTRA = {"fully_shard": {"prefetch_policy"}}
+# Not made by users: one comes with a class for its methods, the other from `unshard`.
+MADE_BY_US = {"FSDPModule", "UnshardHandle"}
+# Methods of torch's FSDPModule that a user may call; `_apply` is nn.Module's.
+METHODS = sorted(
+    name for name, value in vars(torch_fsdp.FSDPModule).items() if inspect.isfunction(value) and name[0] != "_"
+)
+
+
+def parameters(callable_: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(callable_).parameters)
+
+
+def comparable(value: Any) -> Any:
+    """A default as something that is equal when it means the same: torch's policies are not our classes."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value).__name__, dataclasses.asdict(value)
+    return value
+
+
+def assert_takes_all_that(theirs: Callable[..., Any], ours: Callable[..., Any], extra: set[str]) -> None:
+    """Each parameter of torch's is there with its name, kind, place and default; the others are `extra`, optional."""
+    expected, found = parameters(theirs), parameters(ours)
+    assert list(found)[: len(expected)] == list(expected)
+    for name, parameter in expected.items():
+        assert found[name].kind == parameter.kind, name
+        assert comparable(found[name].default) == comparable(parameter.default), name
+    assert set(found) - set(expected) == extra
+    assert all(found[name].default is not inspect.Parameter.empty for name in extra)
+
+
+def test_these_are_the_public_names():
+    assert set(sherd.__all__) == MIRRORED | FROM_A_PRIVATE_MODULE | OURS
+    assert sherd.__all__ == sorted(sherd.__all__)
+    assert all(hasattr(sherd, name) for name in sherd.__all__)
+
+
+def test_every_name_of_torchs_composable_front_end_is_here_under_the_same_name():
+    assert set(torch_fsdp.__all__) - OF_THE_WRAPPER == MIRRORED
+
+
+@pytest.mark.parametrize("name", sorted(MIRRORED - MADE_BY_US))
+def test_a_function_or_policy_takes_what_torchs_takes(name):
+    assert_takes_all_that(getattr(torch_fsdp, name), getattr(sherd, name), EXTRA.get(name, set()))
+
+
+def test_torch_has_all_the_methods_that_are_compared_below():
+    assert len(METHODS) == 23
+    assert {"unshard", "reshard", "set_symm_mem_for_comm", "set_post_optim_event"} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_of_a_sharded_module_takes_what_torchs_takes(name):
+    assert_takes_all_that(getattr(torch_fsdp.FSDPModule, name), getattr(sherd.FSDPModule, name), set())
+
+
+def test_a_sharded_module_has_no_public_method_of_its_own_beside_torchs_and_nn_modules():
+    public = {name for name, value in vars(sherd.FSDPModule).items() if callable(value) and not name.startswith("_")}
+    assert public - set(METHODS) == {"zero_grad"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("AllGather", "__call__"), ("ReduceScatter", "__call__"), ("Comm", "allocate")]
+)
+def test_a_collective_written_for_torch_has_the_signature_that_sherd_calls(kind, method):
+    assert_takes_all_that(getattr(getattr(_fsdp_api, kind), method), getattr(getattr(sherd, kind), method), set())
+    assert inspect.isabstract(getattr(sherd, kind))
+
+
+def test_the_handle_of_an_unshard_waits():
+    assert_takes_all_that(torch_fsdp.UnshardHandle.wait, sherd.UnshardHandle.wait, set())
+
+
+def test_the_fields_of_policies_are_torchs_in_name_order_and_default():
+    for name in ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"):
+        theirs, ours = (dataclasses.fields(getattr(module, name)) for module in (torch_fsdp, sherd))
+        assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]
+        assert getattr(sherd, name).__dataclass_params__.frozen
+
+
+def test_one_offload_policy_is_a_kind_of_the_other_as_in_torch():
+    assert issubclass(sherd.CPUOffloadPolicy, sherd.OffloadPolicy)
+
+
+def test_the_state_of_a_module_is_asked_for_as_in_torch():
+    assert callable(torch_fsdp.fully_shard.state)
+    assert list(parameters(sherd.fully_shard.state)) == list(parameters(torch_fsdp.fully_shard.state))
+
+
+def test_every_public_name_says_what_it_is():
+    for name in set(sherd.__all__) - {"__version__"}:
+        assert inspect.getdoc(getattr(sherd, name)), name
+    for name in METHODS:
+        assert inspect.getdoc(getattr(sherd.FSDPModule, name)), name

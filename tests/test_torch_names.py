@@ -1,0 +1,292 @@
+"""Does each private or renamed name of torch that sherd relies on still exist, and do what is said of it?
+
+One test a name, called after it: a new torch that breaks one says which.
+"""
+
+import logging
+import re
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from sherd import _torch
+
+CPU = torch.device("cpu")
+
+
+def test_each_name_has_its_contract_here():
+    tested = set(re.findall(r"^def test_(\w+?)__", Path(__file__).read_text(), re.MULTILINE))
+    assert tested == {name.lower() for name in _torch.__all__}
+
+
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None):
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+# Collectives
+
+
+def gathered() -> list[float]:
+    output = torch.empty(dist.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        work = _torch.all_gather_single(output, torch.tensor([float(dist.get_rank())]), group=None, async_op=True)
+    work.wait()
+    return output.tolist()
+
+
+def test_all_gather_single__fills_one_tensor_in_rank_order_without_a_warning(world):
+    assert world(2).run(gathered) == [[0, 1], [0, 1]]
+
+
+def scattered() -> list[float]:
+    output = torch.empty(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        work = _torch.reduce_scatter_single(
+            output, torch.arange(2.0) + 1, op=dist.ReduceOp.SUM, group=None, async_op=True
+        )
+    work.wait()
+    return output.tolist()
+
+
+def test_reduce_scatter_single__gives_each_rank_its_part_of_the_sum_without_a_warning(world):
+    assert world(2).run(scattered) == [[2], [4]]
+
+
+def offers_memory() -> bool:
+    return _torch.backend_of(dist.group.WORLD, CPU).supports_tensor_alloc(CPU)
+
+
+def test_backend_of__is_the_object_that_knows_whether_it_offers_memory_and_gloo_does_not(world):
+    assert world(2).run(offers_memory) == [False, False]
+
+
+def test_symmetric_memory__has_the_two_functions_that_are_called():
+    module = _torch.symmetric_memory()
+    assert callable(module.empty)
+    assert callable(module.rendezvous)
+
+
+# DTensors
+
+
+def spec_like_torchs() -> bool:
+    mesh = mesh_of(dist.get_world_size())
+    made = DTensor.from_local(torch.ones(2, 3), mesh, (Shard(0),))._spec
+    ours = _torch.dtensor_spec(mesh, (Shard(0),), torch.Size([2 * dist.get_world_size(), 3]), torch.float32)
+    return ours == made and ours.tensor_meta == made.tensor_meta and isinstance(ours, _torch.DTensorSpec)
+
+
+def test_dtensor_spec__is_what_torch_makes_of_a_contiguous_tensor(world):
+    assert world(2).run(spec_like_torchs) == [True, True]
+
+
+def test_dtensorspec__is_the_class_of_a_dtensors_spec(world):
+    assert world(1).run(spec_like_torchs) == [True]
+
+
+def made_dtensor() -> tuple[bool, bool, list[float]]:
+    mesh, local = mesh_of(dist.get_world_size()), torch.full((1,), float(dist.get_rank()))
+    spec = _torch.dtensor_spec(mesh, (Shard(0),), torch.Size([dist.get_world_size()]), torch.float32)
+    tensor = _torch.dtensor(local, spec)
+    shares = tensor.to_local().data_ptr() == local.data_ptr()
+    return shares, tensor.requires_grad, tensor.full_tensor().tolist()
+
+
+def test_dtensor__wraps_the_local_tensor_uncopied_and_outside_autograd(world):
+    assert world(2).run(made_dtensor) == [(True, False, [0, 1])] * 2
+
+
+def held_object() -> bool:
+    local = torch.ones(1)
+    tensor = DTensor.from_local(local, mesh_of(1), (Replicate(),))
+    return _torch.local_tensor(tensor) is _torch.local_tensor(tensor)
+
+
+def test_local_tensor__is_the_very_object_that_the_dtensor_holds(world):
+    assert world(1).run(held_object) == [True]
+
+
+def replaced() -> tuple[list[float], list[float], bool]:
+    mesh = mesh_of(1)
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, (Shard(0),)))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    moved = torch.full((2,), 5.0)
+    _torch.replace_local_tensor(parameter, moved)
+    parameter.grad = DTensor.from_local(torch.ones(2), mesh, (Shard(0),))
+    optimizer.step()
+    return moved.tolist(), parameter.full_tensor().tolist(), parameter.is_leaf
+
+
+def test_replace_local_tensor__gives_other_memory_to_the_object_that_an_optimizer_holds(world):
+    assert world(1).run(replaced) == [([4, 4], [4, 4], True)]
+
+
+def parts_of_a_twice_sharded_tensor() -> list[float]:
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    # 8 elements over tp first and then, within each part, over dp: rank (dp, tp) holds part tp's dp-th half.
+    dp, tp = mesh.get_coordinate()
+    local = torch.arange(8.0)[tp * 4 + dp * 2 :][:2].clone()
+    placements = (_torch.strided_shard(0, 2), Shard(0))
+    spec = _torch.dtensor_spec(mesh, placements, torch.Size([8]), torch.float32)
+    logging.disable(logging.WARNING)  # that two gathers are needed, which is so
+    whole = _torch.dtensor(local, spec).full_tensor()
+    logging.disable(logging.NOTSET)
+    return whole.tolist()
+
+
+def test_strided_shard__is_a_dim_that_an_axis_to_the_right_has_sharded_before(world):
+    assert world(4).run(parts_of_a_twice_sharded_tensor) == [list(range(8))] * 4
+
+
+# Meshes
+
+
+def concatenated() -> tuple[tuple[str, ...], list[list[int]]]:
+    mesh = mesh_of(2, 1, 2, names=("dp", "pp", "tp"))
+    joined = _torch.concatenate_meshes([mesh["tp"], mesh["dp"]])
+    return joined.mesh_dim_names, joined.mesh.tolist()
+
+
+def test_concatenate_meshes__has_the_axes_in_the_order_given(world):
+    assert world(4).run(concatenated)[0] == (("tp", "dp"), [[0, 2], [1, 3]])
+
+
+def flattened() -> tuple[int, list[int], tuple[str, ...]]:
+    mesh = mesh_of(2, 2, names=("dp", "cp"))
+    flat = _torch.flatten_mesh(mesh, "dp_cp")
+    return flat.ndim, dist.get_process_group_ranks(flat.get_group()), flat.mesh_dim_names
+
+
+def test_flatten_mesh__is_one_axis_over_all_ranks_under_the_name_given(world):
+    assert world(4).run(flattened) == [(1, [0, 1, 2, 3], ("dp_cp",))] * 4
+
+
+# Memory
+
+
+def test_storage_uses__counts_views_and_forgets_them_when_they_go():
+    tensor = torch.ones(4)
+    storage = tensor.untyped_storage()
+    before = _torch.storage_uses(storage)
+    views = [tensor[1:], tensor.data]
+    assert _torch.storage_uses(storage) == before + 2
+    views.clear()
+    assert _torch.storage_uses(storage) == before
+
+
+def test_storage_uses__counts_a_view_that_autograd_keeps_for_backward():
+    weight = nn.Parameter(torch.ones(2, 2))
+    storage = weight.untyped_storage()
+    before = _torch.storage_uses(storage)
+    output = torch.ones(1, 2, requires_grad=True) @ weight.t()
+    assert _torch.storage_uses(storage) > before
+    output.sum().backward()
+    del output
+    assert _torch.storage_uses(storage) == before
+
+
+# Autograd
+
+
+def test_in_backward__is_true_inside_a_backward_pass_and_nowhere_else():
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(_torch.in_backward()))
+    assert not _torch.in_backward()
+    (x * 2).sum().backward()
+    assert seen == [True]
+    assert not _torch.in_backward()
+
+
+def test_at_end_of_backward__calls_after_the_last_hook_and_before_backward_returns():
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: _torch.at_end_of_backward(lambda: order.append("end")))
+    x.register_post_accumulate_grad_hook(lambda tensor: order.append("gradient"))
+    y.sum().backward()
+    order.append("returned")
+    assert order == ["gradient", "end", "returned"]
+
+
+def test_at_end_of_backward__does_not_call_when_the_backward_raises():
+    called: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def fail(gradient):
+        raise ValueError("in backward")
+
+    y = x * 2
+    x.register_hook(fail)
+    y.register_hook(lambda gradient: _torch.at_end_of_backward(lambda: called.append(True)))
+    with pytest.raises(ValueError, match="in backward"):
+        y.sum().backward()
+    assert called == []
+
+
+def test_dynamo_disabled__runs_as_it_is_and_keeps_its_result():
+    assert _torch.dynamo_disabled(lambda x: x + 1)(1) == 2
+
+
+def test_dynamo_disabled__is_not_traced_inside_a_compiled_function():
+    seen: list[bool] = []
+
+    @_torch.dynamo_disabled
+    def outside(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    @torch.compile(backend="eager")
+    def compiled(x):
+        return outside(x * 2) * 3
+
+    assert compiled(torch.ones(1)).item() == 9
+    assert seen == [False]
+
+
+# Optimizers
+
+
+@pytest.fixture
+def steps():
+    """The optimizers that stepped, by which hook saw them; the hooks are taken off again."""
+    seen: list[tuple[str, torch.optim.Optimizer]] = []
+    handles = [
+        _torch.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(("before", optimizer))),
+        _torch.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(("after", optimizer))),
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_register_optimizer_step_pre_hook__sees_optimizers_made_before_and_after(steps, kind):
+    optimizer = kind([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    assert steps[0] == ("before", optimizer)
+
+
+def test_register_optimizer_step_post_hook__is_called_when_the_parameters_have_been_written(steps):
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    seen: list[float] = []
+    handle = _torch.register_optimizer_step_post_hook(lambda *_: seen.append(parameter.item()))
+    optimizer.step()
+    handle.remove()
+    assert steps == [("before", optimizer), ("after", optimizer)]
+    assert seen == [0.0]
+    alive = weakref.ref(optimizer)
+    steps.clear()
+    del optimizer
+    assert alive() is None
