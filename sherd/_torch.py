@@ -92,8 +92,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, and what it calls, never traced by Dynamo; `torch.compiler.disable` is the public name of the
-    same."""
+    """`function`, and what it calls, never traced by Dynamo."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=True)
     return disabled
 

@@ -17,6 +17,7 @@ as ValueError, TypeError or RuntimeError are also that here, so `except` clauses
 """
 
 import os
+from typing import ClassVar
 
 __all__ = [
     "GradientError",
@@ -36,9 +37,12 @@ __all__ = [
 class SherdError(Exception):
     """The root of everything sherd raises on purpose. Its text begins with the rank, if RANK is set (torchrun does)."""
 
+    names_rank: ClassVar[bool] = True
+    """False for what is said once for all ranks."""
+
     def __str__(self) -> str:
         rank = os.environ.get("RANK")
-        return super().__str__() if rank is None else f"[rank {rank}] {super().__str__()}"
+        return super().__str__() if rank is None or not self.names_rank else f"[rank {rank}] {super().__str__()}"
 
 
 class ModuleError(SherdError, ValueError):

@@ -92,7 +92,7 @@ def _tidy() -> None:
     """
     gc.collect()
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
-        # A group made by its members alone (`use_local_synchronization`) is named after them. It stays: the next one of the
+        # A group made by its members alone (`use_local_synchronization`) is named after them. It stays: the next of the
         # same ranks would get its name, and meet what this one has left in the store.
         if group is not dist.group.WORLD and name.isdigit():
             dist.destroy_process_group(group)

@@ -92,11 +92,12 @@ def fully_shard(
             False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's
             gather is among k. None: False for the root, True for others.
         shard_placement_fn: given a parameter, `Shard(dim)` to cut it on another dim than 0, or None. Any dim, even
-            or not. mp_policy: dtypes of compute, of reduction and of outputs. offload_policy: where shards rest;
-            `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory. ignored_params: parameters that
-            stay as they are, on every rank, neither sharded nor reduced. dp_mesh_dims: `mesh` is a larger mesh, and
-            these of its named axes are the data-parallel ones; parameters that are DTensors on it keep their placement
-            on the other axes.
+            or not.
+        mp_policy: dtypes of compute, of reduction and of outputs.
+        offload_policy: where shards rest; `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory.
+        ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
+        dp_mesh_dims: `mesh` is a larger mesh, and these of its named axes are the data-parallel ones; parameters that
+            are DTensors on it keep their placement on the other axes.
         prefetch_policy: how far gathers run ahead, in units and in bytes; the root's holds for the model. Beyond torch.
 
     Returns:
@@ -107,7 +108,8 @@ def fully_shard(
         MeshError: a mesh with other than 1 or 2 axes, or without the names asked for.
         PlacementError: a parameter that cannot be cut as asked.
         PolicyError: an int `reshard_after_forward` that does not divide the shard axis. `PolicyTypeError` for other
-            types. OwnershipError: a parameter of another unit under another mesh.
+            types.
+        OwnershipError: a parameter of another unit under another mesh.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
@@ -173,8 +175,7 @@ def _check_modules(modules: Sequence[Any]) -> None:
         if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it "
-                "on the "
-                "modules inside, or pass them as a list to make one unit of them"
+                "on the modules inside, or pass them as a list to make one unit of them"
             )
         if unit_of(module) is not None:
             raise ModuleError(
@@ -204,7 +205,7 @@ def _shard(found: Belongings, mesh: DataMesh, placement_fn: ShardPlacementFn | N
         cut = form.cut
         rows = cut.rows[mesh.shard_rank]
         part = form.data if cut.dim is None else form.data.narrow(cut.dim, rows.start, rows.numel)
-        # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around, and cannot
+        # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
         local = part.detach().clone(memory_format=torch.contiguous_format)
         shard = nn.Parameter(dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)

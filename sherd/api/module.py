@@ -134,8 +134,7 @@ class FSDPModule:
         self._sherd_change(recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many units' gradients may be in reduction at once: more overlap, more memory. The largest of all units
-        holds."""
+        """How many units' gradients may be in reduction at once, for overlap. The largest of all units' holds."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise PolicyTypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int")
         if max_input_buffers < 1:
@@ -274,8 +273,7 @@ class FSDPModule:
             groups = "; ".join(weights.group.name for weights in unit.weights)
             raise PolicyError(
                 f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so "
-                "it is "
-                "not clear for which of them the custom collective is meant; shard them as separate units"
+                "it is not clear for which of them the custom collective is meant; shard them as separate units"
             )
         return unit
 
@@ -297,8 +295,7 @@ def checked_reshard(value: Any, num_shards: int) -> bool | int:
     if not isinstance(value, bool) and (value < 1 or num_shards % value):
         raise PolicyError(
             f"reshard_after_forward={value}: parameters are sharded over {num_shards} ranks, and {value} does not "
-            "divide that; "
-            f"use one of {[n for n in range(1, num_shards + 1) if num_shards % n == 0]}, True or False"
+            f"divide that; use one of {[n for n in range(1, num_shards + 1) if num_shards % n == 0]}, True or False"
         )
     return value
 
@@ -339,9 +336,8 @@ def swap_class(module: nn.Module) -> None:
 
 def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
     raise ModuleError(
-        f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or "
-        "build a second "
-        "one and load this one's state_dict()"
+        f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or build a "
+        "second one and load this one's state_dict()"
     )
 
 
@@ -371,10 +367,8 @@ def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             unit = unit_of(self)
             raise ShardedAccessError(
                 f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are "
-                "sharded, "
-                f"outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or module.unshard() "
-                "before "
-                "and module.reshard() after"
+                f"sharded, outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or "
+                "module.unshard() before and module.reshard() after"
             ) from error
 
     return call

@@ -66,8 +66,7 @@ class DataMesh:
         return dist.get_process_group_ranks(self.shard_group)
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
-        """The group of `size` neighbouring ranks of the shard axis that this rank belongs to; made once,
-        collectively."""
+        """The `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""
         first = self.shard_rank // size * size
         return self._extra_group(size, self.shard_ranks[first : first + size])
 

@@ -217,8 +217,10 @@ class _RecordingLane(_BackgroundLane):
         self._log = log
 
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
-        if after is not None:
+        if isinstance(after, _RecordedWait):
+            # The lane waits, not compute, whose waits the recorded handoff would write down.
             self._log.append((self._name, "follow handoff"))
+            after = after.inner
         self._log.append((self._name, "run"))
         return _RecordedWait(self._name, self._log, super().run(start, after))
 
@@ -230,8 +232,8 @@ class _RecordedWait(Handoff):
     def __init__(self, name: str, log: list[tuple[str, str]], handoff: Handoff) -> None:
         self._name = name
         self._log = log
-        self._handoff = handoff
+        self.inner = handoff
 
     def wait(self) -> None:
         self._log.append(("compute", f"follow {self._name}"))
-        self._handoff.wait()
+        self.inner.wait()

@@ -87,7 +87,8 @@ class _Rows:
         self.flags.fill_(1)
         for index, views in enumerate(self.views):
             if index not in self.filled:
-                torch._foreach_zero_(views)
+                for view in views:
+                    view.zero_()
                 self.flags[:, index : index + 1] = 0
 
     @classmethod
@@ -213,8 +214,7 @@ class Gradients:
         return same and self._borrows and self._rows is None and not gradient.requires_grad
 
     def _local_gradient(self, index: int, gradient: DTensor) -> torch.Tensor:
-        """Under tensor parallelism: the gradient as the parameter is placed. Data-parallel axes are left to our
-        reduction."""
+        """Under tensor parallelism: the gradient as the parameter is placed, data-parallel axes apart."""
         spec = self.group.parameters[index].whole_spec
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
         data_axes = self._data_axes(spec.mesh.mesh_dim_names)
@@ -274,8 +274,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self, policy: UnitPolicy) -> None:
-        """Start the reduction of what has been collected: over the shard axis, then, if `policy` says so, the
-        replicas."""
+        """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
         self._copy_batch()
         self._arrived.clear()
         rows = self._rows

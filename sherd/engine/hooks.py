@@ -32,7 +32,7 @@ from sherd.engine.structures import map_tensors, tensors_in
 from sherd.engine.unit import Unit
 
 _OUTPUT_OF = "sherd_output_of"
-"""In an autograd node's metadata: the id of the unit that it is the last node of."""
+"""In an autograd node's metadata: the ids of the units that it is the last node of."""
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -120,7 +120,7 @@ def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
         (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
 
     for node in _nodes_of(output):
-        node.metadata[_OUTPUT_OF] = unit.id
+        node.metadata.setdefault(_OUTPUT_OF, set()).add(unit.id)
         node.register_prehook(reached)
 
 
@@ -135,8 +135,8 @@ def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
             # A leaf (a detached input of a reentrant checkpoint, say) has no such node: its gradient is the sign.
             tensor.register_hook(passed)
     for node in _nodes_of(inputs):
-        if (
-            node.metadata.get(_OUTPUT_OF) != unit.id
+        if unit.id not in node.metadata.get(
+            _OUTPUT_OF, ()
         ):  # else it is of the unit itself, which backward has not passed then
             node.register_prehook(passed)
 

@@ -206,8 +206,7 @@ def _on_full_mesh(whole: DTensorSpec, mesh: DataMesh, dim: int | None, name: str
         if not placement.is_replicate():
             raise PlacementError(
                 f"{name}: data-parallel axis {axis_name!r} must find it replicated, its placement there is "
-                f"{placement}; "
-                "distribute it with Replicate() on the data-parallel axes"
+                f"{placement}; distribute it with Replicate() on the data-parallel axes"
             )
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
     others = [axis for axis in range(mesh.full.ndim) if axis not in data_axes]

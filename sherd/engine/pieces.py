@@ -87,4 +87,5 @@ class CopyOut:
         if self._scattered:
             sources = [view for slot, _ in self._scattered for view in row_views(by_rank, slot)]
             targets = [view for _, views in self._scattered for view in views]
-            torch._foreach_copy_(targets, sources)
+            if targets:  # they may all be empty tensors
+                torch._foreach_copy_(targets, sources)

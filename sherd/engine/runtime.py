@@ -215,8 +215,7 @@ class Runtime:
             during = "backward" if self.in_backward else "forward"
             raise StateError(
                 f"the shards of unit {unit.name} were asked for (state_dict, load_state_dict or .to()) in the middle "
-                "of a "
-                f"{during} that needs its whole parameters; do it before or after"
+                f"of a {during} that needs its whole parameters; do it before or after"
             )
         self.reshard(unit)
 
@@ -240,8 +239,7 @@ class Runtime:
         if unit is not self.root:
             raise StateError(
                 f"forward of unit {unit.name} while the last backward of {self.root.name} has raised and left "
-                "gradients "
-                f"half reduced; run {self.root.name}'s forward, or call its reset_iter_state(), first"
+                f"gradients half reduced; run {self.root.name}'s forward, or call its reset_iter_state(), first"
             )
         self.reset()
 

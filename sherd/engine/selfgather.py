@@ -99,8 +99,7 @@ class SelfGatheredWeights:
         self._position.move(Live.GATHERING)
 
     def _ask(self, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Call `fsdp_pre_all_gather` with as many arguments as it takes: torch knows an older form with the mesh
-        alone."""
+        """Call `fsdp_pre_all_gather` with as many arguments as it takes: an older form takes the mesh alone."""
         mesh = self.group.mesh.shard_mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
             tensors, metadata = local.fsdp_pre_all_gather(mesh)

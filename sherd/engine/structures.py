@@ -30,8 +30,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor changed; containers that hold a changed one are rebuilt, all else is passed on as it
-    is."""
+    """`value` with every tensor changed; containers that hold a changed one are rebuilt, all else stays as it is."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -127,8 +127,7 @@ class Unit:
     # Grouping
 
     def regroup(self) -> None:
-        """Put parameters into groups and each group's shards into one buffer: at the start, and when shards were
-        moved."""
+        """Put parameters into groups and each group's shards into one buffer: at the start, and when they moved."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         kinds: dict[Kind, list[ShardedParameter]] = {}
@@ -178,8 +177,7 @@ class Unit:
         return all(weights.group.is_seated for weights in self.weights)
 
     def reseat(self) -> None:
-        """After shards may have been moved (`module.to()`, a load): back into one buffer, once all are on one
-        device."""
+        """After shards may have moved (`module.to()`, a load): back into one buffer, once all are on one device."""
         devices = {parameter.local.device for parameter in self.parameters}
         if len(devices) == 1 and not self.is_seated:
             self.regroup()
@@ -261,8 +259,7 @@ class Unit:
     # Modules running
 
     def module_begins(self) -> bool:
-        """One of its modules begins a forward; whether that begins the unit's run, which lasts until all have had
-        one."""
+        """One of its modules begins a forward; whether that begins a run of the unit, which ends when all have run."""
         if len(self._modules) == 1:
             return True
         begins = not self._to_run

@@ -65,6 +65,9 @@ class Packing:
             cut = slot.cut
             rows = self.num_ranks if cut.dim is None else cut.shape[cut.dim]
             assert cut.num_rows_held == rows, f"some row of a tensor of shape {cut.shape} has no owner, or two"
+            assert cut.dim is None or cut.is_consecutive, f"rows of a tensor of shape {cut.shape} are out of order"
+            assert slot.rest.numel >= cut.slot, f"the rest slot of a tensor of shape {cut.shape} is too short"
+            assert slot.whole.numel >= cut.whole_numel, f"the whole slot of a tensor of shape {cut.shape} is too short"
 
     @property
     def rows_numel(self) -> int:

@@ -81,6 +81,12 @@ class Cut:
         """Rows that all ranks hold together: `size` of the middle axis, or one for each copy."""
         return sum(extent.numel for extent in self.rows)
 
+    @cached_property
+    def is_consecutive(self) -> bool:
+        """Whether each rank's rows begin where the rank's before it end."""
+        ends = (0, *(extent.stop for extent in self.rows))
+        return all(extent.start == end for extent, end in zip(self.rows, ends, strict=False))
+
     def local_shape(self, rank: int) -> Shape:
         """The shape of what `rank` holds."""
         if self.dim is None:
@@ -94,8 +100,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Cut on tensor dimension `dim`, as `torch.chunk` does; negative dims count from the end. Uneven and empty are
-    fine."""
+    """Cut on tensor dimension `dim`, from the end if negative, as `torch.chunk` does: uneven and empty are fine."""
 
     dim: int = 0
 

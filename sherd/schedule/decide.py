@@ -66,6 +66,7 @@ def decide(state: State, event: Event) -> Decision:
         case EndBackward(last):
             turn.end_backward(last)
         case Unshard(unit, wait):
+            turn.free_if_stale(unit)
             turn.gather(unit)
             if wait:
                 turn.wait(unit)
@@ -90,8 +91,7 @@ class _Turn:
     def enter_forward(self, unit: int) -> None:
         needed = (unit, *self.state.specs[unit].companions)
         for each in needed:
-            if each in self.state.stale:
-                self.free(each)
+            self.free_if_stale(each)
         self._make_whole(needed)
         self.state = replace(self.state, forward=self.state.forward.after(unit))
         explicit = self.state.specs[unit].forward_prefetch
@@ -154,8 +154,9 @@ class _Turn:
         self.state = replace(self.state, reducing=tuple(each for each in self.state.reducing if each != unit))
 
     def leave_backward(self, unit: int, unreduced: bool) -> None:
-        # Freed before the reduction is started, so that the two never add up in the peak.
-        if self.state.specs[unit].reshard_after_backward:
+        # Freed before the reduction is started, so that the two never add up in the peak. One that another unit borrows
+        # from may still be needed there: it goes when the whole backward ends.
+        if self.state.specs[unit].reshard_after_backward and unit not in self.state.borrowed:
             self.free(unit)
         if unreduced:
             self.reduce(unit)
@@ -185,6 +186,10 @@ class _Turn:
         if self.state.live[unit] is not Live.SHARDED:
             self.actions.append(Free(unit))
             self.state = self.state.with_live(unit, Live.SHARDED)
+
+    def free_if_stale(self, unit: int) -> None:
+        if unit in self.state.stale:
+            self.free(unit)
 
     def mark_stale(self, unit: int) -> None:
         # Not freed at once: the optimizer may be stepping inside backward, while the old values are still being read.

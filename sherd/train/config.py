@@ -24,6 +24,8 @@ Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
 class InputError(SherdError, ValueError):
     """What a user gave cannot be used. The message is one line: `sherd train` prints it and exits with 2."""
 
+    names_rank = False
+
 
 def _field(default: T, about: str, rule: str = "", holds: Callable[[T], bool] = lambda _: True) -> T:
     metadata = {"about": about, "rule": rule, "holds": holds}
