@@ -70,6 +70,8 @@ class LiveBytes(TorchDispatchMode):
                 self._note(storage)  # a meta storage, be it under a fake tensor, takes no memory
 
     def _note(self, storage: torch.UntypedStorage) -> None:
+        if not storage.resizable():
+            return  # a window on memory that another storage owns (DLPack, NumPy): it is counted there
         key, size = storage._cdata, storage.nbytes()
         if key not in self._bytes_of:
             weakref.finalize(storage, self._died, key)
