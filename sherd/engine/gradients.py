@@ -36,6 +36,9 @@ from sherd.policy import UnitPolicy
 BATCH_BYTES = 1 << 20
 """Small gradients wait until this many bytes have come, and are copied in one call."""
 
+MANY_RANKS = 8
+"""From this many on a shard is so small that scaling it costs nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -164,8 +167,10 @@ class Gradients:
         self._expected = sum(each.shard.requires_grad for each in self.group.parameters)
         dtype = self.group.reduce_dtype
         self._borrows = self._streams.in_host_order and self.group.packing.direct and dtype != torch.float16
-        # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed.
-        self._scale = Scale(1.0, 1 / divide_by) if self._borrows else Scale.for_(dtype, divide_by)
+        # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed. So are those of many
+        # ranks: their rows are many short strips, which a plain copy fills faster, and a shard is soon scaled.
+        many = self.group.packing.num_ranks >= MANY_RANKS and dtype.itemsize >= 4
+        self._scale = Scale(1.0, 1 / divide_by) if self._borrows or many else Scale.for_(dtype, divide_by)
 
     @property
     def expects_any(self) -> bool:
