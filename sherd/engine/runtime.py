@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -40,7 +40,7 @@ from sherd.schedule.actions import (
     Unshard,
 )
 from sherd.schedule.schedule import Schedule
-from sherd.schedule.state import Keep, Limits, Live, State, UnitSpec
+from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 
 _DO: dict[type[Action], Callable[[Unit], None]] = {
     Gather: Unit.gather,
@@ -102,10 +102,6 @@ class Runtime:
         """Carry out what the schedule answers."""
         for action in self.schedule.on(event):
             _DO[type(action)](self.units[action.unit])
-
-    def index(self, unit: Unit) -> int:
-        """Where `unit` stands in the schedule."""
-        return self._index[unit.id]
 
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.
@@ -254,19 +250,7 @@ class Runtime:
         specs = tuple(self._spec(unit) for unit in self.units)
         state = self.schedule.state
         live = state.live if state.specs else tuple(unit.live for unit in self.units)
-        self.schedule.move_to(
-            State(
-                specs,
-                self._limits(),
-                live,
-                state.forward,
-                state.finished,
-                state.backward,
-                state.entered,
-                state.reducing,
-                state.stale,
-            )
-        )
+        self.schedule.move_to(replace(state, specs=specs, limits=self._limits(), live=live))
 
     def _limits(self) -> Limits:
         prefetch = self.root.policy.prefetch

@@ -61,7 +61,6 @@ class Unit:
         self.precision = precision
         self.policy = policy
         self._place = RestingPlace.under(offload, mesh.device)
-        self._offload = offload
         self._modules = tuple(weakref.ref(module) for module in modules)
         self._runtime: weakref.ref[Runtime] | None = None
         self._on_gradients: Callable[[Unit], None] | None = None
