@@ -4,6 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from sherd.layout.placement import Cut, Replicate, Shape, Shard
+from sherd.layout.plan import Wanted
+from sherd.layout.runs import Blocks, Flat, Whole
 
 # The same examples on every run: a red build is then about the change, and never about the clock.
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
@@ -27,3 +29,20 @@ def groups(draw: st.DrawFn) -> tuple[int, list[Cut]]:
     """A number of ranks, and up to six tensors cut over them."""
     ranks = draw(num_ranks)
     return ranks, draw(st.lists(cuts(ranks), min_size=1, max_size=6))
+
+
+matrices_and_vectors = st.one_of(
+    shapes, st.tuples(st.integers(0, 70), st.sampled_from([1, 5, 16, 24, 48])), st.tuples(st.integers(0, 900))
+)
+consecutive = st.one_of(st.just(Flat()), st.builds(Blocks, st.sampled_from([1, 2, 3, 8, 32])))
+
+
+@st.composite
+def run_groups(
+    draw: st.DrawFn, rules: tuple[st.SearchStrategy, ...] = (consecutive, st.just(Whole()))
+) -> tuple[int, list[Wanted]]:
+    """A number of ranks, at times more than there are elements, and up to eight tensors to be cut into runs."""
+    ranks = draw(st.one_of(num_ranks, st.sampled_from([16, 64, 500])))
+    rule = draw(st.sampled_from(rules))
+    wanted = st.builds(Wanted, matrices_and_vectors, rule, st.just("weight"))
+    return ranks, draw(st.lists(wanted, min_size=1, max_size=8))

@@ -5,11 +5,14 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 
 from sherd.layout.extent import Extent
-from sherd.layout.packing import REST_ALIGNMENT, SHORT, WHOLE_ALIGNMENT, Packing, Slot, pack
+from sherd.layout.packing import REST_ALIGNMENT, SHORT, WHOLE_ALIGNMENT, Packing, RunSlot, Slot, even_share, pack
 from sherd.layout.placement import Shard
-from tests.layout.strategies import PROPERTY, groups
+from sherd.layout.plan import plan
+from sherd.layout.runs import Runs
+from tests.layout.strategies import PROPERTY, groups, run_groups
 
 
 def disjoint(extents: list[Extent], size: int) -> bool:
@@ -24,7 +27,7 @@ def test_slots_keep_their_tensors_order_and_never_overlap(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
     assert [slot.cut for slot in packing.slots] == cuts
-    assert disjoint([slot.rest for slot in packing.slots], packing.rest_numel)
+    assert disjoint([slot.rest for slot in packing.slots], packing.rest_numels[0])
     assert disjoint([slot.whole for slot in packing.slots], packing.whole_numel)
 
 
@@ -60,7 +63,7 @@ def test_what_a_rank_holds_lies_inside_its_slot(group):
 
 def gathered(packing: Packing) -> list[tuple[int, int] | None]:
     """The rows buffer as a list: at each place (tensor, flat index) or None for padding."""
-    rows: list[tuple[int, int] | None] = [None] * (packing.num_ranks * packing.rest_numel)
+    rows: list[tuple[int, int] | None] = [None] * packing.rows_numel
     for number, slot in enumerate(packing.slots):
         cut = slot.cut
         for rank in range(packing.num_ranks):
@@ -68,7 +71,7 @@ def gathered(packing: Packing) -> list[tuple[int, int] | None]:
             if cut.dim is not None:
                 mine = range(cut.rows[rank].start, cut.rows[rank].stop)
                 indices = [index for index in indices if index // cut.inner % cut.shape[cut.dim] in mine]
-            start = rank * packing.rest_numel + slot.rest.start
+            start = packing.starts[rank] + slot.rest.start
             rows[start : start + len(indices)] = [(number, index) for index in indices]
     return rows
 
@@ -115,7 +118,7 @@ def test_even_shards_of_a_real_models_block_cost_under_three_percent_on_up_to_10
 
 def test_thousands_of_ranks_with_short_shards_are_not_padded_to_the_alignment():
     cuts = [Shard(0).cut((4096,), 4096, "norm")] * 10
-    assert pack(cuts, 4096).rest_numel == 10
+    assert pack(cuts, 4096).rest_numels == (10,) * 4096
 
 
 # Wrong on purpose
@@ -125,7 +128,7 @@ CUT = Shard(0).cut((4, 4), 2, "w")
 RIGHT = Packing(
     2,
     (Slot(CUT, Extent(0, 8), Extent(0, 16)), Slot(CUT, Extent(8, 8), Extent(16, 16))),
-    rest_numel=16,
+    rest_numels=(16, 16),
     whole_numel=32,
 )
 
@@ -146,7 +149,9 @@ def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
         ({"slots": with_second(whole=Extent(15, 16))}, "overlap in the whole buffer"),
         ({"slots": with_second(rest=Extent(9, 8))}, "ends after the rest buffer"),
         ({"slots": with_second(whole=Extent(17, 16))}, "ends after the whole buffer"),
-        ({"rest_numel": 15}, "ends after the rest buffer"),
+        ({"rest_numels": (15, 15)}, "ends after the rest buffer"),
+        ({"rest_numels": (16, 17)}, "same room on every rank"),
+        ({"rest_numels": (16,)}, "every rank has a rest buffer"),
         ({"whole_numel": 33}, "must divide by the ranks"),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 2), Extent(2, 1))))}, "no owner, or two"),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 3), Extent(2, 2))))}, "no owner, or two"),
@@ -160,6 +165,8 @@ def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
         "rest slot too far",
         "whole slot too far",
         "rest too short",
+        "rest longer on one rank",
+        "a rank without rest",
         "whole does not divide",
         "a row without owner",
         "a row with two owners",
@@ -171,3 +178,157 @@ def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
 def test_a_packing_that_is_wrong_cannot_be_made(changes, said):
     with pytest.raises(AssertionError, match=said):
         replace(RIGHT, **changes)
+
+
+# Cut into runs
+
+
+def run_extents(slot: RunSlot, packing: Packing) -> list[Extent]:
+    """What each rank holds of the slot's tensor, as places in the whole buffer."""
+    return [slot.held(rank).shifted(packing.starts[rank]) for rank in range(packing.num_ranks) if slot.held(rank).numel]
+
+
+@PROPERTY
+@given(run_groups())
+def test_runs_lie_in_the_order_of_the_ranks_and_each_rank_holds_its_pieces_inside_its_own(group):
+    ranks, wanted = group
+    packing = pack(plan(wanted, ranks), ranks)
+    assert packing.starts == tuple(sum(packing.rest_numels[:rank]) for rank in range(ranks))
+    for slot in packing.slots:
+        for rank in range(ranks):
+            held = slot.held(rank)
+            assert held.numel == slot.cut.local_numel(rank)
+            assert held.stop <= packing.rest_numels[rank]
+
+
+@PROPERTY
+@given(run_groups())
+def test_the_ranks_pieces_of_a_tensor_follow_each_other_as_one_run_which_is_its_slot(group):
+    ranks, wanted = group
+    packing = pack(plan(wanted, ranks), ranks)
+    for slot in packing.slots:
+        places = [place for piece in run_extents(slot, packing) for place in range(piece.start, piece.stop)]
+        assert places == list(range(slot.whole.start, slot.whole.stop))
+
+
+@PROPERTY
+@given(run_groups())
+def test_gaps_and_tensors_together_are_the_rows_and_nothing_is_in_both(group):
+    ranks, wanted = group
+    packing = pack(plan(wanted, ranks), ranks)
+    parts = [*packing.gaps, *(slot.whole for slot in packing.slots)]
+    assert disjoint(parts, packing.rows_numel)
+    assert sum(part.numel for part in parts) == packing.rows_numel
+
+
+@PROPERTY
+@given(run_groups())
+def test_whole_tensors_cut_into_runs_start_aligned_in_a_buffer_that_divides_by_the_ranks(group):
+    ranks, wanted = group
+    packing = pack(plan(wanted, ranks), ranks)
+    assert all(slot.whole.start % WHOLE_ALIGNMENT == 0 for slot in packing.slots)
+    assert packing.whole_numel % ranks == 0
+    assert packing.rows_numel <= packing.whole_numel < packing.rows_numel + ranks
+
+
+@PROPERTY
+@given(run_groups())
+def test_of_each_kind_of_placement_matrices_lie_before_vectors_on_every_rank(group):
+    ranks, wanted = group
+    packing = pack(plan(wanted, ranks), ranks)
+    for rank in range(ranks):
+        held = {1: [], 2: []}
+        for slot in packing.slots:
+            if slot.held(rank).numel:
+                held[1 if len(slot.cut.shape) < 2 else 2].append(slot.held(rank))
+        if held[1] and held[2]:
+            assert max(extent.stop for extent in held[2]) <= min(extent.start for extent in held[1])
+
+
+@PROPERTY
+@given(run_groups(), st.data())
+def test_any_part_of_a_plans_cuts_can_be_packed_on_its_own(group, data):
+    ranks, wanted = group
+    cuts = plan(wanted, ranks)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(cuts))), min_size=1, unique=True))
+    packing = pack([cuts[index] for index in chosen], ranks)
+    assert [slot.cut for slot in packing.slots] == [cuts[index] for index in chosen]
+    for slot in packing.slots:
+        assert sum(extent.numel for extent in run_extents(slot, packing)) == slot.cut.numel
+
+
+@PROPERTY
+@given(run_groups())
+def test_runs_of_unequal_length_have_no_padding_but_what_aligns_the_next_tensor(group):
+    ranks, wanted = group
+    packing = pack(plan(wanted, ranks), ranks)
+    if not packing.is_even:
+        assert all(gap.numel < WHOLE_ALIGNMENT for gap in packing.gaps)
+
+
+def test_runs_are_made_equal_where_that_takes_less_than_three_percent():
+    nearly = [Runs((numel,), 2, rank, (numel,)) for rank, numel in enumerate((1600, 1568))]
+    assert pack(nearly, 2).rest_numels == (1600, 1600)
+    apart = [Runs((numel,), 2, rank, (numel,)) for rank, numel in enumerate((1600, 1488))]
+    assert pack(apart, 2).rest_numels == (1600, 1488)
+
+
+def test_runs_are_made_equal_where_the_least_equal_ones_hold_them_however_much_of_that_is_padding():
+    assert pack([Runs((3,), 64, 0, (3,))], 64).rest_numels == (16,) * 64
+
+
+def test_runs_are_not_made_equal_where_a_tensor_would_then_start_unaligned():
+    packing = pack([Runs((16,), 2, 0, (5, 16))], 2)
+    assert packing.rest_numels == (5, 11)
+    assert packing.slots[0].whole == Extent(0, 16)
+
+
+def test_a_tensor_is_moved_behind_a_gap_so_that_its_rank_ends_where_the_equal_run_does():
+    cuts = [Runs((6, 1600), 2, 0, (4800, 9600), by_rows=True), Runs((80,), 2, 0, (80,)), Runs((96,), 2, 1, (96,))]
+    packing = pack(cuts, 2)
+    assert packing.rest_numels == (4896, 4896)
+    assert [slot.whole.start for slot in packing.slots] == [96, 0, 9696]
+    assert packing.gaps == (Extent(80, 16),)
+
+
+def test_padding_and_imbalance_of_runs_are_shares_of_the_rows_and_of_the_mean():
+    packing = pack([Runs((48,), 2, 0, (48,)), Runs((8,), 2, 1, (8,))], 2)
+    assert packing.rest_numels == (48, 16)
+    assert packing.padding == 8 / 64
+    assert packing.imbalance == 48 / 32 - 1
+    assert pack([Runs((0,), 2, 0, (0,))], 2).padding == 0.0
+    assert pack([Runs((0,), 2, 0, (0,))], 2).imbalance == 0.0
+
+
+def test_a_packing_of_runs_is_direct_and_tensors_cut_otherwise_do_not_mix_with_it():
+    runs = Runs((48,), 2, 0, (48,))
+    assert pack([runs], 2).direct
+    with pytest.raises(AssertionError, match="a group of their own"):
+        pack([runs, Shard(0).cut((4,), 2, "w")], 2)
+
+
+def test_the_least_equal_share_holds_all_and_is_aligned():
+    assert [even_share(numel, 4) for numel in (0, 1, 64, 65)] == [0, 16, 16, 32]
+
+
+RUNS = pack([Runs((96,), 2, 0, (64, 96)), Runs((32,), 2, 1, (32,))], 2)
+
+
+def with_first_run(**changes: object) -> tuple[RunSlot, RunSlot]:
+    return replace(RUNS.slots[0], **changes), RUNS.slots[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"slots": with_first_run(whole=Extent(16, 96))}, "overlap in the whole buffer"),
+        ({"slots": with_first_run(whole=Extent(0, 80))}, "lies there as it is"),
+        ({"slots": with_first_run(starts=(0, 48))}, "where the ranks' runs begin"),
+        ({"slots": with_first_run(cut=Runs((96,), 2, 0, (80, 96)))}, "outside its run"),
+        ({"rest_numels": (64, 80)}, "the whole buffer"),
+    ],
+    ids=["overlap", "too short", "counts from elsewhere", "outside its rank's run", "rows longer than whole"],
+)
+def test_a_packing_of_runs_that_is_wrong_cannot_be_made(changes, said):
+    with pytest.raises(AssertionError, match=said):
+        replace(RUNS, **changes)

@@ -1,0 +1,244 @@
+"""Where the tensors of one group are cut into runs: all of them at once, so that the ranks' shares balance.
+
+In the drawings a letter stands for 16 elements and `.` for padding; `|` stands between tensors.
+
+Consecutive (`Flat`, `Blocks`): the tensors stand in one line, matrices first, and the line is cut into equal shares. A
+gap before a tensor lets the cut fall between two of its blocks. 2 ranks; a (4, 48) and b (1, 64) in blocks of one row,
+c (80,) anywhere; without the gap the cut would fall within a row of a:
+
+    rank 0 | b b b b | . | a a a a a a |
+    rank 1 | a a a a a a | c c c c c |
+
+Where equal shares would take more padding than `MOST_PADDING`, there are no gaps, and the shares are as unequal as the
+blocks make them. 3 ranks; a (3, 64) and b (2, 80) in blocks of one row:
+
+    rank 0 | b b b b b |
+    rank 1 | b b b b b | a a a a |
+    rank 2 | a a a a a a a a |
+
+Owned (`Whole`): largest tensor first, each to the owner that has least of the group so far (longest processing time,
+Graham 1969). Then the owner that has most becomes the rank that has least of all other groups. 2 ranks, of which rank 0
+owns more elsewhere; a (5, 16), b (4, 16), c (2, 16):
+
+    rank 0 | a a a a a | . |
+    rank 1 | b b b b | c c |
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import lcm, prod
+
+from sherd.layout.extent import aligned
+from sherd.layout.packing import MOST_PADDING, WHOLE_ALIGNMENT, even_share
+from sherd.layout.placement import Shape
+from sherd.layout.runs import RunPlacement, Runs
+
+CANDIDATES = 16
+"""Equal shares that are tried, for each multiple that they may have to be of."""
+
+FINE = 64
+"""Cuts keep what lies behind them aligned where a share has at least this many places for such cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor of a group, and how it may be cut."""
+
+    shape: Shape
+    placement: RunPlacement
+    name: str
+
+
+def plan(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int] | None = None) -> tuple[Runs, ...]:
+    """Cut all tensors of a group; the answer is in their order, and the same on every rank.
+
+    `loads` are the elements that each rank owns of other groups; owners are chosen so that the sums balance too.
+    """
+    owned = {each.placement.owned for each in wanted}
+    assert len(owned) == 1, "tensors that are cut and tensors that are not have groups of their own"
+    return _owned(wanted, num_ranks, loads or [0] * num_ranks) if owned.pop() else _consecutive(wanted, num_ranks)
+
+
+def _runs(each: Wanted, num_ranks: int, first: int, ends: Sequence[int]) -> Runs:
+    return Runs(each.shape, num_ranks, first, tuple(ends), each.placement.by_rows(each.shape))
+
+
+# Owned
+
+
+def _owned(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int]) -> tuple[Runs, ...]:
+    """The group is balanced first: a rank that owns much of it makes all others wait."""
+    numels = [prod(each.shape) for each in wanted]
+    owners = _balanced(numels, num_ranks)
+    has = [0] * num_ranks
+    for numel, owner in zip(numels, owners, strict=True):
+        has[owner] += numel
+    fullest_first = sorted(range(num_ranks), key=lambda owner: -has[owner])
+    idlest_first = sorted(range(num_ranks), key=lambda rank: loads[rank])
+    ranks = dict(zip(fullest_first, idlest_first, strict=True))
+    return tuple(
+        _runs(each, num_ranks, ranks[owner], (numel,))
+        for each, numel, owner in zip(wanted, numels, owners, strict=True)
+    )
+
+
+def _balanced(numels: Sequence[int], num_owners: int) -> list[int]:
+    """An owner for each tensor."""
+    heap = [(0, owner) for owner in range(num_owners)]
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        has, owners[index] = heap[0]
+        heapq.heapreplace(heap, (has + numels[index], owners[index]))
+    return owners
+
+
+# Consecutive
+
+
+def _consecutive(wanted: Sequence[Wanted], num_ranks: int) -> tuple[Runs, ...]:
+    order = _in_line(wanted)
+    line = _Line.of([wanted[index] for index in order], num_ranks)
+    starts, bounds = line.cut_evenly() or line.cut_unevenly()
+    cuts: dict[int, Runs] = {}
+    for index, start, numel in zip(order, starts, line.numels, strict=True):
+        first = min(bisect_right(bounds, start), num_ranks - 1)
+        last = min(bisect_right(bounds, start + max(numel, 1) - 1), num_ranks - 1)
+        cuts[index] = _runs(wanted[index], num_ranks, first, [bound - start for bound in bounds[first:last]] + [numel])
+    return tuple(cuts[index] for index in range(len(wanted)))
+
+
+def _in_line(wanted: Sequence[Wanted]) -> list[int]:
+    """Matrices first, then vectors: what optimizers treat alike lies together. Large blocks first among those."""
+    grains = [each.placement.grain(each.shape, each.name) for each in wanted]
+    return sorted(range(len(wanted)), key=lambda index: (len(wanted[index].shape) < 2, -grains[index]))
+
+
+Cuts = tuple[list[int], list[int]]
+"""Where each tensor of a line starts, and where each rank's run ends."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Tensors one behind the other, each aligned: `numels[i]` elements, cut at multiples of `grains[i]` only."""
+
+    numels: list[int]
+    grains: list[int]
+    num_ranks: int
+
+    @classmethod
+    def of(cls, wanted: Sequence[Wanted], num_ranks: int) -> _Line:
+        grains = [each.placement.grain(each.shape, each.name) for each in wanted]
+        return cls([prod(each.shape) for each in wanted], grains, num_ranks)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each starts if there are no gaps; and, one more, where the line ends."""
+        return list(accumulate((aligned(numel, WHOLE_ALIGNMENT) for numel in self.numels), initial=0))
+
+    @property
+    def total(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def share(self) -> int:
+        """The least that equal runs can be long; not zero, though nothing may be there."""
+        return even_share(max(1, self.total), self.num_ranks)
+
+    @cached_property
+    def aligned_grains(self) -> list[int]:
+        """Like `grains`, for cuts that keep what lies behind them aligned."""
+        return [lcm(grain, WHOLE_ALIGNMENT) for grain in self.grains]
+
+    # Equal shares
+
+    def cut_evenly(self) -> Cuts | None:
+        """Equal shares, the least there are; None where they would take too much padding."""
+        for share in self._shares():
+            starts = self._starts_for(share)
+            if starts is not None:
+                return starts, [share * (rank + 1) for rank in range(self.num_ranks)]
+        return None
+
+    def _shares(self) -> list[int]:
+        """Equal shares to try. A tensor that goes over three ranks or more needs a multiple of its grain."""
+        most = int(self.share * (1 + MOST_PADDING))
+        long = lcm(WHOLE_ALIGNMENT, *(g for g, n in zip(self.aligned_grains, self.numels, strict=True) if n > 2 * most))
+        shares = {self.share}
+        for unit in (long, lcm(*self.aligned_grains)):
+            multiples = range(aligned(self.share, unit), most + 1, unit)
+            shares.update(multiples[:: max(1, len(multiples) // CANDIDATES)])
+        return sorted(shares)
+
+    def _starts_for(self, share: int) -> list[int] | None:
+        """Where each starts, gaps before some of them, so that cuts at the multiples of `share` are allowed."""
+        starts, cursor = [], 0
+        for numel, grain in zip(self.numels, self.aligned_grains, strict=True):
+            room = share - cursor % share
+            if numel > room:
+                cursor += room % grain
+                before_the_cut = room - room % grain
+                if numel - before_the_cut > share and share % grain:
+                    return None
+            starts.append(cursor)
+            cursor = aligned(cursor + numel, WHOLE_ALIGNMENT)
+        return starts if cursor <= share * self.num_ranks else None
+
+    # Shares as the blocks make them
+
+    def cut_unevenly(self) -> Cuts:
+        """No gaps; the longest run as short as can be, to the thousandth."""
+        blocks = [min(pair) for pair in zip(self.steps, self.numels, strict=True)]
+        low = max(self.share, *blocks)
+        high = low + self.share + WHOLE_ALIGNMENT
+        best = self._bounds_for(high)
+        while high - low > low // 1000:
+            middle = (low + high) // 2
+            bounds = self._bounds_for(middle)
+            best, low, high = (best, middle + 1, high) if bounds is None else (bounds, low, middle)
+        assert best is not None, "runs as long as a share and a block together hold everything"
+        return self.starts[:-1], best
+
+    def _bounds_for(self, longest: int) -> list[int] | None:
+        """Where the runs end if none may be longer than `longest`; None if that is not possible."""
+        shares = [self.total * rank // self.num_ranks for rank in range(1, self.num_ranks + 1)]
+        full = [self.total] * self.num_ranks
+        return self._bounds_near(shares, longest) or self._bounds_near(full, longest)
+
+    def _bounds_near(self, aims: list[int], longest: int) -> list[int] | None:
+        """Each run ends where it aims at, or at the next allowed cut; earlier where it would be too long. None if the
+        runs do not reach the end of the line."""
+        bounds, bound = [], 0
+        for aim in aims:
+            bound = min(self._cut_at_most(bound + longest), self._cut_at_least(aim))
+            bounds.append(bound)
+        return bounds if bound == self.total else None
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Elements from one allowed cut to the next, of each tensor."""
+        return [
+            fine if fine * FINE <= self.share else grain
+            for grain, fine in zip(self.grains, self.aligned_grains, strict=True)
+        ]
+
+    def _cut_at_most(self, place: int) -> int:
+        """The last allowed cut that is not behind `place`; at times behind the tensor, before the next one starts."""
+        if place >= self.total:
+            return self.total
+        at = bisect_right(self.starts, place) - 1
+        return place - (place - self.starts[at]) % self.steps[at]
+
+    def _cut_at_least(self, place: int) -> int:
+        """The first allowed cut that is not before `place`."""
+        if place >= self.total:
+            return self.total
+        at = bisect_right(self.starts, place) - 1
+        blocks = -(-(place - self.starts[at]) // self.steps[at])
+        inside = blocks * self.steps[at] < self.numels[at]
+        return self.starts[at] + blocks * self.steps[at] if inside else self.starts[at + 1]

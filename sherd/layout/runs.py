@@ -1,0 +1,159 @@
+"""Tensors cut into consecutive runs of their elements, and the placements that ask for it. Integers only.
+
+A placement here says into what pieces a tensor may be cut, and no more; where the cuts of a whole group fall is
+planned for all its tensors at once (`plan.py`), so that every rank gets its share of the group, not of each tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Protocol, runtime_checkable
+
+from sherd.errors import PlacementError
+from sherd.layout.extent import Extent
+from sherd.layout.placement import Shape
+
+
+@dataclass(frozen=True)
+class Runs:
+    """One tensor of `shape`, flattened; rank `first + i` holds its elements from `ends[i - 1]` to `ends[i]`.
+
+        shape (3, 5), 4 ranks, first 1, ends (5, 15), by_rows
+
+        rank 0 |
+        rank 1 | 0 1 2 3 4 |
+        rank 2 | 5 6 7 8 9 | 10 11 12 13 14 |
+        rank 3 |
+
+    Ranks before `first` and behind the last end hold nothing. `by_rows`: every run is of whole rows, so what a rank
+    holds keeps the tensor's other dims; otherwise it is 1-D.
+    """
+
+    shape: Shape
+    num_ranks: int
+    first: int
+    ends: tuple[int, ...]
+    by_rows: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
+        assert self.first + len(self.ends) <= self.num_ranks, (
+            f"runs of shape {self.shape} go to ranks that are not there"
+        )
+        assert self.ends[-1] == self.numel, (
+            f"runs of shape {self.shape} end at {self.ends[-1]}, not at its last element"
+        )
+        assert all(a <= b for a, b in zip((0, *self.ends), self.ends, strict=False)), f"runs go backwards: {self.ends}"
+        assert not self.by_rows or all(end % max(self.inner, 1) == 0 for end in self.ends), "a row is cut in two"
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def inner(self) -> int:
+        """Elements of one row: one index of dim 0."""
+        return prod(self.shape[1:])
+
+    @property
+    def holders(self) -> range:
+        """The ranks that may hold something; some of them may hold nothing."""
+        return range(self.first, self.first + len(self.ends))
+
+    def piece(self, rank: int) -> Extent:
+        """What `rank` holds, in the flattened tensor."""
+        at = rank - self.first
+        if not 0 <= at < len(self.ends):
+            return Extent(0 if at < 0 else self.numel, 0)
+        start = self.ends[at - 1] if at else 0
+        return Extent(start, self.ends[at] - start)
+
+    def local_numel(self, rank: int) -> int:
+        """Elements that `rank` holds."""
+        return self.piece(rank).numel
+
+    def local_shape(self, rank: int) -> Shape:
+        """The shape of what `rank` holds."""
+        numel = self.local_numel(rank)
+        if self.by_rows and self.shape:
+            return (numel // self.inner if self.inner else self._empty_rows(rank), *self.shape[1:])
+        return (numel,)
+
+    def _empty_rows(self, rank: int) -> int:
+        """Rows without elements (shape (3, 0)) all belong to the first holder."""
+        return self.shape[0] if rank == self.first else 0
+
+
+@runtime_checkable
+class RunPlacement(Protocol):
+    """A rule that says where a flattened tensor may be cut. `owned`: the tensor goes to one rank as it is."""
+
+    owned: bool
+
+    def grain(self, shape: Shape, name: str) -> int:
+        """Elements of one block, which no cut divides; at least 1. `name` is for the error message."""
+        ...
+
+    def by_rows(self, shape: Shape) -> bool:
+        """Whether what a rank holds is made of whole rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Cut anywhere, to the element: the fewest bytes. What a rank holds is 1-D. For element-wise optimizers."""
+
+    owned = False
+
+    def grain(self, shape: Shape, name: str) -> int:
+        """One element."""
+        return 1
+
+    def by_rows(self, shape: Shape) -> bool:
+        """Never."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Cut between blocks of `rows` rows (indices of dim 0); the last block of a tensor may be shorter.
+
+    For block-quantised training and for row-wise optimizers. Vectors are cut between `rows` elements.
+
+    Raises:
+        PlacementError: `rows` is not a positive int.
+    """
+
+    rows: int = 1
+    owned = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
+            raise PlacementError(f"Blocks(rows={self.rows!r}): expected a positive int, the rows of one block")
+
+    def grain(self, shape: Shape, name: str) -> int:
+        """The elements of `rows` rows."""
+        return max(1, self.rows * prod(shape[1:]))
+
+    def by_rows(self, shape: Shape) -> bool:
+        """Always, but for scalars."""
+        return bool(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Never cut: each tensor has one owner, chosen so that the owners' loads balance. For Muon, Shampoo and their
+    like."""
+
+    owned = True
+
+    def grain(self, shape: Shape, name: str) -> int:
+        """All elements."""
+        return max(1, prod(shape))
+
+    def by_rows(self, shape: Shape) -> bool:
+        """Always, but for scalars."""
+        return bool(shape)
