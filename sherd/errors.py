@@ -10,7 +10,8 @@ SherdError
 ├── StateError      RuntimeError  a call at a moment when it cannot be served
 │   └── ShardedAccessError        whole parameters were needed where only shards were at hand
 ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
-└── GradientError   RuntimeError  a gradient that cannot be reduced
+├── GradientError   RuntimeError  a gradient that cannot be reduced
+└── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
 
 Every message names what was found, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
 as ValueError, TypeError or RuntimeError are also that here, so `except` clauses keep working after a port.
@@ -20,6 +21,7 @@ import os
 from typing import ClassVar
 
 __all__ = [
+    "CommError",
     "GradientError",
     "MeshError",
     "ModuleError",
@@ -83,3 +85,7 @@ class OptimizerError(SherdError, RuntimeError):
 
 class GradientError(SherdError, RuntimeError):
     """A gradient that cannot be reduced."""
+
+
+class CommError(SherdError, RuntimeError):
+    """A collective that cannot be finished: a rank has died, or ranks asked for different things."""

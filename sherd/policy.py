@@ -75,6 +75,29 @@ class PrefetchPolicy:
                 raise PolicyError(f"PrefetchPolicy({name}={value}): expected 0 or more")
 
 
+TRANSPORTS = ("auto", "torch", "gloo", "shared_memory")
+
+
+@dataclass(frozen=True)
+class CommPolicy:
+    """How bytes travel between ranks.
+
+    Args:
+        transport: "auto" takes shared memory for gloo ranks that are all on one host, the calls that are fast on gloo
+            for other gloo ranks, and torch's single calls for every other backend; "torch", "gloo" and
+            "shared_memory" ask for one of them. All units of a mesh should ask for the same.
+
+    Raises:
+        PolicyError: no such transport.
+    """
+
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
+
+
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Which named axes of a larger device mesh are data parallel; several names are flattened into one axis.

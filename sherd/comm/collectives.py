@@ -1,7 +1,4 @@
-"""The three collectives on 1-D buffers, behind the interface that users' own ones have too (`sherd.policy.AllGather`).
-
-A group of one rank is no special case for the engine: the collective is a copy there.
-"""
+"""Collectives that a user puts in the way (`sherd.policy.AllGather`, `ReduceScatter`), and three ready-made ones."""
 
 from __future__ import annotations
 
@@ -12,14 +9,9 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import all_gather_single, backend_of, reduce_scatter_single, symmetric_memory
+from sherd.comm.transport import Pending, Transport
 from sherd.errors import PolicyError
 from sherd.policy import AllGather, Comm, ReduceScatter
-
-
-class _OrdinaryMemory(Comm):
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory from the device's usual allocator."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _GroupMemory(Comm):
@@ -89,14 +81,6 @@ class _SingleReduceScatter(ReduceScatter):
         return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
 
-class DefaultAllGather(_OrdinaryMemory, _SingleAllGather):
-    """torch's all-gather on ordinary memory."""
-
-
-class DefaultReduceScatter(_OrdinaryMemory, _SingleReduceScatter):
-    """torch's reduce-scatter on ordinary memory."""
-
-
 class GroupMemoryAllGather(_GroupMemory, _SingleAllGather):
     """torch's all-gather on memory of the process group."""
 
@@ -109,13 +93,33 @@ class SymmetricAllGather(_SymmetricMemory, _SingleAllGather):
     """torch's all-gather on symmetric memory."""
 
 
-DEFAULT_ALL_GATHER = DefaultAllGather()
-DEFAULT_REDUCE_SCATTER = DefaultReduceScatter()
+class UsersCollectives(Transport):
+    """A user's all-gather, reduce-scatter, or both, in the place of a transport's."""
 
+    brings_memory = True
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool) -> dist.Work | None:
-    """Sum `tensor` over the group, in place."""
-    if group is None or group.size() == 1:
-        return None
-    work: dist.Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
-    return work
+    def __init__(self, collective: AllGather | ReduceScatter, group: dist.ProcessGroup | None) -> None:
+        self._collective = collective
+        self._group: Any = group  # None, for a mesh of one rank, is handed on as it is
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The collective's own memory."""
+        return self._collective.allocate((numel,), dtype=dtype, device=device)
+
+    def all_gather(
+        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """The user's call."""
+        assert isinstance(self._collective, AllGather), "weights are gathered by an all-gather"
+        return self._collective(rows, rest, self._group, async_op)
+
+    def reduce_scatter(
+        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """The user's call."""
+        assert isinstance(self._collective, ReduceScatter), "gradients are reduced by a reduce-scatter"
+        return self._collective(rest, rows, self._group, dist.ReduceOp.SUM, async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+        """There is none of the user's."""
+        raise NotImplementedError("replicas are summed by the mesh's own transport")

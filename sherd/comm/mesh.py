@@ -9,14 +9,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, flatten_mesh
+from sherd.comm.transport import Transport
+from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
-from sherd.policy import DataParallelMeshDims
+from sherd.policy import CommPolicy, DataParallelMeshDims
 
 
 class DataMesh:
     """The data-parallel axes: parameters are sharded over `shard`, and each shard is replicated over `replicate`.
 
-    `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`.
+    `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`. Transports are
+    made when they are first asked for, which all ranks of an axis do at the same moment.
     """
 
     def __init__(
@@ -26,6 +29,7 @@ class DataMesh:
         replicate_axis: int | None,
         full: DeviceMesh | None = None,
         dims: DataParallelMeshDims | None = None,
+        comm: CommPolicy = CommPolicy(),
     ) -> None:
         if mesh.get_coordinate() is None:
             raise MeshError(
@@ -36,12 +40,15 @@ class DataMesh:
         self.replicate_axis = replicate_axis
         self.full = full
         self.dims = dims
+        self.comm = comm
         self.shard_group = None if shard_axis is None else mesh.get_group(shard_axis)
         self.replicate_group = None if replicate_axis is None else mesh.get_group(replicate_axis)
         self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
         self.num_replicas = 1 if replicate_axis is None else mesh.size(replicate_axis)
         self.shard_rank = 0 if shard_axis is None else mesh.get_local_rank(shard_axis)
         self._extra: dict[int, dist.ProcessGroup] = {}
+        for group in (self.shard_group, self.replicate_group):
+            check_transport(group, self.device, comm)
 
     @property
     def device(self) -> torch.device:
@@ -64,6 +71,20 @@ class DataMesh:
         """Global ranks of the shard axis, in order."""
         assert self.shard_group is not None, "asked for the ranks of an axis that this mesh does not have"
         return dist.get_process_group_ranks(self.shard_group)
+
+    @property
+    def shard_transport(self) -> Transport:
+        """What moves bytes along the shard axis."""
+        return self.transport_of(self.shard_group)
+
+    @property
+    def replicate_transport(self) -> Transport:
+        """What moves bytes along the replicate axis."""
+        return self.transport_of(self.replicate_group)
+
+    def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
+        """What moves bytes between the ranks of `group`, one of this mesh's; None stands for this rank alone."""
+        return transport_of(group, self.device, self.comm)
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
         """The `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""
@@ -96,7 +117,7 @@ def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     return group
 
 
-def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataMesh:
+def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: CommPolicy = CommPolicy()) -> DataMesh:
     """Read a user's mesh: 1-D shards, 2-D replicates over axis 0 and shards over axis 1, `dims` picks axes by name.
 
     Without a mesh it is one axis over all ranks of the default process group, on the device of its backend.
@@ -105,7 +126,7 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Dat
         MeshError: another number of axes, a 2-D mesh without names, or a name that the mesh does not have.
     """
     mesh = mesh if mesh is not None else _default_mesh()
-    return _read(mesh) if dims is None else _pick(mesh, dims)
+    return _read(mesh, comm) if dims is None else _pick(mesh, dims, comm)
 
 
 def _default_mesh() -> DeviceMesh:
@@ -124,9 +145,9 @@ def _default_device_type() -> str:
     return accelerator.type
 
 
-def _read(mesh: DeviceMesh) -> DataMesh:
+def _read(mesh: DeviceMesh, comm: CommPolicy) -> DataMesh:
     if mesh.ndim == 1:
-        return DataMesh(mesh, shard_axis=0, replicate_axis=None)
+        return DataMesh(mesh, shard_axis=0, replicate_axis=None, comm=comm)
     if mesh.ndim != 2:
         raise MeshError(
             f"fully_shard expects a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} axes: {mesh}; "
@@ -137,10 +158,10 @@ def _read(mesh: DeviceMesh) -> DataMesh:
             f"a 2-D mesh needs names, to tell its replicate axis from its shard axis: {mesh}; pass "
             "mesh_dim_names=('replicate', 'shard') to init_device_mesh"
         )
-    return DataMesh(mesh, shard_axis=1, replicate_axis=0)
+    return DataMesh(mesh, shard_axis=1, replicate_axis=0, comm=comm)
 
 
-def _pick(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+def _pick(mesh: DeviceMesh, dims: DataParallelMeshDims, comm: CommPolicy) -> DataMesh:
     names = mesh.mesh_dim_names
     if names is None:
         raise MeshError(f"dp_mesh_dims picks axes by name, but the mesh has none: {mesh}; give it mesh_dim_names")
@@ -150,11 +171,11 @@ def _pick(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
     shard = _axis(mesh, dims.shard_names)
     replicate = _axis(mesh, dims.replicate_names)
     if shard is not None and replicate is not None:
-        return DataMesh(concatenate_meshes([replicate, shard]), 1, 0, mesh, dims)
+        return DataMesh(concatenate_meshes([replicate, shard]), 1, 0, mesh, dims, comm)
     if shard is not None:
-        return DataMesh(shard, 0, None, mesh, dims)
+        return DataMesh(shard, 0, None, mesh, dims, comm)
     assert replicate is not None, "DataParallelMeshDims holds at least one name"
-    return DataMesh(replicate, None, 0, mesh, dims)
+    return DataMesh(replicate, None, 0, mesh, dims, comm)
 
 
 def _axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:

@@ -21,10 +21,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-Run = Callable[[bool], "dist.Work | None"]
-"""Starts a collective; the argument says whether it must return at once, with a `Work`."""
+from sherd.comm.transport import Pending
+
+Run = Callable[[bool], Pending | None]
+"""Starts a collective; the argument says whether it must return at once, with something to wait for."""
 
 
 class Handoff(ABC):
@@ -72,7 +73,7 @@ class Streams(ABC):
 class _Started(Handoff):
     """A collective under way on gloo's threads."""
 
-    def __init__(self, work: dist.Work | None) -> None:
+    def __init__(self, work: Pending | None) -> None:
         self._work = work
 
     def wait(self) -> None:

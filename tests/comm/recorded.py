@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from sherd import fully_shard
+from sherd import CommPolicy, fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
 
 Log = list[tuple[str, str]]
@@ -43,6 +43,8 @@ def steps(num_steps: int, num_blocks: int = 3, *, replicas: int = 1, **options: 
         mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(*(Block(f"block {number}", streams.log) for number in range(num_blocks)))
     buffers = options.pop("reduce_buffers", None)
+    # The calls of an accelerator; ranks that share memory have no lane to order.
+    options.setdefault("comm_policy", CommPolicy("torch"))
     with use_streams(streams):
         for block in model:
             fully_shard(block, mesh=mesh, **options)
@@ -67,8 +69,9 @@ def step_that_may_not_read_tensors() -> bool:
         raise AssertionError("a tensor's values were read on the host in the middle of a step")
 
     with use_streams(RecordingStreams()):
-        model = nn.Sequential(*(fully_shard(nn.Linear(8, 8)) for _ in range(3)))
-        fully_shard(model)
+        comm = CommPolicy("torch")
+        model = nn.Sequential(*(fully_shard(nn.Linear(8, 8), comm_policy=comm) for _ in range(3)))
+        fully_shard(model, comm_policy=comm)
     model(torch.ones(2, 8)).sum().backward()
     loss_gradient = torch.ones(2, 8)
     methods = dict.fromkeys(("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"), refused)

@@ -11,28 +11,24 @@ import torch
 import torch.distributed as dist
 
 from sherd import _torch
-from sherd.comm.collectives import (
-    DEFAULT_ALL_GATHER,
-    DEFAULT_REDUCE_SCATTER,
-    GroupMemoryAllGather,
-    GroupMemoryReduceScatter,
-    SymmetricAllGather,
-    all_reduce,
-)
+from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
+from sherd.comm.transports import transport_of
 from sherd.errors import PolicyError
+from sherd.policy import TRANSPORTS, CommPolicy
 
 CPU = torch.device("cpu")
 
 
-def collectives(async_op: bool = False) -> tuple[list[float], list[float], list[float]]:
+def collectives(async_op: bool = False, transport: str = "auto") -> tuple[list[float], list[float], list[float]]:
     """What this rank gets of the three, each rank giving its own number."""
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    chosen = transport_of(dist.group.WORLD, CPU, CommPolicy(transport))
     gathered, scattered = torch.empty(2 * size), torch.empty(2)
     total = torch.tensor([1.0, 10.0 * rank])
     works = [
-        DEFAULT_ALL_GATHER(gathered, torch.tensor([rank, -rank]).float(), group, async_op),
-        DEFAULT_REDUCE_SCATTER(scattered, torch.arange(2.0 * size), group, dist.ReduceOp.SUM, async_op),
-        all_reduce(total, group, async_op),
+        chosen.all_gather(gathered, torch.tensor([rank, -rank]).float(), (2,) * size, async_op),
+        chosen.reduce_scatter(scattered, torch.arange(2.0 * size), (2,) * size, async_op),
+        chosen.all_reduce(total, async_op),
     ]
     for work in works:
         if work is not None:
@@ -46,9 +42,10 @@ EXPECTED_OF_TWO = [
 ]
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_processes_gather_scatter_and_sum(world, async_op):
-    assert world(2).run(collectives, async_op) == EXPECTED_OF_TWO
+def test_processes_gather_scatter_and_sum(world, async_op, transport):
+    assert world(2).run(collectives, async_op, transport) == EXPECTED_OF_TWO
 
 
 def test_threads_gather_scatter_and_sum(threads):
@@ -61,11 +58,12 @@ def test_a_group_of_one_rank_copies(world):
 
 def test_no_group_at_all_copies_and_leaves_a_sum_as_it_is():
     output, total = torch.empty(2), torch.ones(2)
-    assert DEFAULT_ALL_GATHER(output, torch.tensor([3.0, 4.0]), None) is None
+    alone = transport_of(None, CPU, CommPolicy())
+    assert alone.all_gather(output, torch.tensor([3.0, 4.0]), (2,), async_op=True) is None
     assert output.tolist() == [3, 4]
-    assert DEFAULT_REDUCE_SCATTER(output, torch.tensor([5.0, 6.0]), None, dist.ReduceOp.SUM) is None
+    assert alone.reduce_scatter(output, torch.tensor([5.0, 6.0]), (2,), async_op=True) is None
     assert output.tolist() == [5, 6]
-    assert all_reduce(total, None, async_op=True) is None
+    assert alone.all_reduce(total, async_op=True) is None
     assert total.tolist() == [1, 1]
 
 
@@ -97,13 +95,13 @@ ON_THE_FAKE_GROUP = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from sherd import fully_shard
-from sherd.comm.collectives import DEFAULT_ALL_GATHER, DEFAULT_REDUCE_SCATTER, all_reduce
+from sherd import CommPolicy
+from sherd.comm.transports import transport_of
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=1024)
-group = dist.group.WORLD
-DEFAULT_ALL_GATHER(torch.empty(1024), torch.ones(1), group)
-work = DEFAULT_REDUCE_SCATTER(torch.empty(1), torch.ones(1024), group, dist.ReduceOp.SUM, True)
-work.wait()
-all_reduce(torch.ones(1), group, True).wait()
+calls = transport_of(dist.group.WORLD, torch.device("cpu"), CommPolicy())
+calls.all_gather(torch.empty(1024), torch.ones(1), (1,) * 1024, async_op=False)
+calls.reduce_scatter(torch.empty(1), torch.ones(1024), (1,) * 1024, async_op=True).wait()
+calls.all_reduce(torch.ones(1), async_op=True).wait()
 model = fully_shard(torch.nn.Linear(64, 2048))
 model(torch.ones(2, 64)).sum().backward()
 print(tuple(model.weight.to_local().shape), tuple(model.weight.grad.to_local().shape))

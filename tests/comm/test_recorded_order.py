@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sherd import Flat
 from tests.comm.recorded import step_that_may_not_read_tensors, steps
 
 COMPUTE_WAITS = ("compute", "follow gather")
@@ -39,6 +40,38 @@ def test_the_whole_learnt_forward_is_this(learnt):
         RELEASED,
         block(2),
     ]
+
+
+@pytest.fixture(scope="module")
+def learnt_flat(world):
+    """The same step when whole parameters are views of what was gathered."""
+    first, *_ = world(2).run(steps, 3, placement=Flat())
+    return first[2]
+
+
+def test_the_whole_learnt_forward_without_copies_is_this(learnt_flat):
+    assert learnt_flat[: learnt_flat.index(block(2)) + 1] == [
+        ("gather", "follow compute"),
+        GATHER,
+        COMPUTE_WAITS,
+        GATHER,  # nothing is copied out, so nothing is released: the whole buffer is the lane's until it is freed
+        block(0),
+        RELEASED,
+        COMPUTE_WAITS,
+        GATHER,
+        block(1),
+        RELEASED,
+        COMPUTE_WAITS,
+        block(2),
+    ]
+
+
+def test_whole_buffers_return_to_the_gather_lane_after_compute_has_read_them(learnt_flat):
+    """Each is freed behind its block; the lane is ordered after compute before it may hand the memory out again."""
+    for number in range(2):
+        behind = learnt_flat[learnt_flat.index(block(number)) + 1 :]
+        assert behind.index(RELEASED) < behind.index(GATHER) if GATHER in behind else True
+    assert learnt_flat.count(RELEASED) == 1 + 6  # the step's begin; three blocks, forward and backward
 
 
 def test_each_gather_is_started_before_the_compute_that_it_runs_beside(learnt):

@@ -1,0 +1,385 @@
+"""Who are the ranks on this host, and what do they tell one another? Sockets between each two, and short messages.
+
+A message says *where* bytes lie, in a segment that all have mapped; it never carries them:
+
+    post    what this rank asks for as its n-th round, and where it has put what the others are to read
+    read    "I am done with all rounds before n"; every post says that too
+    abort   "I gave up, and why"
+    leave   "I end as I should"
+
+Messages between two ranks arrive whole and in order. A rank that dies is noticed at once: its sockets end, and where a
+process it has forked still holds them, the kernel tells about the process itself (`pidfd`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sherd.comm.segments import Segment
+from sherd.errors import CommError
+
+_POST, _READ, _ABORT, _LEAVE = range(4)
+_MESSAGE = struct.Struct("=BBBBIQQQQ")  # kind, then the fields of Post
+_HELLO = struct.Struct("=I")
+_CREDENTIALS = struct.Struct("=3i")  # process, user, group
+_LONGEST = 4096
+_HANDSHAKE_S = 10.0
+_LONGEST_NAP_S = 3600.0
+# Two ranks in step answer one another within some tens of microseconds; going to sleep and being woken takes as long.
+_SPIN_S = 30e-6
+
+
+class Post(NamedTuple):
+    """A rank's n-th round, as it travels."""
+
+    op: int
+    dtype: int
+    flags: int
+    sizes: int  # a digest of all ranks' sizes
+    total: int  # bytes, over all ranks
+    number: int
+    read: int  # its sender has read all rounds before this one
+    start: int  # where in its sender's segment the bytes lie
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """What must be the same on all ranks."""
+        return self[:5]
+
+
+class Neighbour:
+    """Another rank: its socket, its segment, and what it has told so far."""
+
+    def __init__(self, rank: int, world_rank: int, link: socket.socket, pid: int, segment: Segment) -> None:
+        self.rank = rank
+        self.link = link
+        self.segment = segment
+        self.posts: deque[Post] = deque()
+        self.read = 0
+        self.fate = ""
+        """Why nothing more will come from it; empty while it lives."""
+        self.gave_up = ""
+        """What it gave up for, in its words."""
+        self.name = f"rank {world_rank} (process {pid})" if pid else f"rank {world_rank}"
+        self.process = _opened_process(pid)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        self.link.close()
+        self.segment.close()
+        if self.process is not None:
+            os.close(self.process)
+            self.process = None
+
+
+def _opened_process(pid: int) -> int | None:
+    """Something to poll until the process has ended; None where the kernel cannot say."""
+    if not pid or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+class Neighbours:
+    """All of them. Not for two threads at once: the transport has a lock."""
+
+    def __init__(self, neighbours: Sequence[Neighbour], timeout_s: float) -> None:
+        self.all = list(neighbours)
+        self._timeout_s = timeout_s
+        self._poll = select.poll()
+        self._whose: dict[int, Neighbour] = {}
+        for each in self.all:
+            self._watch(each, each.link.fileno())
+            if each.process is not None:
+                self._watch(each, each.process)
+
+    def _watch(self, neighbour: Neighbour, fd: int) -> None:
+        self._poll.register(fd, select.POLLIN)
+        self._whose[fd] = neighbour
+
+    def post(self, post: Post) -> None:
+        """Tell all what this rank asks for next, and where they find its bytes."""
+        self._tell_all(_MESSAGE.pack(_POST, *post))
+
+    def confirm(self, read: int) -> None:
+        """Tell all that this rank has read the rounds before `read`."""
+        self._tell_all(_MESSAGE.pack(_READ, 0, 0, 0, 0, 0, 0, read, 0))
+
+    def abort(self, why: str) -> None:
+        """Tell all that this rank gave up."""
+        self._tell_all(bytes([_ABORT]) + why.encode()[: _LONGEST - 1], must_arrive=False)
+
+    def close(self, politely: bool) -> None:
+        """Say good-bye, unless that is not ours to say, and close the sockets."""
+        if politely:
+            self._tell_all(bytes([_LEAVE]), must_arrive=False)
+            for each in self.all:
+                # A child that was forked meanwhile has the socket too, and would keep it open.
+                with contextlib.suppress(OSError):
+                    each.link.shutdown(socket.SHUT_RDWR)
+        for each in self.all:
+            each.close()
+
+    def _tell_all(self, message: bytes, must_arrive: bool = True) -> None:
+        for each in self.all:
+            while not each.fate:
+                try:
+                    each.link.send(message, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    if must_arrive:
+                        self._wait_for_room(each)
+                        continue
+                except OSError:
+                    pass  # it has ended; what it had told before that is still to be read
+                break
+
+    def _wait_for_room(self, neighbour: Neighbour) -> None:
+        """Read what comes in until `neighbour` has read enough to be told more."""
+        deadline = time.monotonic() + self._timeout_s
+        room = select.poll()
+        room.register(neighbour.link, select.POLLOUT)
+        while not neighbour.fate and not room.poll(1):
+            self.listen(0)
+            if time.monotonic() > deadline:
+                raise CommError(self._late([neighbour], "to read its messages"))
+
+    def wait(self, whom: Sequence[Neighbour], arrived: Callable[[Neighbour], bool], what: object) -> None:
+        """Sleep until something `arrived` from one of `whom`.
+
+        Raises:
+            CommError: it will not, for one of them has ended or somebody gave up; or nothing came in time.
+        """
+        if self._arrives_soon(whom, arrived):
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            if any(map(arrived, whom)):
+                return
+            self._raise_if_hopeless(whom, what)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CommError(self._late(whom, f"in the {what}"))
+            self.listen(left)
+
+    def _arrives_soon(self, whom: Sequence[Neighbour], arrived: Callable[[Neighbour], bool]) -> bool:
+        until = time.perf_counter() + _SPIN_S
+        while True:
+            for each in whom:
+                while not each.fate and self._hear(each):
+                    if arrived(each):
+                        return True
+            if time.perf_counter() > until:
+                return False
+
+    def _raise_if_hopeless(self, whom: Sequence[Neighbour], what: object) -> None:
+        for each in whom:
+            if each.fate and not each.gave_up:
+                raise CommError(
+                    f"{each.name} has {each.fate} before its part of the {what} was there; look for the first error in "
+                    "its log, and restart all ranks from the last checkpoint"
+                )
+        for each in self.all:
+            if each.gave_up:
+                raise CommError(f"{each.name} gave up: {each.gave_up}")
+
+    def _late(self, whom: Sequence[Neighbour], what: str) -> str:
+        names = " and ".join(each.name for each in whom)
+        return (
+            f"waited {self._timeout_s:g} s for {names} {what}; it is stuck, or stopped, or asks for nothing more. See "
+            "where it is (py-spy dump), or give init_process_group a longer timeout"
+        )
+
+    def listen(self, patience_s: float) -> None:
+        """Take in what has arrived; if that is nothing, wait `patience_s` for it."""
+        for fd, _ in self._poll.poll(math.ceil(min(patience_s, _LONGEST_NAP_S) * 1000)):
+            neighbour = self._whose.get(fd)
+            if neighbour is None:
+                continue  # its socket, read just before, has told its end
+            while self._hear(neighbour):
+                pass
+            if fd == neighbour.process and not neighbour.fate:
+                self._ended(neighbour, "died")
+
+    def _hear(self, neighbour: Neighbour) -> bool:
+        """Take in one message, if there is one."""
+        try:
+            message = neighbour.link.recv(_LONGEST)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True  # it ended with messages unread; its own last ones come next
+        if not message:
+            self._ended(neighbour, "died")
+            return False
+        kind = message[0]
+        if kind == _POST:
+            post = Post._make(_MESSAGE.unpack(message)[1:])
+            neighbour.posts.append(post)
+            neighbour.read = post.read
+        elif kind == _READ:
+            neighbour.read = Post._make(_MESSAGE.unpack(message)[1:]).read
+        elif kind == _LEAVE:
+            self._ended(neighbour, "left (its process has ended, or destroyed its process group)")
+        else:
+            neighbour.gave_up = message[1:].decode(errors="replace")
+            self._ended(neighbour, "given up")
+        return not neighbour.fate
+
+    def _ended(self, neighbour: Neighbour, fate: str) -> None:
+        if not neighbour.fate:
+            neighbour.fate = fate
+            for fd in [fd for fd, whose in self._whose.items() if whose is neighbour]:
+                self._poll.unregister(fd)
+                del self._whose[fd]
+
+
+def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[Any, ...]) -> list[Neighbour] | None:
+    """Every rank's neighbours, if all ranks of `group` can share memory; else None, on all of them.
+
+    All ranks of the group call it, each with a segment, or with None if it cannot have one, and with the same `terms`.
+    They agree after every step over the group itself, so nobody waits for a socket that will not come.
+    """
+    rendezvous = _Rendezvous(group, own)
+    try:
+        cards = rendezvous.exchanged((*terms, *_place(), rendezvous.open()))
+        addresses = [card[-1] for card in cards]
+        is_one_place = len({card[:-1] for card in cards}) == 1 and None not in addresses
+        steps = (lambda: rendezvous.call(addresses), rendezvous.answer, rendezvous.hear_answers)
+        # `all` stops at the first step that failed somewhere, which is the same one on all ranks.
+        if is_one_place and all(rendezvous.succeeds(step) for step in steps):
+            return rendezvous.found()
+        return None
+    finally:
+        rendezvous.close()
+
+
+def _place() -> tuple[Any, ...]:
+    """What must be the same for two processes to reach one another: machine, network namespace, user, torch."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read(), os.readlink("/proc/self/ns/net"), os.getuid(), torch.__version__
+    except OSError:
+        return (secrets.token_hex(16),)  # the same as nobody's
+
+
+class _Rendezvous:
+    """Ranks call those below them and answer those above, and hand over their segments."""
+
+    def __init__(self, group: dist.ProcessGroup, own: Segment | None) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+        self._own = own
+        self._door: socket.socket | None = None
+        self._links: dict[int, socket.socket] = {}
+        self._segments: dict[int, Segment] = {}
+
+    def exchanged(self, mine: Any) -> list[Any]:
+        """Everybody's."""
+        theirs: list[Any] = [None] * self._size
+        dist.all_gather_object(theirs, mine, group=self._group)
+        return theirs
+
+    def succeeds(self, step: Callable[[], None]) -> bool:
+        """Whether `step` did its work on all ranks."""
+        try:
+            step()
+            done = True
+        except (OSError, ValueError, struct.error):
+            done = False
+        return all(self.exchanged(done))
+
+    def open(self) -> str | None:
+        """Listen at an address in no folder, which nobody guesses; None where there is no such thing."""
+        if self._own is None:
+            return None
+        address = f"\0sherd-{secrets.token_hex(16)}"
+        try:
+            self._door = self._socket()
+            self._door.bind(address)
+            self._door.listen(self._size)
+        except (OSError, AttributeError):
+            return None
+        return address
+
+    @staticmethod
+    def _socket() -> socket.socket:
+        # Unlike a stream it keeps messages apart. Python's sockets are closed in programs that are started.
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.settimeout(_HANDSHAKE_S)
+        return link
+
+    def call(self, addresses: Sequence[str]) -> None:
+        """Connect to every rank below, which has its door open, and hand over our segment."""
+        for rank in range(self._rank):
+            self._links[rank] = self._socket()
+            self._links[rank].connect(addresses[rank])
+            self._hand_over(self._links[rank])
+
+    def answer(self) -> None:
+        """Let in every rank above, all of which have connected, and hand over our segment."""
+        assert self._door is not None, "opened before"
+        for _ in range(self._rank + 1, self._size):
+            link, _ = self._door.accept()
+            link.settimeout(_HANDSHAKE_S)
+            rank, segment = self._taken_over(link)
+            self._links[rank], self._segments[rank] = link, segment
+            self._hand_over(link)
+
+    def hear_answers(self) -> None:
+        """Take over the segments of the ranks below."""
+        for rank in range(self._rank):
+            answered, self._segments[rank] = self._taken_over(self._links[rank])
+            if answered != rank:
+                raise ValueError("another rank answered than was called")
+
+    def _hand_over(self, link: socket.socket) -> None:
+        assert self._own is not None, "else the door had stayed closed"
+        socket.send_fds(link, [_HELLO.pack(self._rank)], [self._own.fd])
+
+    def _taken_over(self, link: socket.socket) -> tuple[int, Segment]:
+        message, fds, _, _ = socket.recv_fds(link, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if len(fds) != 1 or _credentials(link)[1] != os.getuid():
+                raise ValueError("not one of us")
+            return _HELLO.unpack(message)[0], Segment(fds[0])
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def found(self) -> list[Neighbour]:
+        """The neighbours, by rank; theirs are the sockets and segments from now on."""
+        neighbours = []
+        for rank, link in sorted(self._links.items()):
+            link.setblocking(False)
+            world_rank = dist.get_global_rank(self._group, rank)
+            neighbours.append(Neighbour(rank, world_rank, link, _credentials(link)[0], self._segments[rank]))
+        self._links, self._segments = {}, {}
+        return neighbours
+
+    def close(self) -> None:
+        """Close what is not a neighbour's."""
+        for each in (self._door, *self._links.values(), *self._segments.values()):
+            if each is not None:
+                each.close()
+
+
+def _credentials(link: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end, as the kernel knows them."""
+    pid, user, group = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user, group

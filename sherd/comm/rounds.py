@@ -1,0 +1,183 @@
+"""What do ranks show one another in one exchange, and what does each do with what it sees? No order, no messages."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from sherd.comm.sums import add_up
+from sherd.comm.transport import Land
+
+ALL_GATHER, ALL_GATHER_ONTO, REDUCE_SCATTER, ALL_REDUCE = range(4)
+_NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce")
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+class Question:
+    """What a rank asks for; it must be the same on all ranks."""
+
+    def __init__(self, op: int, dtype: torch.dtype, sizes: tuple[int, ...], is_async: bool) -> None:
+        self.dtype = dtype
+        self.sizes = sizes
+        self.is_async = is_async
+        digest, total = _digest(sizes)
+        self.numbers = (op, _NUMBER_OF[dtype], int(is_async), digest, total * dtype.itemsize)
+        """The first fields of a post."""
+
+    def __str__(self) -> str:
+        return _described(*self.numbers)
+
+    def beside(self, theirs: tuple[int, ...]) -> str:
+        """Another rank's question in words, if it is not this one; else nothing."""
+        if theirs == self.numbers:
+            return ""
+        described = _described(*theirs)
+        return described if described != str(self) else f"{described} in parts of other sizes, or not at once"
+
+
+@lru_cache(maxsize=1024)
+def _digest(sizes: tuple[int, ...]) -> tuple[int, int]:
+    return zlib.crc32(repr(sizes).encode()), sum(sizes)
+
+
+def _described(op: int, dtype: int, is_async: int, digest: int, total: int) -> str:
+    """A question in words."""
+    return f"{_NAMES[op]} of {_in_words(total)} of {str(_DTYPES[dtype]).removeprefix('torch.')}"
+
+
+def _in_words(nbytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit} ({nbytes:,} bytes)"
+    return f"{nbytes} bytes"
+
+
+class Round(ABC):
+    """One exchange: what this rank shows, and what it does with what the others show."""
+
+    number: int
+    start: int
+
+    def __init__(self, question: Question, shown: Sequence[int]) -> None:
+        self.question = question
+        self._itemsize = question.dtype.itemsize
+        self.show(shown)
+
+    def show(self, shown: Sequence[int]) -> None:
+        """Set how many elements each rank stages."""
+        self.shown = shown
+        self.widest = max(shown) * self._itemsize
+        """Bytes of the rank that stages most: the same number on all ranks."""
+
+    def nbytes_of(self, rank: int) -> int:
+        """What `rank` stages."""
+        return self.shown[rank] * self._itemsize
+
+    @abstractmethod
+    def fill(self, stage: torch.Tensor) -> None:
+        """Copy what the others are to read, of `shown[own rank]` elements."""
+
+    @abstractmethod
+    def meant_for_us(self, rank: int) -> tuple[int, int]:
+        """Which elements of `rank`'s stage are for this rank: the first, and how many."""
+
+    @abstractmethod
+    def take(self, rank: int, part: torch.Tensor) -> None:
+        """Have `rank`'s part, which stays readable until `finish` has returned."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All parts were taken."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Nobody wants the result any more: leave the caller's memory alone. On any thread."""
+
+
+class Gather(Round):
+    """Every rank shows the same part to all."""
+
+    def __init__(self, question: Question, shown: Sequence[int], rest: torch.Tensor, land: Land) -> None:
+        super().__init__(question, shown)
+        self._rest: torch.Tensor | None = rest
+        self._land: Land | None = land
+
+    def fill(self, stage: torch.Tensor) -> None:
+        assert self._rest is not None, "filled once"
+        stage.copy_(self._rest)
+        self._rest = None
+
+    def meant_for_us(self, rank: int) -> tuple[int, int]:
+        return 0, self.shown[rank]
+
+    def take(self, rank: int, part: torch.Tensor) -> None:
+        land = self._land
+        if land is not None:
+            land(rank, part)
+
+    def finish(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._land = None
+
+
+class Sum(Round):
+    """Every rank shows each other one what it has to add to that one's part, by rank, without its own.
+
+    rank 1's stage, of three ranks   | for rank 0 | for rank 2 |
+    """
+
+    def __init__(
+        self, question: Question, counts: Sequence[int], own: int, pieces: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        super().__init__(question, [sum(counts) - count for count in counts])
+        self._counts = counts
+        self._own = own
+        self._pieces: list[torch.Tensor] = list(pieces)
+        self._out: torch.Tensor | None = out
+
+    def fill(self, stage: torch.Tensor) -> None:
+        start = 0
+        for rank, piece in enumerate(self._pieces):
+            if rank != self._own:
+                stage[start : start + piece.numel()].copy_(piece)
+                start += piece.numel()
+        # Theirs are shown; from now on this holds what is added up.
+        self._pieces = [self._pieces[self._own]] * len(self._pieces)
+
+    def meant_for_us(self, rank: int) -> tuple[int, int]:
+        before = sum(self._counts[: self._own])
+        return before - (self._counts[rank] if rank < self._own else 0), self._counts[self._own]
+
+    def take(self, rank: int, part: torch.Tensor) -> None:
+        self._pieces[rank] = part
+
+    def finish(self) -> None:
+        out = self._out
+        if out is not None:
+            add_up(self._pieces, out)
+        self._pieces, self._out = [], None
+
+    def forget(self) -> None:
+        self._out = None
+
+
+class SumOfWholes(Sum):
+    """Every rank shows all it has to all, and each adds up everything."""
+
+    def __init__(self, question: Question, own: int, tensor: torch.Tensor) -> None:
+        num_ranks = len(question.sizes)
+        super().__init__(question, [tensor.numel()] * num_ranks, own, [tensor] * num_ranks, tensor)
+        self.show([tensor.numel()] * num_ranks)
+
+    def fill(self, stage: torch.Tensor) -> None:
+        stage.copy_(self._pieces[self._own])
+
+    def meant_for_us(self, rank: int) -> tuple[int, int]:
+        return 0, self.shown[rank]

@@ -1,0 +1,162 @@
+"""How the bytes of one process group travel: the interface of a transport, and the one made of torch's single calls.
+
+A transport moves 1-D buffers that lie rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
+equally long. `rows` is all parts side by side, `rest` this rank's own:
+
+    sizes (3, 2)     rows | 0 0 0 | 1 1 |     rest on rank 0 | 0 0 0 |     on rank 1 | 1 1 |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from sherd._torch import all_gather_single, reduce_scatter_single
+
+Land = Callable[[int, torch.Tensor], None]
+"""Puts `sizes[rank]` elements, rank's part, where they belong: `land(rank, part)`."""
+
+
+class Pending(Protocol):
+    """A collective under way; torch's `Work` is one."""
+
+    def wait(self) -> Any:
+        """Return once its results are there."""
+        ...
+
+
+class Transport(ABC):
+    """The collectives of one process group. All ranks of the group call the same ones in the same order.
+
+    With `async_op` a call returns at once, and its buffers must be left alone until the answer's `wait()`; without it,
+    or where None is returned, everything is done (on an accelerator: queued on the current stream).
+    """
+
+    shares_memory = False
+    """Whether `all_gather_onto` is there: ranks read one another's parts where they lie."""
+
+    brings_memory = False
+    """Whether its buffers must come from `empty`."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D buffer for a collective, uninitialised; called where the collective runs."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds for other ranks to read, in bytes."""
+        return 0
+
+    def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
+        """What a reduce-scatter of parts of `sizes` elements takes on `rank` besides its result, in bytes."""
+        return 0
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that `reduce_scatter` adds `dtype` up in, and gives its result in."""
+        return dtype
+
+    @abstractmethod
+    def all_gather(
+        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Fill `rows` with every rank's `rest`. `rest` may be this rank's part of `rows` itself."""
+
+    def all_gather_onto(self, land: Land, rest: torch.Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
+        """Hand every rank's `rest` to `land`, rank by rank, from where it lies; on the caller's thread, in `wait()` at
+        the latest. `rest` may be written again as soon as the call has returned."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
+
+    @abstractmethod
+    def reduce_scatter(
+        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Fill `rest`, of `sum_dtype(rows.dtype)`, with the sum over the ranks of this rank's part of their `rows`."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+        """Sum `tensor` over the ranks, in place; every rank gets the same bits."""
+
+
+def parts(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Each rank's part of `rows`, as views."""
+    starts = accumulate(sizes, initial=0)
+    return [rows[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+class Sizes(tuple[int, ...]):
+    """The sizes of all parts, one a rank: a tuple that looks at its thousands of ranks once and not in each call."""
+
+    @cached_property
+    def are_even(self) -> bool:
+        """Whether all parts are equally long."""
+        return len(set(self)) <= 1
+
+
+def are_even(sizes: Sequence[int]) -> bool:
+    """Whether all parts are equally long."""
+    return (sizes if isinstance(sizes, Sizes) else Sizes(sizes)).are_even
+
+
+class Alone(Transport):
+    """A group of one rank: copies."""
+
+    def all_gather(
+        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """`rest` is all there is."""
+        rows.copy_(rest)
+        return None
+
+    def reduce_scatter(
+        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """The sum of one."""
+        rest.copy_(rows)
+        return None
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+        """Nothing to add."""
+        return None
+
+
+class SingleCalls(Transport):
+    """torch's own collectives, one call each: NCCL, and every backend that nothing better is known for.
+
+    Parts of unequal length go through the list forms, which NCCL serves with grouped broadcasts and reductions; where a
+    backend refuses them, through the transport `for_uneven`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, for_uneven: Transport | None = None) -> None:
+        self._group = group
+        self._for_uneven = for_uneven
+
+    def all_gather(
+        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """One call into one buffer, or into its parts."""
+        if are_even(sizes):
+            return all_gather_single(rows, rest, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+        if self._for_uneven is not None:
+            return self._for_uneven.all_gather(rows, rest, sizes, async_op)
+        return dist.all_gather(parts(rows, sizes), rest, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+
+    def reduce_scatter(
+        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """One call from one buffer, or from its parts."""
+        op = dist.ReduceOp.SUM
+        if are_even(sizes):
+            return reduce_scatter_single(rest, rows, op=op, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+        if self._for_uneven is not None:
+            return self._for_uneven.reduce_scatter(rest, rows, sizes, async_op)
+        return dist.reduce_scatter(rest, parts(rows, sizes), op=op, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+        """One call, in place."""
+        return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=async_op)  # type: ignore[no-any-return]

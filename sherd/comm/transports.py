@@ -1,0 +1,78 @@
+"""Which transport serves a process group: chosen once per group, by policy, backend and what its ranks can share."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from sherd.comm.gloo import Gloo
+from sherd.comm.shared_memory import SharedMemory
+from sherd.comm.transport import Alone, SingleCalls, Transport
+from sherd.errors import MeshError
+from sherd.policy import CommPolicy
+
+_ALONE = Alone()
+_known: dict[dist.ProcessGroup, dict[str, Transport]] = {}
+"""Kept as long as the group is registered with torch, not as long as somebody uses it: garbage is collected at
+different moments on different ranks, and a transport is made by all of them together."""
+
+
+def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> Transport:
+    """The transport of `group`, made at the first call, in which all its ranks must take part.
+
+    Raises:
+        MeshError: `policy` asks for one that cannot serve these ranks.
+    """
+    if group is None or group.size() == 1:
+        return _ALONE
+    known = _known.get(group)
+    if known is None:
+        _forget_destroyed_groups()
+        known = _known[group] = {}
+    if policy.transport not in known:
+        known[policy.transport] = _made(group, device, policy.transport)
+    return known[policy.transport]
+
+
+def _forget_destroyed_groups() -> None:
+    for group in list(_known):
+        try:
+            dist.get_process_group_ranks(group)
+        except (KeyError, ValueError, RuntimeError):
+            _known.pop(group, None)
+
+
+def check_transport(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> None:
+    """Find out without communication whether `policy` asks for something that this backend never has.
+
+    Raises:
+        MeshError: it does.
+    """
+    if group is None or group.size() == 1 or policy.transport in ("auto", "torch"):
+        return
+    if not _is_on_gloo(group, device):
+        raise MeshError(
+            f"CommPolicy(transport={policy.transport!r}) serves CPU ranks on gloo; this group's backends are "
+            f"{dist.get_backend_config(group)!r}, its device {device}; leave the transport to 'auto'"
+        )
+
+
+def _is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    # Not get_backend(), which does not say what a group has that was made without a name for it.
+    return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
+    on_gloo = _is_on_gloo(group, device)
+    if wanted == "torch" or (wanted == "auto" and not on_gloo):
+        # gloo's list forms refuse parts of unequal length.
+        return SingleCalls(group, for_uneven=Gloo(group) if on_gloo else None)
+    shared = SharedMemory.meet(group) if wanted != "gloo" else None
+    if shared is not None:
+        return shared
+    if wanted == "shared_memory":
+        raise MeshError(
+            f"CommPolicy(transport='shared_memory'): ranks {dist.get_process_group_ranks(group)} cannot map one "
+            "another's memory; they must be on one host, in one network namespace and of one user. Use 'auto' or 'gloo'"
+        )
+    return Gloo(group)

@@ -1,0 +1,476 @@
+"""Do ranks that share memory gather and sum what arithmetic says, whatever the sizes, dtypes and order of waits?"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sherd.comm import neighbours, shared_memory
+from sherd.comm.shared_memory import SharedMemory
+from sherd.errors import CommError
+
+KIB = 1 << 10
+
+
+def met(group: dist.ProcessGroup | None = None, **options: Any) -> SharedMemory:
+    transport = SharedMemory.meet(group or dist.group.WORLD, **options)
+    assert transport is not None
+    return transport
+
+
+def small_chunks() -> Any:
+    """Collectives of a few thousand elements take many rounds."""
+    return mock.patch.object(shared_memory, "_CHUNK", 4 * KIB)
+
+
+def values(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 50
+    return drawn.to(dtype)
+
+
+def sum_by_rank(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    total = tensors[0].to(torch.float32 if half else tensors[0].dtype)
+    for each in tensors[1:]:
+        total = total + each
+    return total
+
+
+class Drawn:
+    """A random collective: the same on all ranks, with what this one must get."""
+
+    DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.complex64)
+
+    def __init__(self, draw: random.Random, rank: int, num_ranks: int, most: int) -> None:
+        self.dtype = draw.choice(self.DTYPES)
+        self.sizes = [draw.randint(0, most)] * num_ranks
+        if draw.random() < 0.6:
+            self.sizes = [draw.choice((0, draw.randint(0, most), draw.randint(0, 9))) for _ in range(num_ranks)]
+        self.kind = draw.choice(("gather", "onto", "scatter", "reduce"))
+        self.is_async = draw.random() < 0.7
+        self.in_place = draw.random() < 0.3
+        seed = draw.randint(0, 1 << 30)
+        self.rank, self.total = rank, sum(self.sizes)
+        self.start = sum(self.sizes[:rank])
+        self.of_ranks = [values(seed + each, size, self.dtype) for each, size in enumerate(self.sizes)]
+        self.rows_of_ranks = [values(seed + each, self.total, self.dtype) for each in range(num_ranks)]
+
+    @property
+    def own(self) -> slice:
+        return slice(self.start, self.start + self.sizes[self.rank])
+
+    def begin(self, transport: SharedMemory) -> Callable[[], None]:
+        """Call it; what remains is to wait and compare."""
+        work, result, expected = getattr(self, self.kind)(transport)
+        assert (work is not None) <= self.is_async
+
+        def end() -> None:
+            if work is not None:
+                work.wait()
+                work.wait()  # as often as one likes
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+        return end
+
+    def gather(self, transport):
+        rest = self.of_ranks[self.rank].clone()
+        rows = torch.zeros(self.total, dtype=self.dtype)
+        if self.in_place:
+            rows[self.own] = rest
+            rest = rows[self.own]
+        return transport.all_gather(rows, rest, self.sizes, self.is_async), rows, torch.cat(self.of_ranks)
+
+    def onto(self, transport):
+        rest = self.of_ranks[self.rank].clone()
+        rows = torch.zeros(self.total, dtype=self.dtype)
+        into = rows.split(self.sizes)
+        work = transport.all_gather_onto(lambda rank, part: into[rank].copy_(part), rest, self.sizes, self.is_async)
+        rest.zero_()  # it may be written again at once
+        return work, rows, torch.cat(self.of_ranks)
+
+    def scatter(self, transport):
+        rows = self.rows_of_ranks[self.rank].clone()
+        expected = sum_by_rank(self.rows_of_ranks)[self.own]
+        rest = torch.zeros_like(expected)
+        if self.in_place and expected.dtype == self.dtype:
+            rest = rows[self.own]
+        return transport.reduce_scatter(rest, rows, self.sizes, self.is_async), rest, expected
+
+    def reduce(self, transport):
+        tensor = self.rows_of_ranks[self.rank].clone()
+        return transport.all_reduce(tensor, self.is_async), tensor, sum_by_rank(self.rows_of_ranks).to(self.dtype)
+
+
+def random_sequences(seeds: Sequence[int], most: int, limit: int) -> int:
+    """Many collectives in flight, waited for in an order of this rank's own; how many there were."""
+    rank, num_ranks, done = dist.get_rank(), dist.get_world_size(), 0
+    with small_chunks():
+        for seed in seeds:
+            transport = met(limit=limit)
+            draw, own_draw = random.Random(seed), random.Random(f"{seed} {rank}")
+            under_way: list[Callable[[], None]] = []
+            for _ in range(30):
+                under_way.append(Drawn(draw, rank, num_ranks, most).begin(transport))
+                while under_way and own_draw.random() < 0.4:
+                    under_way.pop(own_draw.randrange(len(under_way)))()
+                    done += 1
+            for end in reversed(under_way):
+                end()
+            transport.close()
+    return done
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("most", "limit"), [(50, 64 * KIB), (5000, 64 * KIB), (5000, 1024 * KIB)])
+def test_any_sequence_gives_what_arithmetic_gives_in_any_order_of_waits(world, num_ranks, most, limit):
+    world(num_ranks).run(random_sequences, range(4), most, limit)
+
+
+def as_torch_does(numel: int) -> None:
+    transport, rank, num_ranks = met(), dist.get_rank(), dist.get_world_size()
+    rest, rows = values(rank, numel, torch.float32), torch.empty(numel * num_ranks)
+    expected = torch.empty_like(rows)
+    dist.all_gather(list(expected.split(numel)), rest)
+    transport.all_gather(rows, rest, [numel] * num_ranks, False)
+    assert torch.equal(rows, expected)
+    ours, theirs = torch.empty(numel), torch.empty(numel)
+    transport.reduce_scatter(ours, rows * rank, [numel] * num_ranks, False)
+    dist.reduce_scatter(theirs, list((rows * rank).split(numel)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)  # another order of sums
+    transport.all_reduce(ours, False)
+    dist.all_reduce(theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)  # another order of sums
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("numel", [1, 1000, 3_000_000])
+def test_torchs_own_collectives_give_the_same(world, num_ranks, numel):
+    world(num_ranks).run(as_torch_does, numel)
+
+
+def gathered(dtype: torch.dtype) -> bool:
+    size = torch.empty((), dtype=dtype).element_size()
+    bits = [torch.arange(8 * size, dtype=torch.uint8) + rank for rank in range(dist.get_world_size())]
+    if dtype == torch.bool:
+        bits = [each % 2 for each in bits]
+    rest = bits[dist.get_rank()].view(dtype)
+    rows = torch.empty(rest.numel() * len(bits), dtype=dtype)
+    met().all_gather(rows, rest, [rest.numel()] * len(bits), False)
+    return torch.equal(rows.view(torch.uint8), torch.cat(bits))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int8, torch.uint64, torch.complex128], ids=str
+)
+def test_every_dtype_is_gathered_bit_by_bit(world, dtype):
+    assert world(2).run(gathered, dtype) == [True, True]
+
+
+def half_sums() -> tuple[Any, ...]:
+    transport = met()
+    rows = torch.full((4,), [256.0, 1.0, 1.0][dist.get_rank()], dtype=torch.bfloat16)
+    rest = torch.empty([2, 1, 1][dist.get_rank()])
+    transport.reduce_scatter(rest, rows, [2, 1, 1], False)
+    transport.all_reduce(rows, False)
+    return transport.sum_dtype(torch.bfloat16), transport.sum_dtype(torch.int32), rest.tolist(), rows.tolist()
+
+
+def test_bfloat16_is_added_up_in_float32(world):
+    # In bfloat16 256 + 1 is 256.
+    in_rest = [[258.0, 258.0], [258.0], [258.0]]
+    expected = [(torch.float32, torch.int32, rest, [258.0] * 4) for rest in in_rest]
+    assert world(3).run(half_sums) == expected
+
+
+def all_reduced(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    tensor = values(dist.get_rank(), numel, dtype)
+    met().all_reduce(tensor, False)
+    return tensor
+
+
+@pytest.mark.parametrize("numel", [7, 300_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_an_all_reduce_gives_every_rank_the_same_bits(world, numel, dtype):
+    results = world(4).run(all_reduced, numel, dtype)
+    expected = sum_by_rank([values(rank, numel, dtype) for rank in range(4)]).to(dtype)
+    for each in results:
+        assert torch.equal(each, expected)
+
+
+def float8_is_not_summed() -> str:
+    with pytest.raises(CommError) as caught:
+        met().all_reduce(torch.zeros(2).to(torch.float8_e4m3fn), False)
+    return str(caught.value)
+
+
+def test_a_dtype_that_torch_cannot_add_up_is_refused(world):
+    assert "torch cannot add up torch.float8_e4m3fn" in world(2).run(float8_is_not_summed)[0]
+
+
+def parameters_are_gathered() -> list[float]:
+    rest = torch.nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    rows = torch.empty(4)
+    met().all_gather(rows, rest, [2, 2], False)
+    assert not rows.requires_grad
+    return rows.tolist()
+
+
+def test_what_requires_grad_travels_outside_of_autograd(world):
+    assert world(2).run(parameters_are_gathered) == [[0, 0, 1, 1]] * 2
+
+
+# Memory
+
+
+def one_shows_all(num_gathers: int) -> int:
+    """Rank 0's memory is short from the fifth gather on, rank 1's never; in between they meet elsewhere."""
+    transport = met(limit=64 * KIB)
+    sizes = [4 * KIB, 0]
+    rests = [torch.full((sizes[dist.get_rank()],), float(number)) for number in range(num_gathers)]
+    rows = [torch.empty(4 * KIB) for _ in rests]
+    calls = []
+    for into, rest in zip(rows, rests, strict=True):
+        calls.append(transport.all_gather(into, rest, sizes, True))
+        dist.barrier()
+    for number, (into, call) in enumerate(zip(rows, calls, strict=True)):
+        call.wait()
+        assert into.unique().tolist() == [number]
+    return transport.nbytes
+
+
+def test_a_rank_that_shows_nothing_does_not_hold_up_the_others(world):
+    assert world(2).run(one_shows_all, 40) == [64 * KIB, 0]
+
+
+def small_rounds(num_rounds: int) -> int:
+    transport = met()
+    rows, rest = torch.empty(2000), torch.ones(1000)
+    for _ in range(num_rounds):
+        transport.all_gather(rows, rest, [1000, 1000], False)
+        call = transport.reduce_scatter(rest, rows, [1000, 1000], True)
+        call.wait()
+        rest /= 2
+    assert rest.unique().tolist() == [1.0]
+    return transport.nbytes
+
+
+def test_small_collectives_use_the_same_few_pages_again(world):
+    assert max(world(2).run(small_rounds, 200)) <= 16 * KIB
+
+
+def more_than_the_limit() -> list[int]:
+    transport = met(limit=64 * KIB)
+    held = []
+    for numel in (1 << 18, 10, 10, 10):
+        rest = torch.full((numel,), float(dist.get_rank()))
+        into: dict[int, float] = {}
+        transport.all_gather_onto(
+            lambda rank, part, into=into: into.update({rank: part.mean().item()}), rest, [numel] * 2, False
+        )
+        assert into == {0: 0.0, 1: 1.0}
+        held.append(transport.nbytes)
+    return held
+
+
+def test_memory_beyond_the_limit_is_given_back(world):
+    for held in world(2).run(more_than_the_limit):
+        assert held[0] == 1 << 20
+        assert held[-1] <= 64 * KIB
+
+
+def dropped() -> list[float]:
+    transport = met()
+    rows, kept = torch.zeros(2), torch.zeros(2)
+    rest = torch.ones(1)
+    transport.all_gather(rows, rest, [1, 1], True)  # nobody holds what it answers
+    transport.all_gather(kept, rest, [1, 1], True).wait()
+    return [*rows.tolist(), *kept.tolist()]
+
+
+def test_a_gather_that_nobody_holds_any_more_leaves_memory_alone(world):
+    for rank, result in enumerate(world(2).run(dropped)):
+        own = [0.0, 0.0]
+        own[rank] = 1.0  # copied before the call returned
+        assert result == [*own, 1.0, 1.0]
+
+
+def mapped_files() -> list[str]:
+    transport = met()
+    transport.all_reduce(torch.ones(10), False)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+    return sorted(file for file in files if "sherd" in file or file.startswith("/dev/shm"))
+
+
+def test_no_folder_holds_the_shared_memory(world):
+    for files in world(2).run(mapped_files):
+        assert "/memfd:sherd (deleted)" in files
+        assert not [file for file in files if "sherd" in file and file.startswith("/dev/shm")]
+
+
+# Groups
+
+
+def sum_in_subgroups() -> dict[str, float]:
+    rank = dist.get_rank()
+    sums = {}
+    transports = {}
+    for ranks in ([1, 3], [2, 0], [0, 1, 2, 3]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            transports[str(ranks)] = met(group), torch.tensor([float(rank)])
+    calls = [transport.all_reduce(tensor, True) for transport, tensor in transports.values()]
+    for call in reversed(calls):
+        call.wait()
+    for name, (_, tensor) in transports.items():
+        sums[name] = tensor.item()
+    return sums
+
+
+def test_groups_of_some_ranks_share_memory_side_by_side(world):
+    even, odd = {"[2, 0]": 2.0, "[0, 1, 2, 3]": 6.0}, {"[1, 3]": 4.0, "[0, 1, 2, 3]": 6.0}
+    assert world(4).run(sum_in_subgroups) == [even, odd, even, odd]
+
+
+def meet_with_one_that_cannot(what: str) -> bool:
+    fails = mock.Mock(side_effect=OSError("not here"))
+    patches = {
+        "no memory": mock.patch.object(shared_memory, "_segment", return_value=None),
+        "another host": mock.patch.object(neighbours, "_place", return_value=("elsewhere",)),
+        "no sockets": mock.patch.object(neighbours._Rendezvous, "_socket", fails),
+        "no connection": mock.patch.object(neighbours._Rendezvous, "call", fails),
+        "another user": mock.patch.object(neighbours, "_credentials", return_value=(1, -1, -1)),
+    }
+    if dist.get_rank() == 1:
+        with patches[what]:
+            return SharedMemory.meet(dist.group.WORLD) is None
+    return SharedMemory.meet(dist.group.WORLD) is None
+
+
+@pytest.mark.parametrize("what", ["no memory", "another host", "no sockets", "no connection", "another user"])
+def test_where_one_rank_cannot_share_memory_none_does(world, what):
+    assert world(3).run(meet_with_one_that_cannot, what) == [True] * 3
+
+
+# Errors that nobody dies of
+
+
+def asked_differently(what: str) -> list[str]:
+    transport, rank = met(), dist.get_rank()
+    rest, rows = torch.zeros(1 << 18), torch.zeros(1 << 19)
+    sizes = [1 << 18] * 2
+
+    def call() -> None:
+        if what == "op" and rank == 1:
+            transport.reduce_scatter(rest, rows, sizes, False)
+        elif what == "size" and rank == 1:
+            transport.all_gather(rows[:20], rest[:10], [10, 10], False)
+        elif what == "dtype" and rank == 1:
+            transport.all_gather(rows.to(torch.bfloat16), rest.to(torch.bfloat16), sizes, False)
+        elif what == "parts" and rank == 1:
+            transport.all_gather(rows, rest[: 1 << 17], [3 << 17, 1 << 17], False)
+        else:
+            transport.all_gather(rows, rest, sizes, False)
+
+    said = []
+    for _ in range(2):
+        with pytest.raises(CommError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "theirs"),
+    [
+        ("op", "reduce-scatter of 2.0 MiB (2,097,152 bytes) of float32"),
+        ("size", "all-gather of 80 bytes of float32"),
+        ("dtype", "all-gather of 1.0 MiB (1,048,576 bytes) of bfloat16"),
+        ("parts", "all-gather of 2.0 MiB (2,097,152 bytes) of float32 in parts of other sizes"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_are_told_so(world, what, theirs):
+    for rank, (first, again) in enumerate(world(2).run(asked_differently, what)):
+        assert "ranks diverged in round 0" in first
+        assert "all-gather of 2.0 MiB (2,097,152 bytes) of float32" in first
+        assert theirs in first or "other sizes" in theirs
+        assert f"rank {1 - rank} (process" in first
+        assert again == first
+
+
+def landing_fails() -> list[str]:
+    transport, said = met(), []
+
+    def land(rank: int, part: torch.Tensor) -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("no such parameter")
+
+    for _ in range(2):
+        try:
+            transport.all_gather_onto(land, torch.zeros(3), [3, 3], False)
+            transport.all_reduce(torch.zeros(3), False)
+        except (CommError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_what_goes_wrong_on_one_rank_is_told_to_the_others(world):
+    first, second = world(2).run(landing_fails)
+    assert first == ["ValueError: no such parameter", "CommError: [rank 0] ValueError no such parameter"]
+    assert len(second) == 2
+    assert all("rank 0 (process" in each and "gave up: ValueError no such parameter" in each for each in second)
+
+
+def used_after_close() -> str:
+    transport = met()
+    transport.all_reduce(torch.ones(1), False)
+    transport.close()
+    transport.close()
+    with pytest.raises(CommError) as caught:
+        transport.all_reduce(torch.ones(1), False)
+    assert transport.nbytes == 0
+    return str(caught.value)
+
+
+def test_a_closed_transport_says_so(world):
+    assert world(2).run(used_after_close) == [
+        "[rank 0] this transport was closed",
+        "[rank 1] this transport was closed",
+    ]
+
+
+def used_by_a_forked_child() -> list[str]:
+    transport = met()
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that forking beside threads may go wrong
+        child = os.fork()
+    if not child:
+        try:
+            transport.all_reduce(torch.ones(1), False)
+        except CommError as error:
+            os.write(writing, str(error).encode())
+        del transport  # closes what the child has, and nothing else
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading) as pipe:
+        said = pipe.read()
+    tensor = torch.ones(1)
+    transport.all_reduce(tensor, False)
+    return [said, str(tensor.item())]
+
+
+def test_a_forked_child_is_refused_and_disturbs_nobody(world):
+    for rank, (said, total) in enumerate(world(2).run(used_by_a_forked_child)):
+        assert f"was forked from rank {rank}" in said
+        assert total == "2.0"
