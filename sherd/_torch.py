@@ -6,8 +6,8 @@ each one here (`tests/test_torch_names.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,25 +22,35 @@ from torch.optim.optimizer import (
 )
 
 __all__ = [
+    "NO_TORCH_FUNCTION",
     "DTensorSpec",
     "all_gather_single",
     "at_end_of_backward",
     "backend_of",
     "concatenate_meshes",
     "dtensor",
+    "dtensor_of",
     "dtensor_spec",
     "dynamo_disabled",
     "flatten_mesh",
+    "gradients_of",
+    "hooked_step",
     "in_backward",
     "local_tensor",
+    "local_tensors",
     "reduce_scatter_single",
+    "register_foreach_type",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "replace_local_tensor",
+    "spec_of",
+    "specs_of",
     "storage_uses",
     "strided_shard",
     "symmetric_memory",
 ]
+
+DTensorKind = TypeVar("DTensorKind", bound=DTensor)
 
 # torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 and 2.12 know only those.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,15 +58,31 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 def dtensor_spec(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    strides: tuple[int, ...] | None = None,
 ) -> DTensorSpec:
-    """What a DTensor is, apart from its data. DTensorSpec and TensorMeta have no public constructor (2.11 to 2.13)."""
-    stride: list[int] = []
+    """What a DTensor is, apart from its data. DTensorSpec and TensorMeta have no public constructor (2.11 to 2.13).
+
+    Contiguous, unless `strides` say otherwise. A placement with an attribute `stands_for` is one that DTensorSpec does
+    not know: the spec is made with that instead, and then told the placement.
+    """
+    known = tuple(getattr(each, "stands_for", each) for each in placements)
+    spec = DTensorSpec(mesh, known, tensor_meta=TensorMeta(shape, strides or _contiguous(shape), dtype))
+    if known != placements:
+        spec.placements = placements
+    return spec
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
     run = 1
     for size in reversed(shape):
-        stride.insert(0, run)
+        strides.insert(0, run)
         run *= max(size, 1)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(stride), dtype))
+    return tuple(strides)
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -128,3 +154,62 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def dtensor_of(kind: type[DTensorKind], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensorKind:
+    """A DTensor of a subclass around `local`, uncopied, without its `__init__`, which takes longer than the rest.
+
+    `DTensor.__new__` takes these arguments from 2.4 to 2.13, but is not documented; nothing replaces it.
+    """
+    new: Callable[..., Any] = DTensor.__new__
+    made: DTensorKind = new(kind, local, spec, requires_grad=requires_grad)
+    return made
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """What a DTensor is, apart from its data. Private, like the class."""
+    return tensor._spec
+
+
+def local_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """What `local_tensor` gives, for many."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def specs_of(tensors: Sequence[DTensor]) -> list[DTensorSpec]:
+    """What `spec_of` gives, for many."""
+    return [tensor._spec for tensor in tensors]
+
+
+def register_foreach_type(kind: type[torch.Tensor]) -> None:
+    """Let `torch.optim` and `clip_grad_norm_` take tensors of exactly this type for their foreach and fused forms.
+
+    DTensor enters itself into the same two lists, which have no public door (2.1 to 2.13).
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if kind not in known:
+            known.append(kind)
+
+
+def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` of an optimizer's class, run between the optimizer's step hooks and the global ones.
+
+    `Optimizer.__init__` does so for the class it finds; a class made later has to ask. Not documented (2.11 to 2.13).
+    """
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked  # type: ignore[no-any-return]
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing: results of a subclass with it are plain tensors. Private since 1.7."""
+
+
+def gradients_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The gradients of many tensors: asking each DTensor's `__torch_function__` first takes longer than reading. The
+    guard has no public name (2.11 to 2.13)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor.grad for tensor in tensors]

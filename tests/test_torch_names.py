@@ -290,3 +290,130 @@ def test_register_optimizer_step_post_hook__is_called_when_the_parameters_have_b
     steps.clear()
     del optimizer
     assert alive() is None
+
+
+# DTensor subclasses
+
+
+class Sub(DTensor):
+    """A DTensor that answers nothing itself."""
+
+
+def made_subclass() -> tuple[bool, ...]:
+    mesh, local = mesh_of(1), torch.ones(2)
+    spec = _torch.dtensor_spec(mesh, (Shard(0),), torch.Size([2]), torch.float32)
+    tensor = _torch.dtensor_of(Sub, local, spec, True)
+    held = _torch.local_tensor(tensor) is local and _torch.spec_of(tensor) is spec
+    return type(tensor) is Sub, held, tensor.requires_grad, tensor.shape == (2,)
+
+
+def test_dtensor_of__makes_a_subclass_around_what_it_is_given(world):
+    assert world(1).run(made_subclass) == [(True, True, True, True)]
+
+
+def specs_held() -> tuple[bool, bool]:
+    tensors = [DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),)) for _ in range(2)]
+    first, second = _torch.specs_of(tensors)
+    return first is _torch.spec_of(tensors[0]), second.tensor_meta.dtype is torch.float32
+
+
+def test_spec_of__is_the_very_object_that_the_dtensor_holds(world):
+    assert world(1).run(specs_held) == [(True, True)]
+
+
+def test_specs_of__gives_the_same_for_many(world):
+    assert world(1).run(specs_held) == [(True, True)]
+
+
+def locals_held() -> bool:
+    tensors = [DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),)) for _ in range(2)]
+    found = _torch.local_tensors(tensors)
+    return all(mine is _torch.local_tensor(each) for mine, each in zip(found, tensors, strict=True))
+
+
+def test_local_tensors__are_the_objects_that_the_dtensors_hold(world):
+    assert world(1).run(locals_held) == [True]
+
+
+class StandIn(Shard):
+    """A placement that DTensorSpec does not take: it equals nothing of torch's."""
+
+    stands_for = Shard(0)
+
+    def __new__(cls):
+        return super().__new__(cls, 0)
+
+    def __init__(self):
+        super().__init__(0)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def spec_with_stand_in() -> tuple[bool, bool, tuple[int, ...]]:
+    mesh, placement = mesh_of(1), StandIn()
+    spec = _torch.dtensor_spec(mesh, (placement,), torch.Size([2, 3]), torch.float32, (1, 2))
+    with pytest.raises(AssertionError):
+        _torch.DTensorSpec(mesh, (placement,), tensor_meta=spec.tensor_meta)
+    return spec.placements == (placement,), spec == spec, spec.stride
+
+
+def test_dtensor_spec__takes_a_placement_that_stands_for_another(world):
+    assert world(1).run(spec_with_stand_in) == [(True, True, (1, 2))]
+
+
+class Other(torch.Tensor):
+    """A tensor of a type that torch.optim does not know."""
+
+
+def test_register_foreach_type__lets_optimizers_and_clipping_use_foreach(monkeypatch):
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    monkeypatch.setattr(optimizer, "_foreach_supported_types", list(optimizer._foreach_supported_types))
+    monkeypatch.setattr(_foreach_utils, "_foreach_supported_types", list(_foreach_utils._foreach_supported_types))
+    tensors = [torch.ones(1).as_subclass(Other)]
+    assert not _foreach_utils._has_foreach_support(tensors, CPU)
+    for _ in range(2):
+        _torch.register_foreach_type(Other)
+    assert _foreach_utils._has_foreach_support(tensors, CPU)
+    assert optimizer._foreach_supported_types.count(Other) == 1
+
+
+def test_no_torch_function__makes_results_of_a_subclass_plain():
+    class Quiet(torch.Tensor):
+        __torch_function__ = _torch.NO_TORCH_FUNCTION
+
+    quiet = torch.ones(2).as_subclass(Quiet)
+    assert type(quiet + 1) is type(quiet.view(1, 2)) is torch.Tensor
+    assert type(quiet) is Quiet
+
+
+class Counted(torch.optim.SGD):
+    """An optimizer whose class gets its step late."""
+
+
+def test_hooked_step__runs_between_the_hooks_of_the_optimizer():
+    heard = []
+    late = type("Late", (Counted,), {"step": _torch.hooked_step(lambda self: heard.append("step"))})
+    optimizer = Counted([torch.ones(1, requires_grad=True)], lr=0.1)
+    optimizer.__class__ = late
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    optimizer.step()
+    assert heard == ["before", "step", "after"]
+
+
+def test_gradients_of__are_those_of_the_tensors_themselves():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("reading a gradient asks nobody")
+
+    tensors = [torch.ones(2, requires_grad=True), torch.ones(1).as_subclass(Loud)]
+    tensors[0].sum().backward()
+    first, second = _torch.gradients_of(tensors)
+    assert first.tolist() == [1, 1]
+    assert second is None

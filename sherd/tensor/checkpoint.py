@@ -1,0 +1,53 @@
+"""What does a rank write and read of a ragged tensor in a distributed checkpoint? Its run, as rectangles.
+
+So the file is the same as any other: it loads under another layout, another number of ranks, or unsharded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from sherd.tensor.chunks import Rectangle, rectangles
+from sherd.tensor.placement import Layout
+
+
+def _rectangles(layout: Layout) -> tuple[Rectangle, ...]:
+    cut = layout.cut
+    if not cut.numel and layout.rank == cut.first:
+        # Or a tensor without elements would not be in the checkpoint, and be missed when it is loaded.
+        return (Rectangle(0, (0,) * len(cut.shape), cut.shape),)
+    return rectangles(cut.shape, cut.piece(layout.rank))
+
+
+def chunk_list(layout: Layout) -> list[ChunkStorageMetadata]:
+    """Where this rank's rectangles are."""
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(each.offsets), sizes=torch.Size(each.sizes))
+        for each in _rectangles(layout)
+    ]
+
+
+def write_items(name: str, local: torch.Tensor, layout: Layout) -> list[WriteItem]:
+    """One item for each rectangle."""
+    properties = TensorProperties.create_from_tensor(local)
+    size = torch.Size(layout.cut.shape)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in chunk_list(layout)
+    ]
+
+
+def rectangle_at(index: MetadataIndex, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The rectangle that begins at `index.offset`, a view of this rank's run."""
+    first = layout.cut.piece(layout.rank).start
+    for each in _rectangles(layout):
+        if index.offset is None or torch.Size(each.offsets) == index.offset:
+            start = each.start - first
+            return local.detach().view(-1)[start : start + each.numel].view(each.sizes)
+    raise ValueError(f"{index.fqn}: rank {layout.rank} holds no rectangle of the tensor at {index.offset}")

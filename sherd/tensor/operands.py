@@ -1,0 +1,104 @@
+"""Which tensors may meet in one operation, and what does this rank compute with of each?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from sherd._torch import local_tensor, spec_of
+from sherd.errors import PlacementError
+from sherd.tensor.moves import piece_of
+from sherd.tensor.placement import Layout, is_ragged, layout_of
+from sherd.tensor.ragged import RaggedDTensor
+from sherd.tensor.trees import tensors_in
+from sherd.tensor.values import KnownDTensor
+
+WAYS_OUT = (
+    "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
+    ".to_local() to work with this rank's piece"
+)
+
+
+def layouts_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Layout]:
+    """The layouts of the ragged tensors among the arguments, in order."""
+    found = []
+    for each in tensors_in((*args, *kwargs.values())):
+        if isinstance(each, RaggedDTensor):
+            found.append(layout_of(spec_of(each)))
+    return found
+
+
+def local_of(value: Any, layout: Layout, func: Any) -> Any:
+    """What this rank computes with in place of `value`: its run of a ragged tensor, a lone value as it is.
+
+    Raises:
+        PlacementError: the elements of `value` are not where those of `layout` are.
+    """
+    if isinstance(value, RaggedDTensor):
+        other = layout_of(spec_of(value))
+        if not layout.same_as(other):
+            raise mixed(func, layout, value)
+        return local_tensor(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    one = lone_value(value)
+    if isinstance(value, KnownDTensor) and one is None and value.shape == layout.cut.shape:
+        return piece_of(local_tensor(value), layout)
+    if one is None or not _broadcasts(value.shape, layout.cut.shape):
+        raise mixed(func, layout, value)
+    return one.reshape(1) if not layout.cut.shape else one
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    ends = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in ends)
+
+
+def lone_value(value: torch.Tensor) -> torch.Tensor | None:
+    """The one value of a scalar, or of a replicated DTensor that is an expanded scalar; None for other tensors.
+
+    It keeps a dimension if the tensor had one, so that dtypes are promoted as torch would.
+    """
+    if isinstance(value, DTensor):
+        if isinstance(value, RaggedDTensor) or not all(isinstance(each, Replicate) for each in value.placements):
+            return None
+        local = local_tensor(value)
+        is_one = local.numel() == 1 or (local.numel() and all(stride == 0 for stride in local.stride()))
+        return (local[(0,) * local.ndim].reshape(1) if local.ndim else local) if is_one else None
+    return value if value.ndim == 0 else None
+
+
+def mixed(func: Any, layout: Layout, value: torch.Tensor) -> PlacementError:
+    """The error for a tensor that does not lie where the first ragged one does."""
+    shard = layout.shard
+    if isinstance(value, DTensor) and is_ragged(spec_of(value)):
+        what = f"one of shape {tuple(value.shape)} cut as {value.placements} over {value.device_mesh}"
+        remedy = "redistribute one of them (sherd.tensor.ragged.redistribute_to)"
+    elif isinstance(value, DTensor):
+        what = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
+        remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
+    else:
+        what = f"a plain tensor of shape {tuple(value.shape)}"
+        remedy = "cut it likewise first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"
+    return PlacementError(
+        f"{name_of(func)}: a ragged tensor of shape {layout.cut.shape} ({shard}) met {what}, whose elements are on "
+        f"other ranks; {remedy}, or {WAYS_OUT}"
+    )
+
+
+def unknown(func: Any, layout: Layout, why: str = "") -> PlacementError:
+    """The error for an operation that runs of elements cannot answer."""
+    shard = layout.shard
+    return PlacementError(
+        f"{name_of(func)} is not known for a tensor of shape {layout.cut.shape} that is cut as {shard}"
+        f"{f' ({why})' if why else ''}; {WAYS_OUT}; with placement Whole() each tensor has one owner, which can do any "
+        "operation"
+    )
+
+
+def name_of(func: Any) -> str:
+    """An operation as users know it."""
+    return str(func.name()).replace("::", ".")

@@ -1,0 +1,249 @@
+"""What is a tensor that is cut into runs, each on one rank? A DTensor that answers operations itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from sherd._torch import DTensorSpec, dtensor, dtensor_of, local_tensor, register_foreach_type, spec_of
+from sherd.errors import PlacementError
+from sherd.layout.runs import Runs
+from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
+from sherd.tensor.covering import as_asked_for
+from sherd.tensor.moves import gather, piece_of
+from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
+from sherd.tensor.table import operation_for
+
+
+class RaggedDTensor(DTensor):
+    """A tensor of which each rank of one mesh axis holds a run of elements (`sherd.layout.runs.Runs`).
+
+    It is a DTensor to checkpoints, optimizers and gradient clipping: `shape` is that of the whole tensor, `to_local()`
+    is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element, or reduce to
+    one value; when one rank holds the whole tensor (`Whole`), any operation works, done by that rank. Others raise
+    `PlacementError`, as does mixing it with a tensor that lies elsewhere.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer an operation, or raise `PlacementError` for one that has no answer."""
+        return operation_for(func)(func, args, kwargs or {})
+
+    @property
+    def cut(self) -> Runs:
+        """Which rank holds which run."""
+        return layout_of(spec_of(self)).cut
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return f"RaggedDTensor(shape={shape}, placements={self.placements}, local_tensor={local_tensor(self)})"
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's run: `cut.local_shape(rank)`, the same memory; gradients flow through it.
+
+        Raises:
+            PlacementError: gradients are asked to come back in another layout.
+        """
+        if grad_placements is not None and tuple(grad_placements) != self.placements:
+            raise PlacementError(f"to_local(grad_placements={grad_placements}): gradients have the tensor's layout")
+        if not torch.is_grad_enabled():
+            return as_asked_for(local_tensor(self), layout_of(spec_of(self)))
+        local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]  # of torch
+        return local
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank, in memory of its own. All ranks of the shard axis must call it.
+
+        Its gradient must be the same on all ranks; each keeps its run of it.
+
+        Raises:
+            PlacementError: gradients are said to be anything but replicated.
+        """
+        if grad_placements is not None and not all(isinstance(each, Replicate) for each in grad_placements):
+            raise PlacementError(
+                f"full_tensor(grad_placements={grad_placements}) of a ragged tensor: only Replicate() is known; "
+                "reduce the gradient before it comes back"
+            )
+        whole: torch.Tensor = _ToWhole.apply(self)  # type: ignore[no-untyped-call]  # of torch
+        return whole
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor as a DTensor of torch, replicated or in equal chunks. All ranks must call it.
+
+        Raises:
+            PlacementError: another mesh, a ragged placement (`redistribute_to` makes those), or a wrong number of them.
+        """
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+        if wanted == self.placements and any(isinstance(each, RaggedShard) for each in wanted):
+            return self
+        if (
+            mesh != self.device_mesh
+            or len(wanted) != mesh.ndim
+            or any(isinstance(each, RaggedShard) for each in wanted)
+        ):
+            raise PlacementError(
+                f"redistribute(placements={wanted}) of a tensor with {self.placements} on {self.device_mesh}: give one "
+                "Replicate() or Shard(dim) per axis of the same mesh; for another ragged layout use "
+                "sherd.tensor.ragged.redistribute_to(tensor, cut)"
+            )
+        whole = self.full_tensor() if forward_dtype is None else self.full_tensor().to(forward_dtype)
+        replicated: DTensor = DTensor.from_local(whole, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+        return replicated.redistribute(mesh, wanted)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        if id(self) in memo:
+            found: RaggedDTensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
+        copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, _is_parameter(self))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        spec = spec_of(self)
+        given = (local_tensor(self).detach(), spec.mesh, spec.placements, self.requires_grad, _is_parameter(self))
+        return unpickled, given
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """What this rank writes into a checkpoint: its run as rectangles; nothing if it holds nothing."""
+        return write_items(fqn, local_tensor(self), layout_of(spec_of(self)))
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What this rank reads from a checkpoint: the same rectangles."""
+        return chunk_list(layout_of(spec_of(self)))
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """One of the rectangles, a view of this rank's run."""
+        return rectangle_at(index, local_tensor(self), layout_of(spec_of(self)))
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+        raise PlacementError("torch.compile cannot trace ragged tensors; compile what computes with whole parameters")
+
+
+register_foreach_type(RaggedDTensor)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = spec_of(tensor)
+        local = local_tensor(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
+        return _wrapped(grad, ctx.spec)
+
+
+class _ToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = spec_of(tensor)
+        return gather(local_tensor(tensor), layout_of(ctx.spec))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
+        return _wrapped(piece_of(grad, layout_of(ctx.spec)).clone(), ctx.spec)
+
+
+def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+    if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]  # set by dtensor_spec
+        spec = layout_of(spec).spec(local.dtype)
+    return dtensor_of(RaggedDTensor, local, spec, False)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _rebuilt(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, is_parameter: bool) -> RaggedDTensor:
+    tensor = ragged_dtensor(local, spec)
+    if is_parameter:
+        parameter: Any = nn.Parameter(tensor, requires_grad)
+        return parameter  # type: ignore[no-any-return]  # a Parameter keeps the class of its data
+    tensor.requires_grad_(requires_grad)
+    return tensor
+
+
+def unpickled(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], requires_grad: bool, is_parameter: bool
+) -> RaggedDTensor:
+    """What a pickle calls to make the tensor again, on a mesh of the same shape."""
+    return _rebuilt(local, Layout(mesh, placements).spec(local.dtype), requires_grad, is_parameter)
+
+
+# `torch.load` makes only what is named here, unless it is told to trust the file.
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, Runs, unpickled])
+
+
+def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+    """A ragged tensor around `local`, uncopied and outside autograd.
+
+    `local` is what this rank holds, of shape `cut.local_shape(rank)`; `spec` has one `RaggedShard(cut)` among its
+    placements (`sherd._torch.dtensor_spec`).
+
+    Raises:
+        PlacementError: the placements are not those of a ragged tensor on this mesh.
+    """
+    layout = layout_of(spec)
+    assert tuple(local.shape) == layout.local_shape, f"rank holds {tuple(local.shape)}, not {layout.local_shape}"
+    return dtensor_of(RaggedDTensor, local, spec, False)
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else torch's own."""
+    return ragged_dtensor(local, spec) if is_ragged(spec) else dtensor(local, spec)
+
+
+def distribute_ragged(whole: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+    """This rank's run of a whole tensor that every rank holds: a view where it is contiguous, no communication.
+
+    Raises:
+        PlacementError: `whole` has another shape than the spec says.
+    """
+    layout = layout_of(spec)
+    if tuple(whole.shape) != layout.cut.shape:
+        raise PlacementError(
+            f"a tensor of shape {tuple(whole.shape)} was given for one of shape {layout.cut.shape}; every rank gives "
+            "the whole tensor"
+        )
+    return dtensor_of(RaggedDTensor, piece_of(whole.detach(), layout), layout.spec(whole.dtype), False)
+
+
+def redistribute_to(tensor: DTensor, cut: Runs) -> RaggedDTensor:
+    """Any DTensor, ragged or torch's own, cut into runs over the axis it is sharded on. All ranks must call it.
+
+    On a 2-D mesh the last axis is the sharded one. The piece has memory of its own.
+
+    Raises:
+        PlacementError: the cut is that of another shape or number of ranks.
+    """
+    mesh = tensor.device_mesh
+    placements = (*(Replicate(),) * (mesh.ndim - 1), RaggedShard(cut))
+    layout = Layout(mesh, placements)
+    if cut.shape != tuple(tensor.shape):
+        raise PlacementError(f"a cut of shape {cut.shape} was given for a tensor of shape {tuple(tensor.shape)}")
+    detached: Any = tensor.detach()
+    whole: torch.Tensor = detached.full_tensor()
+    return dtensor_of(RaggedDTensor, piece_of(whole, layout).clone(), layout.spec(whole.dtype), False)

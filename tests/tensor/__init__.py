@@ -1,0 +1,1 @@
+"""Do tensors that are cut into runs behave as whole ones, wherever the cuts are?"""

@@ -1,0 +1,272 @@
+"""Does what is saved under one layout and number of ranks load under every other?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from sherd.tensor.ragged import RaggedDTensor
+from tests.tensor.cuts import SHAPES, cuts, line, numbers, ragged, whole_of
+
+KINDS = ("uneven", "rows", "last")
+OTHERS = ("plain", "stock rows", "stock columns")
+EVERY = KINDS + OTHERS
+
+
+def tensor_of(whole, kind, mesh):
+    """`whole` in one of the layouts, in memory of its own."""
+    if kind in KINDS:
+        return ragged(whole, *cuts(kind, [tuple(whole.shape)], mesh.size()), mesh)
+    dim = {"plain": -1, "stock rows": 0, "stock columns": 1}[kind]
+    if not 0 <= dim < whole.ndim:
+        return whole.clone()
+    return distribute_tensor(whole, mesh, [Shard(dim)])
+
+
+def state(kind, factor=1.0):
+    mesh = line(dist.get_world_size())
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    return {
+        f"{index}": tensor_of((numbers(shape) * factor).to(dtypes[index % 3]), kind, mesh)
+        for index, shape in enumerate((*SHAPES, (0, 3)))
+    }
+
+
+def save_all(folder):
+    for kind in EVERY:
+        dcp.save(state(kind), checkpoint_id=f"{folder}/{kind}")
+
+
+def load_all(folder):
+    wrong = []
+    for saved in EVERY:
+        for kind in EVERY:
+            found = state(kind, factor=0.0)
+            dcp.load(found, checkpoint_id=f"{folder}/{saved}")
+            for name, expected in state("plain").items():
+                value = found[name]
+                whole = whole_of(value) if isinstance(value, DTensor) else value
+                if not torch.equal(whole, expected):
+                    wrong.append((saved, kind, name))
+    return wrong
+
+
+@pytest.mark.parametrize("saving", [1, 2, 3, 4])
+def test_every_layout_loads_from_every_layout_at_every_number_of_ranks(world, tmp_path, saving):
+    world(saving).run(save_all, str(tmp_path))
+    for loading in (1, 2, 3, 4):
+        assert world(loading).run(load_all, str(tmp_path)) == [[]] * loading
+
+
+class Model(nn.Module):
+    """Parameters in one layout, values times `factor`, in two layers."""
+
+    def __init__(self, kind, factor=1.0):
+        super().__init__()
+        mesh = line(dist.get_world_size())
+        self.layers = nn.ModuleList([nn.Module(), nn.Module()])
+        for index, shape in enumerate(SHAPES):
+            value = tensor_of(numbers(shape) * factor, kind, mesh)
+            self.layers[index % 2].register_parameter(f"p{index}", nn.Parameter(value))
+
+
+def trained(kind, factor=1.0, steps=1):
+    model = Model(kind, factor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=kind != "plain")
+    mesh = line(dist.get_world_size())
+    for step in range(steps):
+        for each in model.parameters():
+            each.grad = tensor_of(numbers(each.shape, seed=step), kind, mesh)
+        optimizer.step()
+    return model, optimizer
+
+
+def plain_values(values):
+    return {
+        name: plain_values(value)
+        if isinstance(value, dict)
+        else whole_of(value)
+        if isinstance(value, DTensor)
+        else value
+        for name, value in values.items()
+    }
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            assert_same(found[name], value)
+        elif torch.is_tensor(value):
+            torch.testing.assert_close(found[name].cpu(), value)
+        elif name != "foreach":
+            assert found[name] == value
+
+
+def assert_trained(model, optimizer, steps):
+    """Model and optimizer are as plain ones after `steps`, and go on as those do."""
+    expected, reference = trained("plain", steps=steps)
+    for tries in range(2):
+        assert_same(
+            plain_values(dict(model.named_parameters())),
+            {name: each.detach() for name, each in expected.named_parameters()},
+        )
+        for each, like in zip(model.parameters(), expected.parameters(), strict=True):
+            state = optimizer.state[each]
+            assert_same(plain_values(state), reference.state[like])
+            assert type(state["exp_avg"]) is type(state["exp_avg_sq"]) is type(each.data)
+            like.grad = numbers(like.shape, seed=9 + tries)
+            each.grad = torch.zeros_like(each).copy_(like.grad)
+        reference.step()
+        optimizer.step()
+
+
+def save_training(kind, folder):
+    model, optimizer = trained(kind, steps=2)
+    values, states = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
+
+
+def load_training(kind, folder):
+    model, optimizer = trained(kind, factor=0.5)
+    values, states = get_state_dict(model, optimizer)
+    dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder)
+    set_model_state_dict(model, values)
+    set_optimizer_state_dict(model, optimizer, states)
+    assert_trained(model, optimizer, steps=2)
+
+
+def test_training_goes_on_in_another_layout_on_another_number_of_ranks(world, tmp_path):
+    for kind, saving in (("uneven", 2), ("rows", 3), ("last", 4), ("plain", 1)):
+        folder = str(tmp_path / kind)
+        world(saving).run(save_training, kind, folder)
+        for other, loading in (("uneven", 3), ("rows", 2), ("last", 2), ("uneven", 1), ("plain", 1)):
+            world(loading).run(load_training, other, folder)
+
+
+def full_states(kind, offload):
+    model, optimizer = trained(kind, steps=2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    values = get_model_state_dict(model, options=options)
+    states = get_optimizer_state_dict(model, optimizer, options=options)
+    if offload and dist.get_rank():
+        assert values == {}
+        return
+    expected, reference = trained("plain", steps=2)
+    assert_same(values, get_model_state_dict(expected))
+    assert_same(states["state"], get_optimizer_state_dict(expected, reference)["state"])
+
+
+def test_full_state_dicts_are_those_of_the_plain_model(world):
+    for kind in KINDS:
+        for offload in (True, False):
+            world(2).run(full_states, kind, offload)
+
+
+def sharded_states(kind):
+    model, optimizer = trained(kind, steps=2)
+    values, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    for each, value in zip(model.parameters(), values.values(), strict=False):
+        assert type(value) is RaggedDTensor
+        assert value.cut in [like.cut for like in model.parameters()]
+        assert each.device.type == "cpu"
+    assert type(states["state"]["layers.0.p0"]["exp_avg"]) is RaggedDTensor
+
+
+def test_sharded_state_dicts_stay_ragged(world):
+    for kind in KINDS:
+        world(2).run(sharded_states, kind)
+
+
+def save_on_two_axes(kind, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    made = zip(SHAPES, cuts(kind, SHAPES, 2), strict=True)
+    parameters = [nn.Parameter(ragged(numbers(shape), cut, mesh)) for shape, cut in made]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=True)
+    for each in parameters:
+        each.grad = ragged(numbers(each.shape, seed=1), each.cut, mesh)
+    nn.utils.clip_grad_norm_(parameters, 0.5)
+    optimizer.step()
+    dcp.save({str(index): each.detach() for index, each in enumerate(parameters)}, checkpoint_id=folder)
+
+
+def load_from_two_axes(kind, folder):
+    plain = [nn.Parameter(numbers(shape)) for shape in SHAPES]
+    for each in plain:
+        each.grad = numbers(each.shape, seed=1)
+    nn.utils.clip_grad_norm_(plain, 0.5)
+    torch.optim.AdamW(plain, lr=0.1).step()
+    found = {str(index): tensor_of(torch.zeros(shape), kind, line(2)) for index, shape in enumerate(SHAPES)}
+    dcp.load(found, checkpoint_id=folder)
+    assert_same(plain_values(found), {str(index): each.detach() for index, each in enumerate(plain)})
+
+
+def test_what_replicas_trained_and_saved_loads_without_them(world, tmp_path):
+    for kind in KINDS:
+        world(4).run(save_on_two_axes, kind, str(tmp_path / kind))
+        for other in ("uneven", "plain", "stock rows"):
+            world(2).run(load_from_two_axes, other, str(tmp_path / kind))
+
+
+def full_states_set(kind, broadcast):
+    expected, reference = trained("plain", steps=2)
+    whole = StateDictOptions(full_state_dict=True)
+    values = get_model_state_dict(expected, options=whole)
+    states = get_optimizer_state_dict(expected, reference, options=whole)
+    if broadcast and dist.get_rank():
+        values, states = {}, {}
+    model, optimizer = trained(kind, factor=0.5)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, values, options=options)
+    set_optimizer_state_dict(model, optimizer, states, options=options)
+    assert_trained(model, optimizer, steps=2)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_full_state_dicts_load_from_rank_0_and_from_all(world, broadcast):
+    for kind in KINDS:
+        for num_ranks in (1, 2, 3):
+            world(num_ranks).run(full_states_set, kind, broadcast)
+
+
+def whole_state_given_to_the_optimizer(kind):
+    _, reference = trained("plain", steps=2)
+    model, used = trained(kind, steps=2)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for optimizer in (fresh, used):
+        optimizer.load_state_dict(reference.state_dict())
+    # One that has stepped takes the state at once, a new one at its first step.
+    assert all(type(used.state[each]["exp_avg"]) is RaggedDTensor for each in model.parameters())
+    for each in model.parameters():
+        each.grad = None
+    fresh.step()
+    assert_trained(model, fresh, steps=2)
+
+
+def test_an_optimizer_takes_whole_state(threads):
+    for kind in KINDS:
+        threads(2).run(whole_state_given_to_the_optimizer, kind)
+
+
+def saved_in_background(kind, folder):
+    values = state(kind)
+    dcp.async_save(values, checkpoint_id=folder).result()
+    found = state(kind, factor=0.0)
+    dcp.load(found, checkpoint_id=folder)
+    assert_same(plain_values(found), state("plain"))
+
+
+def test_a_checkpoint_is_saved_in_the_background(world, tmp_path):
+    for kind in KINDS:
+        world(2).run(saved_in_background, kind, str(tmp_path / kind))

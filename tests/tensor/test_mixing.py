@@ -1,0 +1,267 @@
+"""Does an operation that ragged tensors cannot answer say so, on every rank, and say what to do?"""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from sherd._torch import dtensor_spec
+from sherd.errors import PlacementError
+from sherd.layout.runs import Runs
+from sherd.tensor.placement import RaggedShard, layout_of
+from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, ragged_dtensor, redistribute_to
+from tests.ranks import RanksFailed
+from tests.tensor.cuts import line, numbers, ragged, rows, spec_for, uneven, whole_of
+
+SHAPE = (6, 4)
+
+
+def three_kinds(mesh):
+    whole = numbers(SHAPE)
+    return (
+        ragged(whole, uneven(SHAPE, 2), mesh),
+        ragged(whole, rows(SHAPE, 2), mesh),
+        distribute_tensor(whole, mesh, [Shard(0)]),
+    )
+
+
+MIXES = {
+    "two layouts": (lambda ragged, other, stock: ragged + other, "met one of shape .6, 4. cut as"),
+    "two layouts in place": (lambda ragged, other, stock: ragged.mul_(other), "met one of shape"),
+    "a copy of another layout": (lambda ragged, other, stock: ragged.copy_(other), "met one of shape"),
+    "where": (lambda ragged, other, stock: torch.where(ragged > 0, other, ragged), "met one of shape"),
+    "stock first": (lambda ragged, other, stock: stock + ragged, r"met a DTensor of shape \(6, 4\)"),
+    "stock second": (lambda ragged, other, stock: ragged * stock, r"with \(Shard\(dim=0\),\)"),
+    "stock in place": (lambda ragged, other, stock: stock.add_(ragged), "met a DTensor"),
+    "stock replicated": (
+        lambda ragged, other, stock: ragged + stock.redistribute(placements=[Replicate()]),
+        r"with \(Replicate\(\),\)",
+    ),
+    "plain": (lambda ragged, other, stock: ragged + torch.ones(SHAPE), r"a plain tensor of shape \(6, 4\)"),
+    "plain row": (lambda ragged, other, stock: ragged * torch.ones(4), r"a plain tensor of shape \(4,\)"),
+    "plain of one element": (lambda ragged, other, stock: ragged * torch.ones(1), r"a plain tensor of shape \(1,\)"),
+    "lists of two layouts": (lambda ragged, other, stock: torch._foreach_add([ragged], [other]), "_foreach_add"),
+    "lists with stock": (lambda ragged, other, stock: torch._foreach_add_([ragged], [stock]), "met a DTensor"),
+    "lists with plain": (lambda ragged, other, stock: torch._foreach_add_([ragged], [torch.ones(SHAPE)]), "a plain"),
+    "lists, stock first": (lambda ragged, other, stock: torch._foreach_add_([stock], [ragged]), "met a DTensor"),
+    "lists, plain first": (lambda ragged, other, stock: torch._foreach_mul([torch.ones(6, 4)], [ragged]), "a plain"),
+    "in place on a number": (lambda ragged, other, stock: torch.tensor(1.0).add_(ragged), "a plain tensor of shape"),
+    "in place on a known value": (lambda ragged, other, stock: ragged.sum().add_(ragged), "met a DTensor"),
+    "copy into a plain tensor": (lambda ragged, other, stock: torch.ones(SHAPE).copy_(ragged), "cannot be copied into"),
+    "copy into stock": (lambda ragged, other, stock: stock.copy_(ragged), "cannot be copied into"),
+    "copy of another shape": (lambda ragged, other, stock: ragged.copy_(torch.ones(4, 6)), "a plain tensor of shape"),
+    "product": (lambda ragged, other, stock: ragged @ torch.ones(4), "aten.mv is not known"),
+    "equal": (lambda ragged, other, stock: torch.equal(ragged, other), "met one of shape"),
+    "fused": (
+        lambda ragged, other, stock: torch._fused_sgd_(
+            [ragged], [other], [], weight_decay=0, momentum=0, lr=1, dampening=0, nesterov=False, maximize=False,
+            is_first_step=True,
+        ),
+        "_fused_sgd_",
+    ),
+}  # fmt: skip
+
+UNKNOWN = {
+    "matmul": lambda ragged: ragged @ ragged,
+    "transpose": lambda ragged: ragged.t(),
+    "reshape": lambda ragged: ragged.reshape(4, 6),
+    "flatten": lambda ragged: ragged.view(-1),
+    "index": lambda ragged: ragged[0],
+    "slice": lambda ragged: ragged[1:3],
+    "sum over a dim": lambda ragged: ragged.sum(0),
+    "max over a dim": lambda ragged: ragged.max(dim=1),
+    "norm over a dim": lambda ragged: ragged.norm(dim=-1),
+    "cumsum": lambda ragged: ragged.cumsum(0),
+    "sort": lambda ragged: ragged.sort(),
+    "stack": lambda ragged: torch.stack([ragged, ragged]),
+    "cat": lambda ragged: torch.cat([ragged, ragged]),
+    "softmax": lambda ragged: ragged.softmax(0),
+    "expand": lambda ragged: ragged.expand(2, 6, 4),
+    "nonzero": lambda ragged: ragged.nonzero(),
+    "new of another shape": lambda ragged: ragged.new_zeros(3),
+    "split": lambda ragged: ragged.split(2),
+    "channels last": lambda ragged: ragged.clone(memory_format=torch.channels_last),
+    "argmax": lambda ragged: ragged.argmax(),
+    "std": lambda ragged: ragged.std(),
+}
+
+
+def raised(operation, given):
+    try:
+        operation(*given)
+    except PlacementError as error:
+        return str(error)
+    return None
+
+
+def mix(operation):
+    return raised(operation, three_kinds(line(2)))
+
+
+def alone(operation, cut):
+    return raised(operation, [ragged(numbers(SHAPE), cut, line(2))])
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_tensors_that_lie_elsewhere_do_not_mix(threads, name):
+    operation, said = MIXES[name]
+    for text in threads(2).run(mix, operation):
+        assert text is not None
+        assert re.search(said, text)
+        assert ".full_tensor()" in text
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_operation_is_named(threads, name):
+    for cut in (uneven(SHAPE, 2), Runs(SHAPE, 2, 0, (8, 24), by_rows=True)):
+        for text in threads(2).run(alone, UNKNOWN[name], cut):
+            assert text is not None
+            assert text.startswith("aten.")
+            assert ".redistribute(placements=[Replicate()])" in text
+            assert ".to_local()" in text
+
+
+def at_an_owner():
+    mesh = line(3)
+    cut = Runs(SHAPE, 3, 1, (24,), by_rows=True)
+    whole = numbers(SHAPE)
+    mine = ragged(whole, cut, mesh)
+    for operation in (
+        lambda a: a @ a.T,
+        lambda a: a.T.contiguous(),
+        lambda a: a.T * 2 + a.t(),
+        lambda a: a.reshape(4, 6),
+        lambda a: a.T.reshape(3, 8),
+        lambda a: a[1:3],
+        lambda a: a[2, 1],
+        lambda a: a.sum(0),
+        lambda a: a.norm(dim=-1, keepdim=True),
+        lambda a: a / a.norm(),
+        lambda a: a - a.mean(1, keepdim=True),
+        lambda a: torch.cat([a, a * 2]),
+        lambda a: torch.stack([a, a]).cumsum(0),
+        lambda a: a.sort(descending=True)[0],
+        lambda a: torch.linalg.qr(a)[0],
+        lambda a: a.new_zeros(3) + 1,
+        lambda a: a.softmax(-1),
+        lambda a: torch.addmm(a @ a.T, a, a.T, beta=0.5, alpha=2),
+        lambda a: a.flatten().topk(3)[0],
+    ):
+        result, expected = operation(mine), operation(whole)
+        assert type(result) is RaggedDTensor
+        assert result.shape == expected.shape
+        assert result.stride() == expected.stride()
+        assert result.to_local().numel() == (expected.numel() if dist.get_rank() == 1 else 0)
+        torch.testing.assert_close(whole_of(result), expected)
+    part, like = mine.clone(), whole.clone()
+    for each in (part, like):
+        each.T[1:3].mul_(3)
+    assert torch.equal(whole_of(part), like)
+    parameter, plain = nn.Parameter(mine.clone()), nn.Parameter(whole.clone())
+    for each in (parameter, plain):
+        product = each @ each.T
+        product.backward(torch.ones_like(product))
+    torch.testing.assert_close(whole_of(parameter.grad), plain.grad)
+    assert raised(lambda a: a @ torch.ones(4, 4), [mine])
+    assert raised(lambda a: a.nonzero(), [mine])
+    assert raised(lambda a: a + ragged(whole, Runs(SHAPE, 3, 2, (24,), by_rows=True), mesh), [mine])
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        mine @ mine
+
+
+def test_an_owner_does_any_operation_and_others_know_its_shape(threads):
+    threads(3).run(at_an_owner)
+
+
+def placements_and_specs():
+    mesh = line(2)
+    cut = uneven(SHAPE, 2)
+    shard = RaggedShard(cut)
+    assert shard == RaggedShard(uneven(SHAPE, 2))
+    assert hash(shard) == hash(RaggedShard(uneven(SHAPE, 2)))
+    assert shard != RaggedShard(rows(SHAPE, 2))
+    assert shard != Shard(0)
+    assert Shard(0) != shard
+    assert shard.is_shard()
+    assert shard.dim == 0
+    assert copy.deepcopy(shard) == pickle.loads(pickle.dumps(shard)) == shard
+    assert "elements=[0, 24]" in repr(shard)
+    spec = spec_for(cut, mesh)
+    assert copy.deepcopy(layout_of(spec)) is layout_of(spec)
+    assert layout_of(copy.copy(spec)).cut == cut
+
+
+def test_a_ragged_placement_equals_its_like_and_no_other(threads):
+    threads(2).run(placements_and_specs)
+
+
+def stock_with_ragged_placement():
+    mesh = line(2)
+    cut = uneven(SHAPE, 2)
+    tensor = ragged(numbers(SHAPE), cut, mesh)
+    made = 0
+    for attempt in (
+        lambda: DTensor.from_local(tensor.to_local(), mesh, tensor.placements, run_check=False),
+        lambda: DTensor.from_local(
+            tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        ),
+        lambda: distribute_tensor(numbers(SHAPE), mesh, [Shard(0)]).redistribute(placements=tensor.placements),
+        lambda: type(tensor._spec)(mesh, tensor.placements, tensor_meta=tensor._spec.tensor_meta),
+    ):
+        try:
+            attempt()
+        except (AssertionError, PlacementError):
+            made += 1
+    assert made == 4
+    stock = distribute_tensor(numbers(SHAPE), mesh, tensor.placements)
+    assert stock.placements == (Shard(0),)
+    assert torch.equal(whole_of(stock), numbers(SHAPE))
+
+
+def test_no_dtensor_of_torch_can_have_a_ragged_placement(world):
+    # Its dispatch would take the runs for equal chunks.
+    world(2).run(stock_with_ragged_placement)
+
+
+def wrong_arguments():
+    mesh = line(2)
+    cut = uneven(SHAPE, 2)
+    tensor = ragged(numbers(SHAPE), cut, mesh)
+    said = [
+        raised(lambda: distribute_ragged(numbers((4, 6)), spec_for(cut, mesh)), []),
+        raised(lambda: redistribute_to(tensor, uneven((4, 6), 2)), []),
+        raised(lambda: redistribute_to(tensor, uneven(SHAPE, 3)), []),
+        raised(lambda: tensor.redistribute(placements=[RaggedShard(rows(SHAPE, 2))]), []),
+        raised(lambda: tensor.redistribute(placements=[Replicate(), Replicate()]), []),
+        raised(lambda: tensor.to_local(grad_placements=[Replicate()]), []),
+        raised(lambda: tensor.full_tensor(grad_placements=[Shard(0)]), []),
+        raised(lambda: layout_of(dtensor_spec(mesh, (Replicate(),), torch.Size(SHAPE), torch.float32)), []),
+        raised(lambda: layout_of(dtensor_spec(mesh, (RaggedShard(cut),), torch.Size((4, 6)), torch.float32)), []),
+        raised(lambda: copy.deepcopy(nn.Parameter(tensor) * 2), []),
+        raised(lambda: torch.bernoulli(tensor.abs().clamp(max=1)), []),
+    ]
+    assert None not in said
+    with pytest.raises(AssertionError, match="rank holds"):
+        ragged_dtensor(torch.zeros(1), spec_for(cut, mesh))
+    return said
+
+
+def test_wrong_arguments_are_named(threads):
+    threads(2).run(wrong_arguments)
+
+
+def one_axis_of_two():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    spec = dtensor_spec(mesh, (Shard(1), RaggedShard(uneven(SHAPE, 2))), torch.Size(SHAPE), torch.float32)
+    layout_of(spec)
+
+
+def test_a_ragged_tensor_is_sharded_over_one_axis(threads):
+    with pytest.raises(RanksFailed, match="has one RaggedShard and, on the other axes, Replicate"):
+        threads(4).run(one_axis_of_two)
