@@ -24,7 +24,19 @@ MIRRORED = {
 }
 # In torch these bases of custom collectives are to be found in a private module.
 FROM_A_PRIVATE_MODULE = {"AllGather", "Comm", "ReduceScatter"}
-OURS = {"PrefetchPolicy", "SherdError", "__version__"}
+OURS = {
+    "Blocks",
+    "CommPolicy",
+    "Flat",
+    "PrefetchPolicy",
+    "RaggedDTensor",
+    "SherdError",
+    "Whole",
+    "__version__",
+    "flatten_optimizer",
+    "memory_report",
+    "track_memory",
+}
 # The older, wrapping front end and its choices.
 OF_THE_WRAPPER = {
     "BackwardPrefetch",
@@ -46,7 +58,7 @@ OF_THE_WRAPPER = {
 }
 
 # Parameters that sherd adds, all optional.
-EXTRA = {"fully_shard": {"prefetch_policy"}}
+EXTRA = {"fully_shard": {"comm_policy", "placement", "prefetch_policy"}}
 # Not made by users: one comes with a class for its methods, the other from `unshard`.
 MADE_BY_US = {"FSDPModule", "UnshardHandle"}
 # Methods of torch's FSDPModule that a user may call; `_apply` is nn.Module's.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, overload
@@ -12,26 +13,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd._torch import dtensor
 from sherd.api.module import FSDPModule, checked_reshard, swap_class
 from sherd.comm.mesh import DataMesh, data_mesh
-from sherd.comm.streams import streams_for
+from sherd.comm.streams import Streams, streams_for
 from sherd.engine import hooks
 from sherd.engine.adoption import watcher
+from sherd.engine.forms import AnyPlacement, forms_of
 from sherd.engine.ownership import Belongings, Found, belongings
-from sherd.engine.parameter import ShardedParameter, form_of
+from sherd.engine.parameter import ShardedParameter
+from sherd.engine.pieces import piece_of
 from sherd.engine.seal import attach, unit_of
 from sherd.engine.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, PlacementError, PolicyTypeError
+from sherd.layout.placement import Shard
+from sherd.layout.runs import RunPlacement
 from sherd.policy import (
+    CommPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
     UnitPolicy,
 )
+from sherd.tensor.ragged import as_dtensor
 
-ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | None"]
+ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | None"]
 
 
 @overload
@@ -46,6 +52,8 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     prefetch_policy: PrefetchPolicy = ...,
+    placement: ShardSpec | RunPlacement | None = ...,
+    comm_policy: CommPolicy = ...,
 ) -> FSDPModule: ...
 
 
@@ -61,6 +69,8 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     prefetch_policy: PrefetchPolicy = ...,
+    placement: ShardSpec | RunPlacement | None = ...,
+    comm_policy: CommPolicy = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -75,6 +85,8 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     prefetch_policy: PrefetchPolicy = PrefetchPolicy(),
+    placement: ShardSpec | RunPlacement | None = None,
+    comm_policy: CommPolicy = CommPolicy(),
 ) -> Any:
     """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
     right after.
@@ -91,14 +103,18 @@ def fully_shard(
         reshard_after_forward: True frees the whole parameters after forward and gathers them again for backward;
             False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's
             gather is among k. None: False for the root, True for others.
-        shard_placement_fn: given a parameter, `Shard(dim)` to cut it on another dim than 0, or None. Any dim, even
-            or not.
+        shard_placement_fn: given a parameter, how to cut it: torch's `Shard(dim)`, on any dim, even or not; `Flat()`,
+            `Blocks(rows)` or `Whole()` (beyond torch); or None for `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs.
         offload_policy: where shards rest; `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory.
         ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
         dp_mesh_dims: `mesh` is a larger mesh, and these of its named axes are the data-parallel ones; parameters that
             are DTensors on it keep their placement on the other axes.
         prefetch_policy: how far gathers run ahead, in units and in bytes; the root's holds for the model. Beyond torch.
+        placement: how this unit's parameters are cut; None means `Shard(0)`, and a copy on every rank for scalars.
+            Under `Flat`, `Blocks` and `Whole` whole parameters are views of what was gathered, so nothing is copied,
+            and shards are `RaggedDTensor`s. Beyond torch.
+        comm_policy: how bytes travel. Beyond torch.
 
     Returns:
         `module`, changed in place.
@@ -121,20 +137,24 @@ def fully_shard(
         ignored_params=(ignored_params, Collection | None),
         dp_mesh_dims=(dp_mesh_dims, DataParallelMeshDims | None),
         prefetch_policy=(prefetch_policy, PrefetchPolicy),
+        comm_policy=(comm_policy, CommPolicy),
     )
-    data = data_mesh(mesh, dp_mesh_dims)
+    if placement is not None and not _is_placement(placement):
+        raise PolicyTypeError(f"fully_shard(placement={placement!r}): {_EXPECTED}, or None for Shard(0)")
+    data = data_mesh(mesh, dp_mesh_dims, comm_policy)
     if reshard_after_forward is not None:
         reshard_after_forward = checked_reshard(reshard_after_forward, data.num_shards)
     found = belongings(modules, ignored_params or (), lambda each: unit_of(each) is not None)
     owners = _owners(found, data)
-    records = _shard(found, data, shard_placement_fn)
+    streams = streams_for(data.device)
+    records = _shard(found, data, streams, functools.partial(_placement, placement, shard_placement_fn))
     _borrow(found)
     unit = Unit(
         modules,
         records,
         owners,
         data,
-        streams_for(data.device),
+        streams,
         mp_policy,
         offload_policy,
         UnitPolicy(reshard_after_forward=reshard_after_forward, prefetch=prefetch_policy),
@@ -197,23 +217,23 @@ def _check_types(**arguments: tuple[Any, Any]) -> None:
 
 
 @torch.no_grad()
-def _shard(found: Belongings, mesh: DataMesh, placement_fn: ShardPlacementFn | None) -> list[ShardedParameter]:
+def _shard(
+    found: Belongings, mesh: DataMesh, streams: Streams, placement_of: Callable[[Found], AnyPlacement | None]
+) -> list[ShardedParameter]:
     """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
-    forms = [form_of(each.parameter, mesh, _dim(each, placement_fn), each.name) for each in found.owned]
     records = []
-    for each, form in zip(found.owned, forms, strict=True):
-        cut = form.cut
-        rows = cut.rows[mesh.shard_rank]
-        part = form.data if cut.dim is None else form.data.narrow(cut.dim, rows.start, rows.numel)
+    for each, form in zip(found.owned, forms_of(found.owned, mesh, streams, placement_of), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
-        local = part.detach().clone(memory_format=torch.contiguous_format)
-        shard = nn.Parameter(dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
+        part = piece_of(form.data.detach(), form.cut, mesh.shard_rank)
+        local = part.clone(memory_format=torch.contiguous_format)
+        shard = nn.Parameter(as_dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
         record = ShardedParameter(
             each.name,
             form.data.shape,
             form.data.dtype,
-            cut,
+            form.cut,
+            form.lot,
             form.shard_spec,
             form.whole_spec,
             shard,
@@ -226,17 +246,29 @@ def _shard(found: Belongings, mesh: DataMesh, placement_fn: ShardPlacementFn | N
     return records
 
 
-def _dim(found: Found, placement_fn: ShardPlacementFn | None) -> int | None:
-    """The dim that the user's function asks for; None for the default."""
-    asked = None if placement_fn is None else placement_fn(found.parameter)
+def _placement(
+    default: ShardSpec | RunPlacement | None, chosen_by: ShardPlacementFn | None, found: Found
+) -> AnyPlacement | None:
+    """How the user wants one parameter cut; None for the default."""
+    asked = None if chosen_by is None else chosen_by(found.parameter)
     if asked is None:
-        return None
-    if not isinstance(asked, ShardSpec):
+        asked = default
+    if asked is not None and not _is_placement(asked):
         raise PlacementError(
-            f"{found.name}: shard_placement_fn returned {asked!r}; expected a torch.distributed.tensor.Shard, or "
-            "None for Shard(0)"
+            f"{found.name}: shard_placement_fn returned {asked!r}; {_EXPECTED}, or None for the unit's"
         )
-    return asked.dim
+    if isinstance(asked, ShardSpec):
+        # A unit's own placement holds for its scalars as far as it can: they have no dim to cut.
+        return Shard(asked.dim) if found.parameter.dim() or chosen_by is not None else None
+    return asked
+
+
+_EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Whole()"
+
+
+def _is_placement(value: Any) -> bool:
+    # The class itself has all that makes a placement, but is none: `placement=Flat`.
+    return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
 
 
 def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:

@@ -199,12 +199,12 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with `comm`. Raises `PolicyError` if the unit has several groups."""
         _require_comm("set_custom_all_gather", comm, AllGather)
-        self._sherd_single_kind("set_custom_all_gather").change(all_gather=comm)
+        self._sherd_even_kind("set_custom_all_gather").change(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients with `comm`. Raises `PolicyError` if the unit has several groups."""
         _require_comm("set_custom_reduce_scatter", comm, ReduceScatter)
-        self._sherd_single_kind("set_custom_reduce_scatter").change(reduce_scatter=comm)
+        self._sherd_even_kind("set_custom_reduce_scatter").change(reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Run this unit's collectives on memory of the process group's allocator, where it has one (NCCL)."""
@@ -214,6 +214,7 @@ class FSDPModule:
         if not enable or unit.mesh.shard_group is None:
             unit.change(all_gather=None, reduce_scatter=None)
             return
+        self._sherd_require_even(unit, "set_allocate_memory_from_process_group_for_comm")
         group, device = unit.mesh.shard_group, unit.mesh.device
         unit.change(
             all_gather=GroupMemoryAllGather(group, device), reduce_scatter=GroupMemoryReduceScatter(group, device)
@@ -228,6 +229,7 @@ class FSDPModule:
                 f"set_symm_mem_for_comm: symmetric memory needs a CUDA mesh with a shard axis, unit {unit.name} is on "
                 f"{unit.mesh.device}; leave it out there"
             )
+        self._sherd_require_even(unit, "set_symm_mem_for_comm")
         unit.change(all_gather=SymmetricAllGather(unit.mesh.shard_group, backend))
 
     # nn.Module's own, on shards
@@ -276,6 +278,19 @@ class FSDPModule:
                 "it is not clear for which of them the custom collective is meant; shard them as separate units"
             )
         return unit
+
+    def _sherd_even_kind(self, method: str) -> Unit:
+        unit = self._sherd_single_kind(method)
+        self._sherd_require_even(unit, method)
+        return unit
+
+    def _sherd_require_even(self, unit: Unit, method: str) -> None:
+        for group in (weights.group for weights in unit.weights):
+            if not group.packing.is_even:
+                raise PolicyError(
+                    f"{method}: the ranks hold parts of unequal length of {group.name} (Blocks or Whole), and a "
+                    "custom collective is given equal ones; shard the unit as Flat() or Shard(0)"
+                )
 
     def _sherd_require_own_comms(self, unit: Unit, method: str) -> None:
         own = (GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather)

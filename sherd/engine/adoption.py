@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -67,7 +68,7 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             if record is None:
                 continue
             if parameter is not record.shard:
-                _require_no_state(optimizer, parameter, record)
+                _move_state(optimizer, parameter, record)
                 if id(record.shard) in present:
                     raise OptimizerError(_BOTH.format(kind=type(optimizer).__name__, name=record.name))
                 group["params"][position] = record.shard
@@ -78,13 +79,18 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
     return list(owners.values())
 
 
-def _require_no_state(optimizer: Optimizer, parameter: nn.Parameter, record: ShardedParameter) -> None:
-    if optimizer.state.get(parameter):
-        raise OptimizerError(
-            f"{type(optimizer).__name__} holds state for {record.name} as it was before fully_shard replaced it; "
-            "stepping it would train nothing. Build the optimizer after sharding, and load its state with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-        )
+def _move_state(optimizer: Optimizer, parameter: nn.Parameter, record: ShardedParameter) -> None:
+    """What is kept for a shard is kept for the one that has taken its place (`load_state_dict(assign=True)`)."""
+    if not optimizer.state.get(parameter):
+        return
+    if isinstance(parameter, DTensor):
+        optimizer.state[record.shard] = optimizer.state.pop(parameter)
+        return
+    raise OptimizerError(
+        f"{type(optimizer).__name__} holds state for {record.name} as it was before fully_shard replaced it; "
+        "stepping it would train nothing. Build the optimizer after sharding, and load its state with "
+        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+    )
 
 
 _BOTH = (

@@ -16,22 +16,23 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor, dynamo_disabled, local_tensor
+from sherd._torch import dynamo_disabled, local_tensor
 from sherd.comm.buffers import Buffer
-from sherd.comm.collectives import DEFAULT_REDUCE_SCATTER, all_reduce
 from sherd.comm.streams import Handoff, Streams
+from sherd.comm.transport import Pending, Sizes, Transport
 from sherd.engine.group import Group
-from sherd.engine.pieces import row_views, tensor_views
+from sherd.engine.pieces import RowViews, sources_for
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
+from sherd.schedule.forecast import Kind
+from sherd.tensor.ragged import as_dtensor
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until this many bytes have come, and are copied in one call."""
@@ -63,7 +64,7 @@ class Scale:
 
 
 class _Rows:
-    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it.
+    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it; `sizes`: ranks' parts.
 
     Behind each rank's part there is a flag for every tensor of the group, 1 where this rank has its gradient. Summed
     with the rest they tell a rank without one that others have it: it takes its part of theirs, or the shards would
@@ -71,28 +72,29 @@ class _Rows:
     """
 
     def __init__(self, group: Group, buffer: Buffer, num_flags: int) -> None:
-        packing = group.packing
         self.buffer = buffer
-        rows = self.buffer.tensor.view(packing.num_ranks, packing.rest_numel + num_flags)
-        self.views = [row_views(rows, slot) for slot in packing.slots]
-        self.flags = rows[:, packing.rest_numel :]
+        views = RowViews(group.packing, self.buffer.tensor, num_flags)
+        self.views = views.tensors
+        self.sizes = Sizes(numel + num_flags for numel in group.sizes) if num_flags else group.sizes
+        self._flags = views.flags
         self.filled: set[int] = set()
 
     @classmethod
     def made(cls, group: Group) -> _Rows:
         """Rows of our own, to be used again."""
         num_flags = _num_flags(group)
-        numel = group.packing.num_ranks * (group.packing.rest_numel + num_flags)
+        numel = group.packing.rows_numel + group.packing.num_ranks * num_flags
         return cls(group, Buffer(numel, group.reduce_dtype, group.device), num_flags)
 
     def complete(self) -> None:
         """Zeros for what has not come, and the flags."""
-        self.flags.fill_(1)
-        for index, views in enumerate(self.views):
-            if index not in self.filled:
-                for view in views:
-                    view.zero_()
-                self.flags[:, index : index + 1] = 0
+        missing = [index for index in range(len(self.views)) if index not in self.filled]
+        for view in (view for index in missing for view in self.views[index]):
+            view.zero_()
+        for flags in self._flags:
+            flags.fill_(1)
+            for index in missing:
+                flags[:, index : index + 1] = 0
 
     @classmethod
     def borrowed(cls, group: Group, gradient: torch.Tensor) -> _Rows:
@@ -166,7 +168,7 @@ class Gradients:
         """A backward is about to reach the group: what will come, and by how much the sum will be divided."""
         self._expected = sum(each.shard.requires_grad for each in self.group.parameters)
         dtype = self.group.reduce_dtype
-        self._borrows = self._streams.in_host_order and self.group.packing.direct and dtype != torch.float16
+        self._borrows = self.may_borrow
         # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed. So are those of many
         # ranks: their rows are many short strips, which a plain copy fills faster, and a shard is soon scaled.
         many = self.group.packing.num_ranks >= MANY_RANKS and dtype.itemsize >= 4
@@ -187,6 +189,24 @@ class Gradients:
         """Whether there are gradients that no reduction has taken, or that one has taken half of the way."""
         collected = bool(self._batch) or (self._rows is not None and bool(self._rows.filled))
         return collected or self._partial is not None
+
+    def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+        """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
+        for _, gradient in self._batch:
+            yield Kind.ARRIVED, gradient
+        if self._rows is not None:
+            yield Kind.GRADIENT_ROWS, self._rows.buffer.tensor
+        if self._reduction is not None:
+            yield Kind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
+            yield Kind.REDUCED, self._reduction.reduced
+        if self._partial is not None:
+            yield Kind.REDUCED, self._partial
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it."""
+        alone = len(self.group.parameters) == 1 and self.group.packing.direct
+        return alone and self._streams.in_host_order and self.group.reduce_dtype != torch.float16
 
     def _take(self, index: int, whole: torch.Tensor) -> None:
         gradient = whole.grad
@@ -246,7 +266,7 @@ class Gradients:
         for index, gradient in self._batch:
             targets, sources = again if index in rows.filled else fresh
             targets.extend(rows.views[index])
-            sources.extend(tensor_views(gradient, self.group.packing.slots[index].cut))
+            sources.extend(sources_for(rows.views[index], gradient, self.group.packing.slots[index].cut))
             rows.filled.add(index)
         self._batch.clear()
         self._batch_bytes = 0
@@ -278,7 +298,7 @@ class Gradients:
     # Reducing
 
     @torch.no_grad()
-    def reduce(self, policy: UnitPolicy) -> None:
+    def reduce(self, policy: UnitPolicy, transport: Transport) -> None:
         """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
         self._copy_batch()
         self._arrived.clear()
@@ -290,16 +310,14 @@ class Gradients:
         group, mesh = self.group, self.group.mesh
         self._rows = None
         rows.complete()
-        reduce_scatter = policy.reduce_scatter or DEFAULT_REDUCE_SCATTER
-        shard_group = mesh.reduction_group() if policy.separate_reduce_group else mesh.shard_group
+        sizes = rows.sizes
         result: list[torch.Tensor] = []
 
-        def scatter(async_op: bool) -> dist.Work | None:
-            size = (rows.buffer.tensor.numel() // group.packing.num_ranks,)
-            reduced = reduce_scatter.allocate(size, dtype=group.reduce_dtype, device=group.device)
+        def scatter(async_op: bool) -> Pending | None:
+            dtype = transport.sum_dtype(group.reduce_dtype)
+            reduced = transport.empty(sizes[mesh.shard_rank], dtype, group.device)
             result.append(reduced)
-            sent = rows.buffer.tensor
-            return reduce_scatter(reduced, sent, shard_group, dist.ReduceOp.SUM, async_op)  # type: ignore[arg-type]
+            return transport.reduce_scatter(reduced, rows.buffer.tensor, sizes, async_op)
 
         # The rows are compute's memory and compute has just written them.
         self._streams.reduce.follow_compute()
@@ -323,10 +341,10 @@ class Gradients:
     def _all_reduce(self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff) -> Handoff:
         """Sum over the replicas, with what earlier backwards left to this one."""
 
-        def run(async_op: bool) -> dist.Work | None:
+        def run(async_op: bool) -> Pending | None:
             if earlier is not None:
                 reduced.add_(earlier)
-            return all_reduce(reduced, self.group.mesh.replicate_group, async_op)
+            return self.group.mesh.replicate_transport.all_reduce(reduced, async_op)
 
         return self._streams.all_reduce.run(run, after=scattered)
 
@@ -338,25 +356,26 @@ class Gradients:
             return
         reduction.handoff.wait()
         self._return_rows(reduction.rows)
-        reduced = reduction.reduced
+        reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
         if reduction.partial:
             self._partial = reduced if self._partial is None else self._partial.add_(reduced)
-            self._partly_reduced |= reduction.with_gradient
+            self._partly_reduced |= with_gradient
             return
-        if reduction.scale.after != 1.0:
+        del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
+        if scale.after != 1.0:
             reduced = reduced.to(self.group.dtype) if self.group.dtype.itemsize > reduced.itemsize else reduced
-            reduced.mul_(reduction.scale.after)
-        if policy.all_reduce_hook is not None:
-            self._run_hook(policy, reduced)
+            reduced.mul_(scale.after)
         if reduced.dtype != self.group.dtype:
             reduced = reduced.to(self.group.dtype)
-        with_gradient, self._partly_reduced = reduction.with_gradient | self._partly_reduced, frozenset()
+        if policy.all_reduce_hook is not None:
+            self._run_hook(policy, reduced)
+        with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
         with_gradient |= self._elsewhere(reduced, with_gradient)
         self._give_to_shards(self.group.place.store(reduced), with_gradient)
 
     def _elsewhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
         """The trainable parameters without a gradient here that have one on another rank."""
-        flags = reduced[self.group.packing.rest_numel :]
+        flags = reduced[self.group.rest_numel :]
         parameters = self.group.parameters
         missing = [i for i, each in enumerate(parameters) if i not in here and each.shard.requires_grad]
         if not missing or not flags.numel():
@@ -366,7 +385,7 @@ class Gradients:
         return frozenset(index for index in missing if values[index] != 0)
 
     def _run_hook(self, policy: UnitPolicy, reduced: torch.Tensor) -> None:
-        reduced = reduced[: self.group.packing.rest_numel]
+        reduced = reduced[: self.group.rest_numel]
         hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
         assert hook is not None, "called only when there is a hook"
         if stream is None:
@@ -378,16 +397,14 @@ class Gradients:
         """Every shard's gradient is a view of `reduced`, which lives as long as one of them does."""
         sums: list[torch.Tensor] = []
         terms: list[torch.Tensor] = []
-        rank = self.group.mesh.shard_rank
         for index in sorted(with_gradient):
-            if not self.group.parameters[index].shard.requires_grad:
+            parameter, (extent, shape) = self.group.parameters[index], self.group.seats[index]
+            if not parameter.shard.requires_grad:
                 continue
-            parameter, slot = self.group.parameters[index], self.group.packing.slots[index]
-            held = slot.held(rank)
-            term = reduced[held.start : held.stop].view(slot.cut.local_shape(rank))
+            term = reduced[extent.start : extent.stop].view(shape)
             gradient = parameter.shard.grad
             if gradient is None:
-                parameter.shard.grad = dtensor(term, self._specs[index])
+                parameter.shard.grad = as_dtensor(term, self._specs[index])
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
                 terms.append(term)

@@ -13,9 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sherd._torch import dtensor, dtensor_spec
+from sherd._torch import dtensor_spec
+from sherd.engine.adoption import watcher
 from sherd.engine.parameter import ShardedParameter, record_of
+from sherd.engine.pieces import piece_of
 from sherd.engine.unit import Unit
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor
 
 
 def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -24,8 +27,12 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefi
     for attribute, parameter in module._parameters.items():
         record = None if parameter is None else record_of(parameter)
         given = state_dict.get(prefix + attribute)
-        if record is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+        if record is None or not isinstance(given, torch.Tensor):
             continue
+        if isinstance(given, DTensor):
+            if _can_be_copied(given, record.shard):
+                continue
+            given = given.full_tensor()
         if given.shape == record.shard.shape:
             state_dict[prefix + attribute] = _shard_of(record, given, unit.mesh.shard_rank)
 
@@ -36,8 +43,19 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
         record = unit.record_at(module, attribute)
         if record is not None and parameter is not None and parameter is not record.shard:
             record.exchange(parameter)
+            watcher.sharded_again()
     unit.reseat()
     unit.shards_written()
+
+
+def _can_be_copied(given: DTensor, shard: nn.Parameter) -> bool:
+    """Whether torch may copy the one into the other: both of one kind and cut alike.
+
+    Of stock DTensors too: for other placements torch's copy fails where chunks are empty, and `assign=True` would take
+    over a piece that is not the parameter's (test_a_state_dict_of_any_layout_loads_into_any).
+    """
+    assert isinstance(shard, DTensor), "a shard is a DTensor"
+    return isinstance(given, RaggedDTensor) == isinstance(shard, RaggedDTensor) and given.placements == shard.placements
 
 
 def _shard_of(record: ShardedParameter, whole: torch.Tensor, rank: int) -> DTensor:
@@ -45,7 +63,6 @@ def _shard_of(record: ShardedParameter, whole: torch.Tensor, rank: int) -> DTens
     spec = record.shard_spec
     if record.whole_spec is not None:
         return distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
-    cut = record.cut
-    rows = cut.rows[rank]
-    local = whole if cut.dim is None else whole.narrow(cut.dim, rows.start, rows.numel)
-    return dtensor(local.detach(), dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype))
+    return as_dtensor(
+        piece_of(whole, record.cut, rank).detach(), dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype)
+    )

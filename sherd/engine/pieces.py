@@ -1,19 +1,102 @@
 """The same elements seen twice: in the rows that collectives move, and in the tensors that modules use.
 
-Rows are `[num_ranks, rest_numel]`: row r is rank r's rest buffer. For each tensor of a packing these functions give
-matching lists of views, so that one foreach copy moves a whole group.
+Rows are every rank's rest buffer, one after the other. For each tensor of a packing these functions give matching lists
+of views, so that one foreach copy moves a whole group.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from itertools import pairwise
+
 import torch
 
-from sherd.layout.packing import Packing, Slot
+from sherd.layout.extent import Extent
+from sherd.layout.packing import Packing, RunSlot, Slot
 from sherd.layout.placement import Cut
+from sherd.layout.runs import Runs
+
+
+def piece_of(whole: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
+    """What `rank` holds of `whole`, in the shape it has there: a view, where `whole` is contiguous or cut on a dim."""
+    if isinstance(cut, Runs):
+        piece = cut.piece(rank)
+        return whole.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
+    if cut.dim is None:
+        return whole
+    rows = cut.rows[rank]
+    return whole.narrow(cut.dim, rows.start, rows.numel)
+
+
+class RowViews:
+    """The places of every tensor's elements in `rows`: as few strided views as can be.
+
+    `rows` is 1-D. Behind each rank's part there is room for `num_flags` more elements, `flags`: `[ranks, num_flags]`
+    each, of one or more ranks.
+    """
+
+    def __init__(self, packing: Packing, rows: torch.Tensor, num_flags: int) -> None:
+        self._packing = packing
+        self._rows = rows
+        self._num_flags = num_flags
+        by_rank = None
+        if packing.is_even:
+            by_rank = rows.view(packing.num_ranks, packing.rest_numels[0] + num_flags)
+        self.tensors = [
+            self._of_runs(slot, by_rank) if isinstance(slot, RunSlot) else row_views(_needed(by_rank), slot)
+            for slot in packing.slots
+        ]
+        self.flags = self._flags(by_rank) if num_flags else []
+
+    def _flags(self, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
+        if by_rank is not None:
+            return [by_rank[:, self._packing.rest_numels[0] :]]
+        ends = (start + numel for start, numel in zip(self._packing.starts, self._packing.rest_numels, strict=True))
+        return [
+            self._rows[end + rank * self._num_flags : end + (rank + 1) * self._num_flags].view(1, -1)
+            for rank, end in enumerate(ends)
+        ]
+
+    def _of_runs(self, slot: RunSlot, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
+        """One view for each rank that holds some of the tensor; one for all that hold nothing else."""
+        packing, cut = self._packing, slot.cut
+        held = [(rank, slot.held(rank)) for rank in cut.holders]
+        held = [(rank, extent) for rank, extent in held if extent.numel]
+        if len(held) == 1 or (self._num_flags == 0 and held):
+            start = slot.whole.start + held[0][0] * self._num_flags
+            return [self._rows[start : start + cut.numel].view(cut.shape)]
+        if by_rank is not None and len(held) > 3:
+            numel = packing.rest_numels[0]
+            (first, head), (last, tail) = held[0], held[-1]
+            return [
+                by_rank[first, head.start : head.stop],
+                by_rank[first + 1 : last, :numel],
+                by_rank[last, tail.start : tail.stop],
+            ]
+        begins = [(packing.starts[rank] + rank * self._num_flags + extent.start, extent) for rank, extent in held]
+        return [self._rows[start : start + extent.numel] for start, extent in begins]
+
+
+def _needed(by_rank: torch.Tensor | None) -> torch.Tensor:
+    assert by_rank is not None, "tensors cut by themselves take the same room on every rank"
+    return by_rank
+
+
+def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut | Runs) -> list[torch.Tensor]:
+    """The parts of `tensor`, of shape `cut.shape`, that belong at `targets`, its views in the rows."""
+    if isinstance(cut, Cut):
+        return tensor_views(tensor, cut)
+    if len(targets) == 1:
+        return [tensor]
+    flat = tensor.reshape(-1)
+    ends = [0]
+    for target in targets:
+        ends.append(ends[-1] + target.numel())
+    return [flat[a:b].view(target.shape) for (a, b), target in zip(pairwise(ends), targets, strict=True)]
 
 
 def row_views(rows: torch.Tensor, slot: Slot) -> list[torch.Tensor]:
-    """The places of one tensor's elements in `rows`: as few strided views as can be."""
+    """The places in `rows`, `[num_ranks, rest_numel]`, of one tensor cut by itself."""
     cut = slot.cut
     start = slot.rest.start
     if cut.dim is None:
@@ -49,43 +132,120 @@ def _full_ranks(cut: Cut) -> tuple[int, int]:
     return divmod(cut.numel, cut.slot)
 
 
-class CopyOut:
-    """Turns gathered rows into whole tensors: one native call for all that are cut in order, one for the others.
+class CopyOut(ABC):
+    """Turns what was gathered into whole tensors, in the 1-D whole buffer. Views of that are made once, here or when
+    they are first needed, and stay valid while it is allocated."""
 
-    Built once for a group's whole buffer; `whole` is 1-D, its views are made here and stay valid while it is allocated.
-    """
+    num_late_views = 0
+    """How many tensors share the whole buffer that were made when they were first needed."""
+
+    @abstractmethod
+    def __call__(self, rows: torch.Tensor) -> None:
+        """Copy `rows`, 1-D as collectives have it, out into the whole buffer."""
+
+    @abstractmethod
+    def land(self, rank: int, part: torch.Tensor) -> None:
+        """Copy one rank's rest buffer, `part`, to where its elements go in the whole buffer."""
+
+
+def copy_out(packing: Packing, whole: torch.Tensor) -> CopyOut:
+    """How the rows of `packing` become `whole`."""
+    return _CopyRuns(packing, whole) if packing.is_cut_into_runs else _CopyStrips(packing, whole)
+
+
+class _CopyRuns(CopyOut):
+    """The rows are the whole buffer."""
 
     def __init__(self, packing: Packing, whole: torch.Tensor) -> None:
-        self._packing = packing
-        runs = sorted((slot for slot in packing.slots if slot.cut.in_order), key=lambda slot: slot.rest.start)
+        self._starts = packing.starts
+        self._whole = whole
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        self._whole[: rows.numel()].copy_(rows)
+
+    def land(self, rank: int, part: torch.Tensor) -> None:
+        start = self._starts[rank]
+        self._whole[start : start + part.numel()].copy_(part)
+
+
+class _CopyStrips(CopyOut):
+    """One native call for all tensors that are cut in order, one for the others."""
+
+    def __init__(self, packing: Packing, whole: torch.Tensor) -> None:
+        self._num_ranks = packing.num_ranks
+        self._rest_numel = packing.rest_numels[0]
+        self._whole = whole
+        slots = [slot for slot in packing.slots if isinstance(slot, Slot)]
+        self._scattered = [slot for slot in slots if not slot.cut.in_order]
+        self._targets = [view for slot in self._scattered for view in tensor_views(self._tensor(slot), slot.cut)]
         self._sizes: list[int] = []
         self._outs: list[torch.Tensor] = []
         end = 0
-        for slot in runs:
-            self._skip(slot.rest.start - end, whole)
+        for slot in sorted((slot for slot in slots if slot.cut.in_order), key=lambda slot: slot.rest.start):
+            self._skip(slot.rest.start - end)
             self._sizes.append(slot.rest.numel)
-            self._outs.append(whole[slot.whole.start : slot.whole.stop].view(packing.num_ranks, slot.rest.numel))
+            self._outs.append(whole[slot.whole.start : slot.whole.stop].view(self._num_ranks, slot.rest.numel))
             end = slot.rest.stop
         self._end = end
-        self._scattered: list[tuple[Slot, list[torch.Tensor]]] = []
-        for slot in packing.slots:
-            if not slot.cut.in_order:
-                tensor = whole[slot.whole.start : slot.whole.stop].view(slot.cut.shape)
-                self._scattered.append((slot, tensor_views(tensor, slot.cut)))
+        self._landings: dict[int, _Landing] = {}
 
-    def _skip(self, gap: int, whole: torch.Tensor) -> None:
+    def _skip(self, gap: int) -> None:
         """Padding between slots is split off with the rest; it needs somewhere to go."""
         if gap:
             self._sizes.append(gap)
-            self._outs.append(torch.empty(self._packing.num_ranks, gap, dtype=whole.dtype, device=whole.device))
+            self._outs.append(self._whole.new_empty(self._num_ranks, gap))
+
+    def _tensor(self, slot: Slot) -> torch.Tensor:
+        return self._whole[slot.whole.start : slot.whole.stop].view(slot.cut.shape)
 
     def __call__(self, rows: torch.Tensor) -> None:
-        """Copy `rows`, 1-D as collectives have it, out into the whole buffer."""
-        by_rank = rows.view(self._packing.num_ranks, self._packing.rest_numel)
+        by_rank = rows.view(self._num_ranks, self._rest_numel)
         if self._outs:
             torch.split_with_sizes_copy(by_rank[:, : self._end], self._sizes, dim=1, out=self._outs)
-        if self._scattered:
-            sources = [view for slot, _ in self._scattered for view in row_views(by_rank, slot)]
-            targets = [view for _, views in self._scattered for view in views]
-            if targets:  # they may all be empty tensors
-                torch._foreach_copy_(targets, sources)
+        if self._targets:  # they may all be empty tensors
+            sources = [view for slot in self._scattered for view in row_views(by_rank, slot)]
+            torch._foreach_copy_(self._targets, sources)
+
+    def land(self, rank: int, part: torch.Tensor) -> None:
+        landing = self._landings.get(rank)
+        if landing is None:
+            landing = self._landings[rank] = self._landing(rank)
+        landing(part)
+
+    def _landing(self, rank: int) -> _Landing:
+        scattered = [
+            (slot.held(rank), piece_of(self._tensor(slot), slot.cut, rank))
+            for slot in self._scattered
+            if slot.cut.local_numel(rank)
+        ]
+        landing = _Landing(self._sizes, [out[rank] for out in self._outs], scattered)
+        self.num_late_views += landing.num_views(self._whole)
+        return landing
+
+
+class _Landing:
+    """Where the elements of one rank's rest buffer go: runs of it in turn, and extents of it into strided places."""
+
+    def __init__(
+        self, sizes: list[int], runs: list[torch.Tensor], scattered: list[tuple[Extent, torch.Tensor]]
+    ) -> None:
+        self._sizes = sizes
+        self._end = sum(sizes)
+        self._runs = runs
+        self._extents = [extent for extent, _ in scattered]
+        self._targets = [target for _, target in scattered]
+
+    def num_views(self, whole: torch.Tensor) -> int:
+        """How many of its places are in `whole`, and not in what padding is thrown into."""
+        storage = whole.untyped_storage().data_ptr()
+        return sum(each.untyped_storage().data_ptr() == storage for each in (*self._runs, *self._targets))
+
+    def __call__(self, part: torch.Tensor) -> None:
+        if self._runs:
+            torch.split_with_sizes_copy(part[: self._end], self._sizes, out=self._runs)
+        if self._targets:
+            sources = [
+                part[extent.start : extent.stop].view(target.shape)
+                for extent, target in zip(self._extents, self._targets, strict=True)
+            ]
+            torch._foreach_copy_(self._targets, sources)

@@ -42,7 +42,7 @@ from sherd.schedule.actions import (
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 
-_DO: dict[type[Action], Callable[[Unit], None]] = {
+DO: dict[type[Action], Callable[[Unit], None]] = {
     Gather: Unit.gather,
     Await: Unit.wait,
     Free: Unit.free,
@@ -51,6 +51,7 @@ _DO: dict[type[Action], Callable[[Unit], None]] = {
     Settle: Unit.settle,
     Forget: Unit.forget,
 }
+"""How each action is carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Runtime:
     def on(self, event: Event) -> None:
         """Carry out what the schedule answers."""
         for action in self.schedule.on(event):
-            _DO[type(action)](self.units[action.unit])
+            DO[type(action)](self.units[action.unit])
 
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.

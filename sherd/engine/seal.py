@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from sherd.engine.forms import forget_loads
 from sherd.engine.runtime import Runtime
 from sherd.engine.unit import Unit
 from sherd.errors import StateError
@@ -62,6 +63,7 @@ def seal(root: nn.Module) -> Runtime:
         if not unit.is_seated:
             unit.regroup()
         unit.join(runtime)
+        forget_loads(unit.mesh)
     root.__dict__[_RUNTIME] = runtime
     return runtime
 

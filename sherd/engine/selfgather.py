@@ -10,21 +10,22 @@ The protocol is torch's, as fp8, int8 and NF4 tensors implement it on the shard'
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sherd.comm.buffers import Buffer
-from sherd.comm.collectives import DEFAULT_ALL_GATHER
 from sherd.comm.streams import Handoff, Streams
+from sherd.comm.transport import Pending, Transport
 from sherd.engine.group import Group
 from sherd.engine.weights import Position
 from sherd.errors import PlacementError
-from sherd.policy import AllGather, MixedPrecisionPolicy
+from sherd.layout.placement import Cut
+from sherd.policy import MixedPrecisionPolicy
+from sherd.schedule.forecast import Kind
 from sherd.schedule.state import Live
 
 
@@ -68,6 +69,11 @@ class SelfGatheredWeights:
         self._made: _Made | None = None
 
     @property
+    def _cut(self) -> Cut:
+        assert isinstance(self._record.cut, Cut), "a tensor that gathers itself is cut on a dim"
+        return self._record.cut
+
+    @property
     def live(self) -> Live:
         """Where the parameter is."""
         return self._position.live
@@ -77,8 +83,14 @@ class SelfGatheredWeights:
         """Unknown: what a subclass's whole tensor shares its memory with is its own affair."""
         return False
 
+    def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+        """Everything whose memory is in its hands now, as far as the subclass has told us what that is."""
+        yield Kind.SHARDS, self.group.rest
+        for buffer in (*self._gathered, *(self._made.inner if self._made is not None else ())):
+            yield Kind.WHOLE, buffer.tensor
+
     @torch.no_grad()
-    def gather(self, all_gather: AllGather | None) -> None:
+    def gather(self, transport: Transport) -> None:
         """Ask the subclass what to send, and start sending it."""
         group = self.group
         tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
@@ -87,13 +99,14 @@ class SelfGatheredWeights:
         if not self._gathered:
             ranks = group.packing.num_ranks
             self._gathered = tuple(Buffer(ranks * each.numel(), each.dtype, group.device) for each in sources)
-        comm = all_gather or DEFAULT_ALL_GATHER
         # The buffers are compute's memory, and the subclass's tensors have just been made there.
         self._streams.gather.follow_compute()
         handoffs = []
         for buffer, source in zip(self._gathered, sources, strict=True):
             buffer.allocate()
-            handoffs.append(self._streams.gather.run(_sender(comm, buffer.tensor, source, group.mesh.shard_group)))
+            handoffs.append(
+                self._streams.gather.run(_sender(transport, buffer.tensor, source, group.packing.num_ranks))
+            )
         shapes = tuple(tensor.shape for tensor in padded)
         self._flight = _Flight(tuple(handoffs), sources, shapes, metadata)
         self._position.move(Live.GATHERING)
@@ -111,7 +124,7 @@ class SelfGatheredWeights:
 
     def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank must send as much as the one that holds most rows."""
-        cut = self._record.cut
+        cut = self._cut
         most = max(rows.numel for rows in cut.rows)
         if cut.dim != 0:
             raise PlacementError(
@@ -129,7 +142,7 @@ class SelfGatheredWeights:
     def _trimmed(self, by_rank: torch.Tensor) -> torch.Tensor:
         """All ranks' pieces one after the other, without the rows that `_padded` added at the end."""
         pieces = by_rank.flatten(0, 1) if by_rank.dim() > 1 else by_rank
-        most = max(rows.numel for rows in self._record.cut.rows)
+        most = max(rows.numel for rows in self._cut.rows)
         return pieces[: self._record.shape[0]] if by_rank.shape[1:2] == (most,) else pieces
 
     @torch.no_grad()
@@ -196,6 +209,6 @@ class SelfGatheredWeights:
 
 
 def _sender(
-    comm: AllGather, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None
-) -> Callable[[bool], dist.Work | None]:
-    return lambda async_op: comm(output, source, group, async_op)  # type: ignore[arg-type]
+    transport: Transport, output: torch.Tensor, source: torch.Tensor, num_ranks: int
+) -> Callable[[bool], Pending | None]:
+    return lambda async_op: transport.all_gather(output, source, (source.numel(),) * num_ranks, async_op)

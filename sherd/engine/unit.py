@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.gradients import Gradients
-from sherd.engine.group import Group, Kind, kind_of
+from sherd.engine.group import Group, Kind, kind_of, travels_alone
 from sherd.engine.offload import RestingPlace
 from sherd.engine.parameter import ShardedParameter
 from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.weights import Weights
 from sherd.errors import StateError
+from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.schedule.state import Live
 
 if TYPE_CHECKING:
     from sherd.engine.runtime import Runtime
-
-ALONE_BYTES = 4 << 20
-"""Whole tensors of at least this size have a group of their own, on devices without streams."""
 
 _ids = itertools.count()
 
@@ -156,19 +155,16 @@ class Unit:
         return any((self.policy.all_gather, self.policy.reduce_scatter, self.policy.all_reduce_hook))
 
     def _travels_alone(self, parameter: ShardedParameter) -> bool:
-        # Alone it is gathered straight into place and reduced from where autograd left its gradient: no copies, for the
-        # price of one more collective. With streams the gather could not run ahead of compute then (weights.py).
         if kind_of(parameter).gathers_itself:
             return True
-        if self._gathers_as_one:
+        if self._gathers_as_one or isinstance(parameter.cut, Runs):  # those of one plan share a line
             return False
-        large = parameter.local.nbytes * self.mesh.num_shards >= ALONE_BYTES
-        return large and self.streams.in_host_order and parameter.cut.in_order
+        return parameter.cut.in_order and travels_alone(parameter, self.streams)
 
     @property
     def num_kinds(self) -> int:
         """How many sorts of parameters it has, by dtype and trainability."""
-        return len({kind_of(parameter) for parameter in self.parameters})
+        return len({replace(kind_of(parameter), lot=None) for parameter in self.parameters})
 
     @property
     def is_seated(self) -> bool:
@@ -219,8 +215,10 @@ class Unit:
 
     def gather(self) -> None:
         """Start the all-gathers."""
+        user = self.policy.all_gather
+        transport = self.mesh.shard_transport if user is None else UsersCollectives(user, self.mesh.shard_group)
         for weights in self.weights:
-            weights.gather(self.policy.all_gather)
+            weights.gather(transport)
 
     def wait(self) -> None:
         """Whole parameters from here on."""
@@ -241,8 +239,11 @@ class Unit:
 
     def reduce(self) -> None:
         """Start the reductions of what has been collected."""
+        group = self.mesh.reduction_group() if self.policy.separate_reduce_group else self.mesh.shard_group
+        user = self.policy.reduce_scatter
+        transport = self.mesh.transport_of(group) if user is None else UsersCollectives(user, group)
         for gradients in self.gradients:
-            gradients.reduce(self.policy)
+            gradients.reduce(self.policy, transport)
 
     def settle(self) -> None:
         """The shards have their gradients from here on."""

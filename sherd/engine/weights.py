@@ -11,7 +11,7 @@ gone kills the process, so the modules show shards at all other times
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,12 @@ from torch import nn
 
 from sherd._torch import dtensor, dtensor_spec
 from sherd.comm.buffers import Buffer
-from sherd.comm.collectives import DEFAULT_ALL_GATHER
 from sherd.comm.streams import Handoff, Streams
+from sherd.comm.transport import Land, Pending, Transport
 from sherd.engine.group import Group
-from sherd.engine.pieces import CopyOut
+from sherd.engine.pieces import copy_out
 from sherd.errors import StateError
-from sherd.policy import AllGather
+from sherd.schedule.forecast import Kind
 from sherd.schedule.state import Live
 
 MOVES = {
@@ -52,11 +52,13 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """An all-gather under way. `rows` is None when it writes the whole buffer itself."""
+    """An all-gather under way. `rows` is None when it writes the whole buffer itself; `land`, if given, puts this
+    rank's own part there."""
 
     handoff: Handoff
     source: torch.Tensor
     rows: torch.Tensor | None
+    land: Land | None = None
 
 
 class _Whole:
@@ -65,7 +67,7 @@ class _Whole:
     def __init__(self, group: Group) -> None:
         self.buffer = Buffer(group.packing.whole_numel, group.compute_dtype, group.device)
         flat = self.buffer.tensor
-        self.copy_out = CopyOut(group.packing, flat)
+        self.copy_out = copy_out(group.packing, flat)
         self.parameters = []
         for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
             # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
@@ -116,55 +118,107 @@ class Weights:
 
         Autograd keeps a parameter it needs as it is, or a view of it, `w.t()` or `w.detach()`; only views count here.
         """
-        return self._made is not None and self._made.buffer.uses == self._made.own_uses
+        made = self._made
+        return made is not None and made.buffer.uses == made.own_uses + made.copy_out.num_late_views
+
+    def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+        """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
+        yield Kind.SHARDS, self.group.rest
+        if self._made is not None:
+            yield Kind.WHOLE, self._made.buffer.tensor
+        if self._part is not None:
+            yield Kind.PART, self._part
+        if self._flight is not None:
+            yield Kind.SENT, self._flight.source
+            if self._flight.rows is not None:
+                yield Kind.ROWS, self._flight.rows
+
+    def fills_itself(self, transport: Transport) -> bool:
+        """Whether an all-gather by `transport` needs no rows: it writes the whole buffer."""
+        if transport.shares_memory:
+            return True
+        # With streams, memory of compute's cannot be written ahead of compute.
+        is_ready = self._lane_owns_whole or self._streams.in_host_order
+        return is_ready and self.group.packing.direct and not transport.brings_memory
 
     @torch.no_grad()
-    def gather(self, all_gather: AllGather | None) -> None:
+    def gather(self, transport: Transport) -> None:
         """Start the all-gather, from the shards or from the part that was kept."""
-        direct = self.live is Live.SHRUNK or self._gathers_in_place(all_gather)
-        whole = self._whole
-        if direct:
-            whole.buffer.allocate()
         if self.live is Live.SHRUNK:
-            self._gather_part(whole)
+            self._gather_part()
+        elif transport.shares_memory:
+            self._gather_onto(transport)
         else:
-            into = whole.buffer.tensor[: self.group.packing.rows_numel] if direct else None
-            self._gather_shards(into, all_gather or DEFAULT_ALL_GATHER)
+            self._gather_rows(transport)
         self._position.move(Live.GATHERING)
 
-    def _gathers_in_place(self, all_gather: AllGather | None) -> bool:
-        # With streams the whole buffer is compute's memory, and a gather into it could not run ahead of compute.
-        return all_gather is None and self.group.packing.direct and self._streams.in_host_order
+    @property
+    def _lane_owns_whole(self) -> bool:
+        """Whether the whole buffer is the gather lane's memory, which writes it ahead of compute, or compute's own."""
+        return self.group.packing.is_cut_into_runs
 
-    def _gather_shards(self, into: torch.Tensor | None, all_gather: AllGather) -> None:
+    def _source(self) -> torch.Tensor:
+        """The rest buffer, as it is sent."""
         group = self.group
+        source = group.place.fetch(group.rest, group.device)
+        return source if group.compute_dtype == group.dtype else source.to(group.compute_dtype)
+
+    def _gather_rows(self, transport: Transport) -> None:
+        """Into rows, that are copied out later; into the whole buffer itself where they are the same thing."""
+        group, whole = self.group, self._whole
+        packing = group.packing
+        in_place = self.fills_itself(transport)
         flight: list[torch.Tensor] = []
 
-        def start(async_op: bool) -> dist.Work | None:
-            source = group.place.fetch(group.rest, group.device)
-            if group.compute_dtype != group.dtype:
-                source = source.to(group.compute_dtype)
-            rows = into
-            if rows is None:
-                size = (group.packing.rows_numel,)
-                rows = all_gather.allocate(size, dtype=group.compute_dtype, device=group.device)
+        def start(async_op: bool) -> Pending | None:
+            source = self._source()
+            if in_place:
+                whole.buffer.allocate()
+                rows = whole.buffer.tensor[: packing.rows_numel]
+            else:
+                rows = transport.empty(packing.rows_numel, group.compute_dtype, group.device)
             flight.extend((source, rows))
-            return all_gather(rows, source, group.mesh.shard_group, async_op)  # type: ignore[arg-type]
+            return transport.all_gather(rows, source, self.group.sizes, async_op)
 
         handoff = self._streams.gather.run(start)
         source, rows = flight
-        self._flight = _Flight(handoff, source, None if into is not None else rows)
+        self._flight = _Flight(handoff, source, None if in_place else rows)
 
-    def _gather_part(self, whole: _Whole) -> None:
-        """Equal parts of the whole buffer itself were kept, so they are gathered straight into place."""
-        part, part_group = self._part, self._part_group
-        assert part is not None, "a shrunk group keeps its part"
-        # The part and the buffer are compute's memory.
-        self._streams.gather.follow_compute()
+    def _gather_onto(self, transport: Transport) -> None:
+        """Copied into the whole buffer from where the ranks have it, which happens as late as in `wait`: a gather that
+        runs ahead takes no memory for what it will bring."""
+        whole, source, own = self._whole, self._source(), self.group.mesh.shard_rank
+
+        def land(rank: int, part: torch.Tensor) -> None:
+            whole.buffer.allocate()
+            whole.copy_out.land(rank, part)
+
+        def land_others(rank: int, part: torch.Tensor) -> None:
+            if rank != own:  # this rank's part comes at once, and has time
+                land(rank, part)
+
         handoff = self._streams.gather.run(
-            lambda async_op: DEFAULT_ALL_GATHER(whole.buffer.tensor, part, part_group, async_op)
+            lambda async_op: transport.all_gather_onto(land_others, source, self.group.sizes, async_op)
         )
-        self._flight = _Flight(handoff, part, None)
+        self._flight = _Flight(handoff, source, None, land)
+
+    def _gather_part(self) -> None:
+        """Equal parts of the whole buffer itself were kept, so they are gathered straight into place."""
+        whole, part, part_group = self._whole, self._part, self._part_group
+        assert part is not None, "a shrunk group keeps its part"
+        transport = self.group.mesh.transport_of(part_group)
+        if not self._lane_owns_whole:
+            whole.buffer.allocate()
+
+        def start(async_op: bool) -> Pending | None:
+            whole.buffer.allocate()
+            return transport.all_gather(
+                whole.buffer.tensor, part, (part.numel(),) * (whole.buffer.tensor.numel() // part.numel()), async_op
+            )
+
+        # The part is compute's memory, and so may be the buffer.
+        self._streams.gather.follow_compute()
+        self._flight = _Flight(self._streams.gather.run(start), part, None)
         self._part = self._part_group = None
 
     @torch.no_grad()
@@ -173,6 +227,8 @@ class Weights:
         flight, whole = self._flight, self._whole
         assert flight is not None, "an all-gather is waited for once it was started"
         flight.handoff.wait()
+        if flight.land is not None:
+            flight.land(self.group.mesh.shard_rank, flight.source)
         if flight.rows is not None:
             whole.buffer.allocate()
             whole.copy_out(flight.rows)
@@ -197,8 +253,14 @@ class Weights:
             self._flight.handoff.wait()
             self._flight = None
         self._part = self._part_group = None
-        self._whole.buffer.free()
+        self._free_whole()
         self._position.move(Live.SHARDED)
+
+    def _free_whole(self) -> None:
+        if self._lane_owns_whole:
+            # The buffer goes back to the lane's pool: not before compute has read it.
+            self._streams.gather.follow_compute()
+        self._whole.buffer.free()
 
     @torch.no_grad()
     def shrink(self, size: int) -> None:
@@ -211,5 +273,5 @@ class Weights:
         self._part_group = mesh.smaller_group(size)
         for record in self.group.parameters:
             record.show(record.shard)
-        whole.buffer.free()
+        self._free_whole()
         self._position.move(Live.SHRUNK)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models.specimen import BATCH, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
+from tests.models.specimen import BATCH, VOCABULARY, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
 
 
 class SavesViews(nn.Module):
@@ -125,7 +125,8 @@ class TakesContainers(nn.Module):
         self.right = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, pair: Pair, *, rest: dict[str, list[Tensor]]) -> tuple[Pair, dict[str, list[Tensor]]]:
-        left = torch.tanh(self.left(pair.left)) * pair.counts
+        # Of the size of one: larger gradients would cancel between ranks and leave their rounding behind.
+        left = torch.tanh(self.left(pair.left)) * pair.counts / VOCABULARY
         right = [self.right(t) for t in rest["right"]]
         return Pair(left, pair.counts), {"right": right, "unused": [self.right(left)]}
 

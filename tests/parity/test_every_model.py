@@ -3,15 +3,7 @@
 import pytest
 
 from tests.models import MODELS
-from tests.parity.training import Recipe, assert_all_same, train_sharded
-
-# bfloat16 sums of more than two ranks round in another order than the plain side's, and the float32
-# parameters follow them; two ranks round alike, so there the comparison is tight.
-LOOSE_BFLOAT16 = {"rtol": 3e-2, "atol": 3e-2}
-
-
-def tolerance(model, num_ranks):
-    return LOOSE_BFLOAT16 if model == "mixed_bfloat" and num_ranks > 2 else {}
+from tests.parity.training import Recipe, assert_all_same, tolerance, train_sharded
 
 
 @pytest.mark.parametrize(("num_ranks", "reshard"), [(2, None), (2, True), (2, False), (3, None), (3, False)], ids=str)

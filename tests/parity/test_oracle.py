@@ -51,7 +51,9 @@ POLICIES = {
 
 
 def train_with_both_policies(recipe, policy):
-    ours = train_sharded(recipe, mp_policy=sherd.MixedPrecisionPolicy(**policy))
+    # torch's own collectives, as FSDP2 has them; sherd's other transports add up in float32 (test_precision).
+    comm = sherd.CommPolicy("torch")
+    ours = train_sharded(recipe, mp_policy=sherd.MixedPrecisionPolicy(**policy), comm_policy=comm)
     theirs = train_sharded(recipe, with_=fsdp.fully_shard, mp_policy=fsdp.MixedPrecisionPolicy(**policy))
     return ours, theirs
 

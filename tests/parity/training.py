@@ -193,6 +193,16 @@ def assert_same(run: Run, plain: Run, *, rtol: float = 1e-5, atol: float = 1e-6)
     assert_named_close(run.params, plain.params, "parameter", rtol, atol)
 
 
+# bfloat16 sums of more than two ranks round in another order than the plain side's, and the float32 parameters follow
+# them; two ranks round alike, so there the comparison is tight.
+LOOSE_BFLOAT16 = {"rtol": 3e-2, "atol": 3e-2}
+
+
+def tolerance(model: str, num_ranks: int) -> dict[str, float]:
+    """How far sums in another order may lead; `assert_same`'s own, but for models that magnify rounding."""
+    return LOOSE_BFLOAT16 if model == "mixed_bfloat" and num_ranks > 2 else {}
+
+
 def assert_all_same(runs: list[Run], recipe: Recipe, **tolerance: float) -> None:
     """Every rank's run agrees with the plain one."""
     for run, plain in zip(runs, train_plain(recipe, len(runs)), strict=True):

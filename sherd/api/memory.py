@@ -1,0 +1,285 @@
+"""`memory_report` and `track_memory`: what sherd's buffers take, by unit and kind, now and at the peak of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd.engine.memory import (
+    Watch,
+    bytes_of,
+    forecast_for,
+    held_by,
+    last_peak,
+    optimizer_bytes,
+    staging_bytes,
+    units_below,
+    watched,
+)
+from sherd.engine.seal import unit_of
+from sherd.engine.unit import Unit
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError
+from sherd.schedule.actions import (
+    AfterBackward,
+    AfterForward,
+    BeforeBackward,
+    BeforeForward,
+    EndBackward,
+    EndForward,
+    GradientsReady,
+)
+from sherd.schedule.forecast import Arrival, Forecast, Kind, Moment
+
+BESIDE_UNITS = "(all units)"
+"""The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes of one kind in one unit: allocated `now`, and `at_peak`, at the predicted peak of a step."""
+
+    unit: str
+    kind: str
+    now: int
+    at_peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What sherd's buffers take on this rank; `print` it for a table.
+
+    Shards, whole parameters, gradients and everything in between; nothing of the module's own buffers, nor of what
+    autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
+
+    Attributes:
+        rows: bytes by unit and kind, units in the order of `named_modules`; no row where both figures are 0.
+        now: bytes allocated now, in all.
+        predicted_peak: the most bytes at once in a training step whose order is learnt, says the schedule.
+        predicted_moment: when that will be, in words.
+        measured_peak: the same as `track_memory` saw it last in this model, with its moment; None if it never has.
+        measured_moment: when that was.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    predicted_peak: int
+    predicted_moment: str
+    measured_peak: int | None = None
+    measured_moment: str | None = None
+
+    @property
+    def now(self) -> int:
+        """Bytes allocated now, in all."""
+        return sum(row.now for row in self.rows)
+
+    def __str__(self) -> str:
+        now = {(row.unit, row.kind): row.now for row in self.rows}
+        peak = {(row.unit, row.kind): row.at_peak for row in self.rows}
+        lines = [f"now: {_in_mib(self.now)} MiB", *_table(now), ""]
+        lines += [f"predicted peak of a step: {_in_mib(self.predicted_peak)} MiB, {self.predicted_moment}"]
+        lines += _table(peak)
+        if self.measured_peak is not None:
+            lines += ["", f"measured peak: {_in_mib(self.measured_peak)} MiB, {self.measured_moment}"]
+        return "\n".join(lines)
+
+
+def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsynced_batches: int = 0) -> MemoryReport:
+    """What sherd's buffers take on this rank, by unit and kind: measured now, and predicted for the peak of a step.
+
+    The prediction asks the schedule that runs the model. Until a step was run under `track_memory`, the order in which
+    gradients arrive is a guess on the safe side. A step is forward, backward and optimizer step, with gradients set to
+    None; the optimizer's own temporaries are not in it.
+
+    On a model that has not run yet all ranks call it together, for it asks for what ranks meet about then.
+
+    Args:
+        model: what `fully_shard` was called on last, the root of the units; it may be on the meta device.
+        optimizer: also count its state, as it is now.
+        unsynced_batches: predict a step with so many backwards before the last one whose gradients are not reduced
+            (`set_requires_gradient_sync(False)`).
+
+    Raises:
+        ModuleError: `model` is not a sharded module.
+        PolicyError: `unsynced_batches` is negative.
+    """
+    unit = _root_unit(model, "memory_report")
+    if isinstance(unsynced_batches, bool) or not isinstance(unsynced_batches, int):
+        raise PolicyTypeError(f"memory_report(unsynced_batches={unsynced_batches!r}): expected an int")
+    if unsynced_batches < 0:
+        raise PolicyError(f"memory_report(unsynced_batches={unsynced_batches}): expected 0 or more")
+    units = units_below(model)
+    assert units[0] is unit, "the root comes first"
+    names = _names(model, units)
+    predicted = forecast_for(model, units, unsynced_batches)
+    lasting = _lasting(units, optimizer)
+    rows = _rows(units, names, predicted, lasting)
+    measured = last_peak(unit)
+    always = sum(lasting.values())
+    return MemoryReport(
+        rows,
+        predicted.peak + always,
+        _in_words(predicted.moment, names),
+        None if measured is None else measured.peak + always,
+        None if measured is None else _in_words(measured.moment, names),
+    )
+
+
+class MemoryPeak:
+    """What `track_memory` has seen so far; it goes on to say so after the `with` block."""
+
+    def __init__(self, watch: Watch, names: Sequence[str]) -> None:
+        self._watch = watch
+        self._names = tuple(names)
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes of buffers allocated at once, in all units."""
+        return self._watch.peak.peak
+
+    @property
+    def moment(self) -> str:
+        """When that was, in words."""
+        return _in_words(self._watch.peak.moment, self._names)
+
+    @property
+    def rows(self) -> dict[tuple[str, str], int]:
+        """What it was: bytes by unit and kind."""
+        return {(self._names[unit], kind.value): nbytes for (unit, kind), nbytes in self._watch.peak.parts.items()}
+
+    def __str__(self) -> str:
+        return "\n".join([f"measured peak: {_in_mib(self.nbytes)} MiB, {self.moment}", *_table(self.rows)])
+
+
+@contextmanager
+def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
+    """Look at the buffers of `model`'s units after everything that happens to them inside the `with` block.
+
+        with sherd.track_memory(model) as peak:
+            model(batch).sum().backward()
+        print(peak)
+
+    From the last whole step in it `memory_report` knows in which order gradients arrive, and predicts exactly. Outside
+    of the block nothing is slower.
+
+    Args:
+        model: what `fully_shard` was called on last, the root of the units, with data: a model on the meta device is
+            refused.
+
+    Raises:
+        ModuleError: `model` is not a sharded module.
+        StateError: its parameters have no data yet, or it is tracked already.
+    """
+    unit = _root_unit(model, "track_memory")
+    with watched(model, unit) as watch:
+        yield MemoryPeak(watch, _names(model, watch.units))
+
+
+def _root_unit(model: nn.Module, asked: str) -> Unit:
+    unit = unit_of(model) if isinstance(model, nn.Module) else None
+    if unit is None:
+        raise ModuleError(
+            f"{asked} expects a module that fully_shard was called on, got a {type(model).__name__}; pass the root, "
+            "the one that was sharded last"
+        )
+    return unit
+
+
+def _names(model: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Units by their modules' names, as seen from `model`."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        unit = unit_of(module)
+        if unit is not None:
+            names.setdefault(unit.id, []).append(name or unit.class_name)
+    return [", ".join(names.get(unit.id, [unit.name])) for unit in units]
+
+
+# Rows
+
+Lasting = dict[tuple[int | None, Kind], int]
+"""What stays allocated all through a step: bytes by unit's index (None: no unit's) and kind."""
+
+
+def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Lasting:
+    numbers = {unit.id: number for number, unit in enumerate(units)}
+    lasting: Lasting = {}
+    if optimizer is not None:
+        for owner, nbytes in optimizer_bytes(optimizer.state).items():
+            key = (None if owner is None else numbers.get(owner), Kind.OPTIMIZER)
+            lasting[key] = lasting.get(key, 0) + nbytes
+    staging = staging_bytes(units)
+    return lasting | ({(None, Kind.TRANSPORT): staging} if staging else {})
+
+
+def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Lasting) -> tuple[MemoryRow, ...]:
+    now = [bytes_of(held_by(unit)) for unit in units]
+    rows = []
+    numbers: list[int | None] = [*range(len(units)), None]
+    for number in numbers:
+        for kind in Kind:
+            always = lasting.get((number, kind), 0)
+            is_now = always + (0 if number is None else now[number].get(kind, 0))
+            at_peak = always + (0 if number is None else peak.parts.get((number, kind), 0))
+            if is_now or at_peak:
+                rows.append(MemoryRow(BESIDE_UNITS if number is None else names[number], kind.value, is_now, at_peak))
+    return tuple(rows)
+
+
+# Words
+
+
+def _in_words(moment: Moment | None, names: Sequence[str]) -> str:
+    match moment:
+        case None:
+            return "at rest"
+        case BeforeForward(unit, recomputing):
+            return f"when {'recomputing' if recomputing else 'forward'} of {names[unit]} begins"
+        case AfterForward(unit):
+            return f"when forward of {names[unit]} ends"
+        case EndForward():
+            return "when forward ends"
+        case BeforeBackward(unit):
+            return f"when backward reaches {names[unit]}"
+        case Arrival(unit):
+            return f"when a gradient of {names[unit]} arrives"
+        case GradientsReady(unit) | AfterBackward(unit):
+            return f"when gradients of {names[unit]} are reduced"
+        case EndBackward():
+            return "when backward ends"
+        case _:
+            return "between steps"
+
+
+def _in_mib(nbytes: int) -> str:
+    mib = nbytes / 2**20
+    return f"{mib:,.{1 if mib >= 10 else 3}f}"
+
+
+def _table(parts: dict[tuple[str, str], int]) -> list[str]:
+    """MiB, units down and kinds across; units that follow one another with the same figures share a line."""
+    kinds = [kind.value for kind in Kind if any(parts.get((unit, kind.value)) for unit, _ in parts)]
+    units = list(dict.fromkeys(unit for (unit, _), nbytes in parts.items() if nbytes))
+    folded: list[tuple[str, int, list[int]]] = []
+    for unit in units:
+        figures = [parts.get((unit, kind), 0) for kind in kinds]
+        if folded and folded[-1][2] == figures:
+            first, more, _ = folded[-1]
+            folded[-1] = first, more + 1, figures
+        else:
+            folded.append((unit, 0, figures))
+    lines = [["unit", *kinds, "sum"]]
+    for unit, more, figures in folded:
+        name = f"{unit} and {more} more, each" if more else unit
+        lines.append([name, *(_in_mib(each) if each else "" for each in figures), _in_mib(sum(figures))])
+    sums = [sum(parts.get((unit, kind), 0) for unit in units) for kind in kinds]
+    lines.append(["all", *map(_in_mib, sums), _in_mib(sum(sums))])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    ]

@@ -1,0 +1,331 @@
+"""May a model change after it was sharded: frozen and thawed, other dtypes, deep copies, whole and back by hand?"""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPolicy, RaggedDTensor, Whole, fully_shard
+from tests.api.compared import LR, assert_trained, made, mean_square, train
+from tests.models import WIDTH, Block, noise
+from tests.parity.training import assert_named_close, mesh_of, whole_grads, whole_params
+
+PLACEMENTS = {"chunks": None, "flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Whole()}
+
+
+def stack():
+    return nn.Sequential(Block(), Block(WIDTH, 7), Block())
+
+
+def sharded(placement, make=stack, **options):
+    """Each child a unit, and the root."""
+    model = made(make)
+    for unit in (*model.children(), model):
+        fully_shard(unit, placement=PLACEMENTS[placement], **options)
+    return model
+
+
+# Frozen and thawed
+
+
+def half(model):
+    """One of each unit's two layers, weight and bias."""
+    return [param for name, param in model.named_parameters() if "down" in name]
+
+
+def freeze_and_thaw(model, ranks, cast):
+    """Train; freeze half of each unit, change the dtype, train; thaw, train; each time with a new optimizer."""
+    losses = []
+    for phase, frozen in enumerate((False, True, False)):
+        for param in half(model):
+            param.requires_grad_(not frozen)
+        if cast:
+            model.to(torch.float64 if frozen else torch.float32)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+        for step in range(2):
+            for rank in ranks:
+                x = noise(10 * phase + step, rank).to(next(model.parameters()).dtype)
+                loss = model(x).square().mean()
+                (loss / len(ranks)).backward()
+            losses.append(loss.item())
+            assert all((param.grad is None) == frozen for param in half(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, whole_params(model)
+
+
+def freeze_sharded(cast):
+    ranks = [dist.get_rank()]
+    return {name: freeze_and_thaw(sharded(name), ranks, cast) for name in PLACEMENTS}
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["kept", "cast"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_half_of_a_unit_may_be_frozen_cast_trained_and_thawed(world, num_ranks, cast):
+    _, expected = freeze_and_thaw(made(stack), range(num_ranks), cast)
+    for run in world(num_ranks).run(freeze_sharded, cast):
+        for name in PLACEMENTS:
+            assert_named_close(run[name][1], expected, f"{name}: parameter", 1e-5, 1e-6)
+
+
+def half_frozen():
+    model = nn.Sequential(Block(), Block())
+    for param in half(model):
+        param.requires_grad_(False)
+    return model
+
+
+def thawed():
+    """Sharded while half was frozen, so in two plans; thawed, they have one dtype and still two."""
+    found = {}
+    for name in PLACEMENTS:
+        model = sharded(name, half_frozen).requires_grad_(True)
+        model.to(torch.float64).to(torch.float32)
+        found[name] = train(model, mean_square)
+    return found
+
+
+def all_trainable():
+    return half_frozen().requires_grad_(True)
+
+
+def test_what_was_sharded_frozen_may_be_thawed(world):
+    runs = world(3).run(thawed)
+    for name in PLACEMENTS:
+        assert_trained([run[name] for run in runs], all_trainable)
+
+
+# Other dtypes and places
+
+
+def cast_and_back():
+    """Every way to change a dtype, and `.to("cpu")`; each piece stays where it was."""
+    for name in PLACEMENTS:
+        model = sharded(name)
+        mean_square(model, dist.get_rank(), 0).backward()
+        model.zero_grad()
+        before = [(param.to_local().clone(), param.placements) for param in model.parameters()]
+        for change, dtype in (
+            (lambda m: m.half(), torch.float16),
+            (lambda m: m.float(), torch.float32),
+            (lambda m: m.bfloat16(), torch.bfloat16),
+            (lambda m: m.double(), torch.float64),
+            (lambda m: m.to("cpu"), torch.float64),
+        ):
+            change(model)
+            for param, (local, placements) in zip(model.parameters(), before, strict=True):
+                assert param.dtype == param.to_local().dtype == dtype
+                assert param.placements == placements
+                assert isinstance(param, RaggedDTensor) == (name != "chunks")
+                torch.testing.assert_close(param.to_local().float(), local, rtol=1e-2, atol=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        model(noise(0, 0).double()).square().mean().backward()
+        assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+        optimizer.step()
+
+
+def test_pieces_stay_the_same_in_every_dtype(world):
+    world(3).run(cast_and_back)
+
+
+def deep_copies():
+    """A copy is nobody's shard: stepping it moves nothing."""
+    for name in PLACEMENTS:
+        model = sharded(name)
+        before = whole_params(model)
+        copies = copy.deepcopy(list(model.parameters()))
+        for param, each in zip(model.parameters(), copies, strict=True):
+            assert type(each) is type(param)
+            assert isinstance(each, nn.Parameter)
+            torch.testing.assert_close(each.to_local(), param.to_local(), rtol=0, atol=0)
+            each.grad = torch.ones_like(each)
+        torch.optim.SGD(copies, lr=1.0).step()
+        assert_named_close(whole_params(model), before, "parameter", 0, 0)
+
+
+def test_parameters_may_be_deep_copied(world):
+    world(2).run(deep_copies)
+
+
+# Whole and back, by hand
+
+
+def by_hand():
+    plain = made(stack)
+    for name in PLACEMENTS:
+        model = sharded(name)
+        for again in range(2):
+            model[1].unshard()
+            for ours, theirs in zip(model[1].parameters(), plain[1].parameters(), strict=True):
+                assert not isinstance(ours, DTensor)
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+                assert ours.is_contiguous()
+                assert ours.data_ptr() % 16 == 0 or name == "chunks"
+            handle = model[0].unshard(async_op=True)
+            handle.wait()
+            torch.testing.assert_close(model[0].up.weight, plain[0].up.weight, rtol=0, atol=0)
+            model[0].reshard()
+            model[1].reshard()
+            assert all(isinstance(param, DTensor) for param in model.parameters()), again
+
+
+def test_whole_parameters_are_read_by_hand(world):
+    for num_ranks in (1, 3):
+        world(num_ranks).run(by_hand)
+
+
+# Policies
+
+
+NORMS = {"plain": (2.0, 1.0, float("inf"), float("-inf"), 0.5, 3.0, 0.0)}
+
+
+def with_policies(model, ranks, norm_types):
+    """Accumulation without sync, clipping by every norm, scaled loss, whole gradients; norms and parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    norms, grads = [], []
+    for step, norm_type in enumerate(norm_types):
+        for micro in range(2):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro == 1)
+            for rank in ranks:
+                loss = mean_square(model, rank, 10 * step + micro) / len(ranks)
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=(None, True, False)[step % 3])
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        grads.append(whole_grads(model))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return norms, grads, whole_params(model), scaler.get_scale()
+
+
+def mixture(parameter):
+    """By shape: `Whole` and columns for matrices, `Flat` or rows for vectors."""
+    if parameter.dim() == 2:
+        return Whole() if parameter.shape[0] == WIDTH else Shard(1)
+    return Flat() if parameter.shape[0] == WIDTH else None
+
+
+OPTIONS = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "to pairs": {"reshard_after_forward": 2},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "replicated": {"mesh": (2, 2)},
+}
+
+
+def train_with(options, norm_types):
+    found = {}
+    options = dict(OPTIONS[options])
+    for name in (*PLACEMENTS, "mixture"):
+        if "mesh" in options:
+            options["mesh"] = mesh_of((2, 2))
+        if name == "mixture":
+            model = made(stack)
+            for unit in (*model, model):
+                fully_shard(unit, shard_placement_fn=mixture, **options)
+        else:
+            model = sharded(name, **options)
+        found[name] = with_policies(model, [dist.get_rank()], norm_types)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_accumulating_scaling_and_clipping_by_every_norm(world, options):
+    norm_types = NORMS.get(options, (2.0, float("inf")))
+    norms, grads, params, scale = with_policies(made(stack), range(4), norm_types)
+    for run in world(4).run(train_with, options, norm_types):
+        for name, found in run.items():
+            torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(norms), rtol=1e-4, atol=1e-6, msg=name)
+            for ours, theirs in zip(found[1], grads, strict=True):
+                assert_named_close(ours, theirs, f"{name}: gradient", 1e-4, 1e-6)
+            assert_named_close(found[2], params, f"{name}: parameter", 1e-4, 1e-6)
+            assert found[3] == scale
+
+
+def in_low_precision(name):
+    """bfloat16 compute, float32 reduction, over a mixture of units."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model = sharded(name, mp_policy=policy)
+    seen = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.up.weight.dtype)))
+    params = train(model, mean_square, 1)
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    return params
+
+
+def test_low_precision_gives_the_same_under_every_placement(world):
+    expected = world(2).run(in_low_precision, "chunks")[0]
+    for name in ("flat", "rows", "blocks", "whole"):
+        for found in world(2).run(in_low_precision, name):
+            assert_named_close(found, expected, name, 0, 0)
+
+
+def overflow():
+    """Infinity in one rank's gradient skips the step everywhere, whoever holds the element."""
+    for name in PLACEMENTS:
+        model = sharded(name)
+        before = whole_params(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        loss = mean_square(model, dist.get_rank(), 0)
+        scaler.scale(loss * float("inf") if dist.get_rank() == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert_named_close(whole_params(model), before, name, 0, 0)
+
+
+def test_an_overflow_skips_the_step_under_every_placement(world):
+    world(3).run(overflow)
+
+
+# Memory
+
+
+def what_outlives_the_model(name, steps, options):
+    """Names of shards, gradients, whole parameters and units that live on after the model."""
+    model = sharded(name, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    seen = {}
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda m, _: seen.update({id(p): p for p in m.parameters(False)}))
+    for step in range(steps):
+        mean_square(model, dist.get_rank(), step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    shards = {f"shard {n}": p.to_local() for n, p in model.named_parameters()}
+    grads = {f"gradient {n}": p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+    whole = {f"whole {i}": p for i, p in enumerate(seen.values()) if not isinstance(p, DTensor)}
+    watched = {what: weakref.ref(each.untyped_storage()) for what, each in (shards | grads | whole).items()}
+    watched |= {f"unit {n}": weakref.ref(m) for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    assert len(watched) > (12 if steps else 3)
+    del shards, grads, whole, model, optimizer, module
+    seen.clear()
+    gc.collect()
+    return [what for what, ref in watched.items() if ref() is not None]
+
+
+def outliving():
+    kept = {"reshard_after_forward": False}
+    return {
+        (name, steps): found
+        for name in PLACEMENTS
+        for steps, options in ((0, {}), (1, kept), (3, {}))
+        if (found := what_outlives_the_model(name, steps, options))
+    }
+
+
+def test_nothing_outlives_the_model_under_any_placement(world):
+    for num_ranks in (1, 2):
+        assert world(num_ranks).run(outliving) == [{}] * num_ranks

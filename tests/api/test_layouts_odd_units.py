@@ -1,0 +1,305 @@
+"""Do models of odd units train under every placement: no elements, more ranks than elements, tied, nested, mixed?"""
+
+import itertools
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from sherd import Blocks, Flat, RaggedDTensor, Whole, fully_shard
+from tests.api.compared import assert_trained, made, mean_square, train, train_plain
+from tests.models import WIDTH, Block
+from tests.parity.training import assert_named_close
+
+# Ranks that are threads share one random generator.
+building = threading.Lock()
+
+
+def by_turns(parameter, turns=None):
+    """Placements in the order in which parameters are met; no dim 1 where there is none."""
+    chosen = next(turns)
+    return None if isinstance(chosen, Shard) and parameter.dim() < 2 else chosen
+
+
+def in_turns(*placements):
+    turns = itertools.cycle(placements)
+    return lambda parameter: by_turns(parameter, turns)
+
+
+PLACEMENTS = {
+    "flat": lambda: {"placement": Flat()},
+    "rows": lambda: {"placement": Blocks(1)},
+    "blocks": lambda: {"placement": Blocks(5)},
+    "whole": lambda: {"placement": Whole()},
+    "columns": lambda: {"placement": Blocks(2), "shard_placement_fn": in_turns(Shard(1), None)},
+    "all": lambda: {"shard_placement_fn": in_turns(Flat(), Shard(1), Whole(), None, Blocks(2))},
+}
+"""By name, the arguments of `fully_shard`; made anew for each unit, so that each begins its turns anew."""
+
+
+class Hollow(nn.Module):
+    """Beside a real weight, parameters without an element."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.no_columns = nn.Parameter(torch.zeros(WIDTH, 0))
+
+    def forward(self, x):
+        return x * self.weight + self.empty.sum() + self.no_rows.sum() + (self.no_columns.sum(1) * 2)
+
+
+class OnlyHollow(nn.Module):
+    """Nothing but parameters without an element."""
+
+    def __init__(self):
+        super().__init__()
+        self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
+        self.no_columns = nn.Parameter(torch.zeros(3, 0))
+
+    def forward(self, x):
+        return torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum()
+
+
+class Scalars(nn.Module):
+    """Scalars alone; fewer elements than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, x):
+        return x * self.gain + self.shift
+
+
+class OneElement(nn.Module):
+    """One parameter of one element, in three dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((1, 1, 1), 0.75))
+
+    def forward(self, x):
+        return x * self.gain[0]
+
+
+class TwoDtypes(nn.Module):
+    """Single and double precision, in turns, beside a frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, 5)
+        self.wide = nn.Linear(5, WIDTH, dtype=torch.float64)
+        self.fixed = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return x + (self.wide(self.narrow(x).double()) * self.gain).float() + torch.tanh(x @ self.fixed)
+
+
+class Tied(nn.Module):
+    """Three units with one weight, and one with two of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.block = Block()
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.third.weight = self.first.weight
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(self.block(torch.tanh(self.first(x))))))
+
+
+def hollow():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Hollow(), OnlyHollow(), nn.Dropout(0.0), nn.Linear(WIDTH, WIDTH))
+
+
+def tiny():
+    return nn.Sequential(Scalars(), nn.Linear(WIDTH, WIDTH), OneElement(), Scalars(), nn.LayerNorm(WIDTH))
+
+
+def two_dtypes():
+    return nn.Sequential(TwoDtypes(), Block(), TwoDtypes())
+
+
+def thin():
+    """Each matrix has fewer rows than there may be ranks, or one row or column."""
+    return nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 2), nn.Linear(2, 3), nn.Linear(3, WIDTH))
+
+
+MODELS = [hollow, tiny, two_dtypes, thin, Tied]
+
+
+def train_all(makes, steps=2):
+    """By model and placement, the whole parameters after training."""
+    found = {}
+    for make, (name, options) in itertools.product(makes, PLACEMENTS.items()):
+        with building:
+            model = made(make)
+        for unit in (*model.children(), model):
+            fully_shard(unit, **options())
+        found[make.__name__, name] = train(model, mean_square, steps)
+    return found
+
+
+def assert_all_trained(runs, makes):
+    for make in makes:
+        for name in PLACEMENTS:
+            assert_trained_for(2, [run[make.__name__, name] for run in runs], make)
+
+
+def assert_trained_for(steps, found, make, job=mean_square):
+    expected = train_plain(made(make), job, len(found), steps)
+    for params in found:
+        assert_named_close(params, expected, "parameter", 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_odd_units_train_under_every_placement(world, num_ranks):
+    assert_all_trained(world(num_ranks).run(train_all, MODELS, timeout=120), MODELS)
+
+
+def test_odd_units_train_on_more_ranks_than_elements_and_on_one(threads):
+    for num_ranks, makes in ((1, MODELS), (6, [tiny, thin])):
+        assert_all_trained(threads(num_ranks).run(train_all, makes, timeout=120), makes)
+
+
+# Different placements side by side
+
+
+class Nest(nn.Module):
+    """Parameters of its own around another module."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.before = nn.Linear(WIDTH, 5)
+        self.inside = inside
+        self.after = nn.Linear(5, WIDTH)
+
+    def forward(self, x):
+        return x + self.after(torch.tanh(self.before(self.inside(x))))
+
+
+def nests():
+    return Nest(Nest(Nest(Nest(Block()))))
+
+
+def train_nests(first):
+    """Each nested unit has another placement; `first` says which one the innermost has."""
+    model = made(nests)
+    kinds = itertools.islice(itertools.cycle([Flat(), None, Whole(), Blocks(3), Shard(0)]), first, None)
+    units = [module for module in model.modules() if isinstance(module, (Nest, Block))]
+    for unit, placement in zip(reversed(units), kinds, strict=False):
+        fully_shard(unit, placement=placement)
+    return train(model, mean_square)
+
+
+def test_nested_units_may_have_different_placements(world):
+    for first in range(5):
+        assert_trained(world(3).run(train_nests, first), nests)
+
+
+def train_tied(owner, user):
+    """The weight belongs to the first unit, whatever the others say."""
+    model = made(Tied)
+    fully_shard(model.first, placement=owner)
+    for unit in (model.second, model.third, model):
+        fully_shard(unit, placement=user)
+    assert model.first.weight is model.second.weight is model.third.weight
+    assert isinstance(model.third.weight, RaggedDTensor) == (owner is not None)
+    return train(model, mean_square)
+
+
+@pytest.mark.parametrize(
+    ("owner", "user"), [(Flat(), Whole()), (None, Flat()), (Whole(), None), (Blocks(3), Flat())], ids=str
+)
+def test_a_tied_weight_is_cut_as_its_first_unit_says(world, owner, user):
+    assert_trained(world(2).run(train_tied, owner, user), Tied)
+
+
+def two_blocks():
+    return nn.Sequential(Block(), Block())
+
+
+def train_beside_ignored(name):
+    """The ignored ones stay plain and whole, and get the gradient of this rank alone."""
+    model = made(two_blocks)
+    ignored = {model[0].up.weight, model[1].down.bias}
+    for unit in (*model, model):
+        fully_shard(unit, ignored_params=ignored, **PLACEMENTS[name]())
+    assert {id(each) for each in (model[0].up.weight, model[1].down.bias)} == {id(each) for each in ignored}
+    mean_square(model, dist.get_rank(), 0).backward()
+    plain = made(two_blocks)
+    mean_square(plain, dist.get_rank(), 0).backward()
+    torch.testing.assert_close(model[0].up.weight.grad, plain[0].up.weight.grad)
+    assert type(model[0].down.weight.grad) is type(model[0].down.weight.data)
+
+
+def test_ignored_parameters_stay_as_they_are_beside_every_placement(world):
+    for name in ("flat", "rows", "whole"):
+        world(2).run(train_beside_ignored, name)
+
+
+# Without memory, and given it
+
+
+def from_meta(how):
+    found = {}
+    for name, options in PLACEMENTS.items():
+        with torch.device("meta"):
+            model = nn.Sequential(Scalars(), nn.Linear(WIDTH, 5), Block(5, 7), nn.Linear(5, WIDTH))
+        for unit in (*model, model):
+            fully_shard(unit, **options())
+        assert all(each.is_meta and each.to_local().is_meta for each in model.parameters())
+        model.to_empty(device="cpu")
+        if how == "load":
+            model.load_state_dict(made(small).state_dict())
+        else:
+            for theirs, ours in zip(made(small).parameters(), model.parameters(), strict=True):
+                with torch.no_grad():
+                    ours.copy_(theirs if isinstance(ours, RaggedDTensor) else placed_like(theirs, ours))
+        found[name] = train(model, mean_square, 2)
+    return found
+
+
+def placed_like(value, shard):
+    return distribute_tensor(value.detach(), shard.device_mesh, shard.placements)
+
+
+def small():
+    return nn.Sequential(Scalars(), nn.Linear(WIDTH, 5), Block(5, 7), nn.Linear(5, WIDTH))
+
+
+@pytest.mark.parametrize("how", ["load", "copy"])
+def test_models_without_memory_are_given_it_and_train(world, how):
+    runs = world(3).run(from_meta, how)
+    for name in PLACEMENTS:
+        assert_trained_for(2, [run[name] for run in runs], small)
+
+
+def reset():
+    """Each rank draws the numbers of the whole tensor: what the same seed gives a plain model."""
+    for name in ("flat", "rows", "whole"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, WIDTH), nn.Embedding(7, 3))
+        fully_shard(model, **PLACEMENTS[name]())
+        model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        for module in model:
+            module.reset_parameters()
+        torch.manual_seed(3)
+        plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, WIDTH), nn.Embedding(7, 3))
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=0, atol=0)
+
+
+def test_layers_reset_themselves_to_what_one_process_would_draw(world):
+    world(2).run(reset)
