@@ -1,0 +1,457 @@
+"""Does a flat optimizer take everything that users do with an optimizer, on the same terms?"""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sherd import CPUOffloadPolicy, Flat, fully_shard
+from sherd.optim import flatten_optimizer
+from tests.optim.twins import (
+    CLOSE,
+    NAMES,
+    assert_same,
+    backward,
+    groups,
+    pair,
+    parameters_of,
+    run,
+    runs_of,
+    same_training,
+    shard,
+    state_of,
+)
+
+LAYOUTS = [("shard", 2), ("flat", 1), ("flat", 3), ("whole", 2)]
+adamw = functools.partial(optim.AdamW, lr=0.1, foreach=True)
+
+
+def three(placement, **given):
+    """A flat optimizer, a plain one on shards and one without sharding, with their models."""
+    models = [shard(pair(), placement, **given), shard(pair(), placement, **given), pair()]
+    optimizers = [adamw(groups(model)) for model in models]
+    flatten_optimizer(optimizers[0])
+    return list(zip(models, optimizers, strict=True))
+
+
+def assert_alike(trained):
+    (model, flat), (other, plain), (lone, _) = trained
+    assert_same(parameters_of(model), parameters_of(other), **CLOSE)
+    assert_same(state_of(model, flat), state_of(other, plain), **CLOSE)
+    assert_same(parameters_of(model), parameters_of(lone), rtol=1e-4, atol=1e-5)
+
+
+def train_with_a_schedule(placement):
+    trained = three(placement)
+    for model, optimizer in trained:
+        schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=6)
+        for step in range(4):
+            run(model, optimizer, [step])
+            schedule.step()
+    assert_alike(trained)
+    assert [group["lr"] for group in trained[0][1].param_groups] == [
+        group["lr"] for group in trained[2][1].param_groups
+    ]
+
+
+def train_with_micro_batches(placement):
+    trained = three(placement)
+    for model, optimizer in trained:
+        for step in range(3):
+            for micro in range(3):
+                backward(model, step + micro, NAMES if micro else NAMES[2:])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 1)
+    assert_alike(trained)
+
+
+def train_with_a_closure(placement):
+    trained = three(placement)
+    for model, optimizer in trained:
+        for step in range(3):
+
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = model(step, NAMES)
+                loss.backward()
+                return loss
+
+            with torch.no_grad():
+                assert optimizer.step(closure).requires_grad
+    assert_alike(trained)
+
+
+def train_with_clipping(placement):
+    trained = three(placement)
+    for model, optimizer in trained:
+        for step in range(3):
+            backward(model, step)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
+            assert norm > 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(trained)
+
+
+def train_with_a_group_added_later(placement):
+    trained = [
+        (model, adamw([each for each in model.first.parameters() if each.ndim > 1]))
+        for model in (shard(pair(), placement), shard(pair(), placement), pair())
+    ]
+    flatten_optimizer(trained[0][1])
+    for model, optimizer in trained:
+        run(model, optimizer, range(2))
+        optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.05})
+        optimizer.add_param_group({"params": [each for each in model.first.parameters() if each.ndim < 2]})
+        model.zero_grad()
+        run(model, optimizer, range(2, 4))
+        optimizer.param_groups[0]["params"].pop()
+        run(model, optimizer, range(4, 6))
+    assert_alike(trained)
+
+
+def train_with_frozen_parts(placement):
+    models = [pair() for _ in range(3)]
+    for model in models:
+        model.first.v.requires_grad_(False)
+        model.second.scalar.requires_grad_(False)
+    trained = [(model, adamw(groups(model))) for model in (*[shard(each, placement) for each in models[:2]], models[2])]
+    flatten_optimizer(trained[0][1])
+    for model, optimizer in trained:
+        run(model, optimizer, range(3))
+    assert_alike(trained)
+
+
+def train_with_an_earlier_optimizer(placement):
+    """Built, and flattened, before sharding: adopted at the first step."""
+    trained = []
+    for flat in (True, False):
+        model = pair()
+        optimizer = adamw(groups(model))
+        if flat:
+            flatten_optimizer(optimizer)
+        trained.append((shard(model, placement), optimizer))
+    lone = pair()
+    trained.append((lone, adamw(groups(lone))))
+    for model, optimizer in trained:
+        run(model, optimizer, range(3))
+    assert len(runs_of(trained[0][1])) > 0
+    assert_alike(trained)
+
+
+def flatten_between_steps(placement):
+    trained = three(placement)
+    model = shard(pair(), placement)
+    optimizer = adamw(groups(model))
+    trained[0] = (model, optimizer)
+    for model, optimizer in trained:
+        run(model, optimizer, range(2))
+    flatten_optimizer(trained[0][1])
+    for model, optimizer in trained:
+        run(model, optimizer, range(2, 4))
+    assert_alike(trained)
+
+
+def offload(placement):
+    trained = three(placement)
+    model = shard(pair(), placement, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    trained[0] = (model, flatten_optimizer(adamw(groups(model))))
+    for model, optimizer in trained:
+        run(model, optimizer, range(3))
+    assert_alike(trained)
+
+
+def train_after_clearing_the_state(placement):
+    trained = three(placement)
+    for model, optimizer in trained:
+        run(model, optimizer, range(2))
+        optimizer.state.clear()
+        run(model, optimizer, range(2, 4))
+    assert_alike(trained)
+
+
+def write_into_the_state(placement):
+    trained = three(placement)
+    for model, optimizer in trained:
+        run(model, optimizer, range(2))
+        for parameter in model.parameters():
+            optimizer.state[parameter]["exp_avg"].mul_(0.5)
+        run(model, optimizer, range(2, 4))
+    assert_alike(trained)
+
+
+USES = [
+    train_with_a_schedule,
+    train_with_micro_batches,
+    train_with_a_closure,
+    train_with_clipping,
+    train_with_a_group_added_later,
+    train_with_frozen_parts,
+    train_with_an_earlier_optimizer,
+    flatten_between_steps,
+    offload,
+    train_after_clearing_the_state,
+    write_into_the_state,
+]
+
+
+@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_it_does_as_the_plain_optimizer(threads, use, placement, num_ranks):
+    threads(num_ranks).run(use, placement)
+
+
+class Tied(nn.Module):
+    """A large matrix alone in its group, a tied one, and one that is left unsharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(1024, 1024)
+        self.small = nn.Linear(1024, 3)
+        self.again = nn.Linear(1024, 3)
+        self.again.weight = self.small.weight
+        self.plain = nn.Parameter(torch.ones(3))
+        self.odd = nn.Parameter(torch.ones(2))
+
+    def forward(self, step):
+        x = torch.cos(torch.arange(2048.0) * (step + 1)).view(2, 1024)
+        x = torch.tanh(self.large(x))
+        return ((self.small(x) + self.again(x)) * self.plain).square().mean() + self.odd.sum().square()
+
+
+def train_tied(placement):
+    trained = []
+    for kind in ("flat", "plain", "lone"):
+        torch.manual_seed(0)
+        model = Tied()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.sin(torch.arange(parameter.numel()) * 0.7).view(parameter.shape) * 0.05)
+        if kind != "lone":
+            fully_shard(model, ignored_params={model.plain}, **placement)
+        sharded = [each for each in model.parameters() if each is not model.plain]
+        optimizer = optim.AdamW([{"params": sharded}, {"params": [model.plain]}], lr=0.01, fused=True)
+        if kind == "flat":
+            flatten_optimizer(optimizer)
+        for step in range(3):
+            model(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append((model, optimizer))
+    (model, flat), (other, plain), (lone, _) = trained
+    assert any(run.flat.numel() * 4 >= 1 << 20 for run in runs_of(flat))
+    assert_same(parameters_of(model), parameters_of(other), **CLOSE)
+    assert_same(state_of(model, flat), state_of(other, plain), **CLOSE)
+    assert_same(parameters_of(model), parameters_of(lone), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("placement", [{}, {"placement": Flat()}], ids=["shard", "flat"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_large_tied_and_ignored_parameters(threads, placement, num_ranks):
+    threads(num_ranks).run(train_tied, placement)
+
+
+def count_runs():
+    model = shard(pair(), "flat")
+    optimizer = flatten_optimizer(adamw(list(reversed(groups(model)))))
+    run(model, optimizer, range(2))
+    filled = [each for each in runs_of(optimizer) if each.flat.numel()]
+    per_buffer = {}
+    for each in filled:
+        per_buffer.setdefault((id(each.seats[0].group), each.seats[0].place), []).append(each)
+    assert all(len(runs) == 1 for runs in per_buffer.values())
+    return len(filled)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_a_hyper_parameter_class_is_one_run_of_each_flat_buffer(threads, num_ranks):
+    assert all(1 <= count <= 4 for count in threads(num_ranks).run(count_runs))
+
+
+def look_at_memory(placement):
+    model = shard(pair(), placement)
+    optimizer = flatten_optimizer(adamw(groups(model)))
+    run(model, optimizer, range(2))
+    backward(model, 2)
+    gradients = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(None))
+    for each in runs_of(optimizer):
+        assert each.flat.untyped_storage().data_ptr() == each.seats[0].group.rest.untyped_storage().data_ptr()
+        assert each.take_gradient()
+        if each.flat.numel():
+            assert each.flat.grad.untyped_storage().data_ptr() in gradients
+        inside = range(each.state["exp_avg"].data_ptr(), each.state["exp_avg"].data_ptr() + each.flat.nbytes + 1)
+        for seat in each.seats:
+            local = optimizer.state[seat.shard]["exp_avg"].to_local()
+            assert not local.numel() or local.data_ptr() in inside
+            assert local.storage_offset() == 0
+    optimizer.step()
+    assert seen == [None]
+    assert not [key for key in optimizer.state if key not in set(model.parameters())], "runs are not in the state"
+
+
+@pytest.mark.parametrize("placement", ["shard", "flat", "whole"])
+def test_nothing_is_copied(threads, placement):
+    threads(2).run(look_at_memory, placement)
+
+
+def count_hooks():
+    model = shard(pair(), "flat")
+    optimizer = flatten_optimizer(adamw(groups(model)))
+    calls = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, *_: calls.append("global before") if o is optimizer else None),
+        register_optimizer_step_post_hook(lambda o, *_: calls.append("global after") if o is optimizer else None),
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    for step in range(2):
+        run(model, optimizer, [step])
+    for handle in handles:
+        handle.remove()
+    assert calls == ["global before", "before", "after", "global after"] * 2
+    backward(model, 3)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert [event.name for event in profile.events()].count("Optimizer.step#FlatAdamW.step") == 1
+
+
+def test_hooks_run_once_a_step(threads):
+    threads(1).run(count_hooks)
+
+
+class Counting(optim.SGD):
+    """Keeps numbers of its own: on itself, in its parameter groups and in the states."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state["sum"] = state["sum"] + parameter.grad if "sum" in state else parameter.grad.clone()
+                    parameter.sub_(state["sum"], alpha=group["lr"] / (self.num_steps + state["count"]))
+
+
+def train_an_own_class(placement):
+    models = [shard(pair(), placement), shard(pair(), placement)]
+    flat, plain = [Counting(groups(model), lr=0.1) for model in models]
+    flatten_optimizer(flat, elementwise=True)
+    for model, optimizer in zip(models, (flat, plain), strict=True):
+        run(model, optimizer, range(4), lambda step: NAMES if step != 1 else NAMES[::2])
+    assert flat.num_steps == plain.num_steps == 4
+    assert [group["seen"] for group in flat.param_groups] == [4, 4]
+    assert_same(parameters_of(models[0]), parameters_of(models[1]), **CLOSE)
+    assert_same(state_of(models[0], flat), state_of(models[1], plain), **CLOSE)
+
+
+@pytest.mark.parametrize("placement", ["shard", "flat", "rows"])
+def test_an_own_class_keeps_its_own_numbers(threads, placement):
+    threads(2).run(train_an_own_class, placement)
+
+
+def fail_in_the_middle():
+    class Failing(optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    model = shard(pair(), "flat")
+    optimizer = flatten_optimizer(Failing(groups(model), lr=0.1), elementwise=True)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    backward(model, 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        assert all(one is other for one, other in zip(group["params"], parameters, strict=True))
+    assert not optimizer.state
+
+
+def test_a_step_that_fails_leaves_the_optimizer_as_it_was(threads):
+    threads(2).run(fail_in_the_middle)
+
+
+def train_a_copy(copied):
+    model = shard(pair(), "flat")
+    optimizer = flatten_optimizer(adamw(groups(model)))
+    run(model, optimizer, range(2))
+    twin = copied(optimizer)
+    assert type(twin) is optim.AdamW
+    theirs = [each for group in twin.param_groups for each in group["params"]]
+    ours = [each for group in optimizer.param_groups for each in group["params"]]
+    backward(model, 2)
+    for one, other in zip(theirs, ours, strict=True):
+        assert one is not other
+        one.grad = other.grad.clone()
+    twin.step()
+    optimizer.step()
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one.to_local(), other.to_local(), **CLOSE)
+        assert twin.state[one]["step"] == optimizer.state[other]["step"] == 3
+
+
+def pickled(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+def test_a_copy_steps_tensor_by_tensor(threads):
+    threads(2).run(train_a_copy, copy.deepcopy)
+
+
+def test_so_does_what_a_pickle_brings_back(world):
+    world(2).run(train_a_copy, pickled)
+
+
+def step_a_plain_tensor_in_the_same_group():
+    models = [pair(), pair()]
+    optimizers = []
+    for model in models:
+        fully_shard(model.first, placement=Flat(), ignored_params={model.first.w})
+        optimizers.append(optim.AdamW(model.first.parameters(), lr=0.1, fused=True))
+    flatten_optimizer(optimizers[0])
+    lone = pair()
+    optimizers[1] = optim.AdamW(lone.first.parameters(), lr=0.1, fused=True)
+    for step in range(3):
+        for model, optimizer in zip((models[0], lone), optimizers, strict=True):
+            model.first(step, {name.partition(".")[2] for name in NAMES}, 1.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(parameters_of(models[0].first), parameters_of(lone.first), rtol=1e-4, atol=1e-5)
+
+
+def test_plain_and_sharded_parameters_share_a_group_of_a_fused_optimizer(threads):
+    threads(2).run(step_a_plain_tensor_in_the_same_group)
+
+
+def train_where_nothing_is_sharded():
+    model, other = pair(), pair()
+    flat, plain = adamw(groups(model)), adamw(groups(other))
+    flatten_optimizer(flat)
+    run(model, flat, range(3))
+    run(other, plain, range(3))
+    assert_same(parameters_of(model), parameters_of(other))
+    assert_same(state_of(model, flat), state_of(other, plain))
+
+
+def test_without_shards_it_is_the_plain_optimizer():
+    train_where_nothing_is_sharded()
+
+
+def train_alike(placement):
+    same_training(adamw, placement)
+
+
+def test_processes_train_as_threads_do(world):
+    for placement, num_ranks in (("flat", 2), ("shard", 3), ("flat", 4)):
+        world(num_ranks).run(train_alike, placement)
