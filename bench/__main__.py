@@ -1,4 +1,4 @@
-"""`python -m bench`: measure what was asked for, print one table, write JSON."""
+"""`python -m bench`: measure what was asked for, print tables, write JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from . import bytes, overhead, peak, shard_time, steps
+from . import bytes, overhead, padding_row, peak, shard_time, small, steps
 from .ranks import Conditions
+from .systems import LEGEND
 from .table import Figure, Row, render
 
 FIGURES: dict[str, Callable[[Conditions], Figure]] = {
@@ -26,6 +27,9 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "overhead": overhead.measure_overhead,
     "scale": overhead.measure_scale,
     "shard": shard_time.measure,
+    "optimizer": small.measure_optimizer,
+    "clip": small.measure_clip,
+    "padding": padding_row.measure,
 }
 
 
@@ -36,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, load = time.perf_counter(), os.getloadavg()[0]
     figures: dict[str, Figure] = {}
     for name in chosen.only:
-        print(f"measuring: {name} ...", file=sys.stderr, flush=True)
+        print(f"measuring: {name} ...", end="", file=sys.stderr, flush=True)
+        since = time.perf_counter()
         figures[name] = FIGURES[name](conditions)
+        print(f" {time.perf_counter() - since:.0f} s", file=sys.stderr, flush=True)
     took = time.perf_counter() - began
     circumstances = {**machine(conditions), "load_before": load, "load_after": os.getloadavg()[0]}
     rows = [row for figure in figures.values() for row in figure.rows]
@@ -50,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="smaller batches, 3 rounds: about a minute")
+    parser.add_argument("--quick", action="store_true", help="smaller batches, 3 rounds: about a minute and a half")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -101,6 +107,7 @@ def _processor() -> str:
 
 def print_notes(circumstances: dict[str, Any], figures: dict[str, Figure], took: float) -> None:
     print()
+    print(f"- {LEGEND}")
     for note in [note for figure in figures.values() for note in figure.notes]:
         print(f"- {note}")
     print("- " + ", ".join(f"{name} {value}" for name, value in circumstances.items()))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sherd.comm import gloo, shared_memory, sums, transport
+
 from .models import num_bytes
 from .ranks import Conditions, on_fake_ranks, on_ranks
 from .steps import workloads
-from .systems import PLAIN, Trainee, contenders
-from .table import Figure, Row, row_of_counts
+from .systems import FLAT, PLAIN, Trainee, contenders
+from .table import Aim, Figure, Row, row_of_counts
 
 NUM_FAKE_RANKS = 16
 
@@ -28,13 +33,22 @@ WIRE = {
     "c10d::_reduce_scatter_base_": (1, 1),
     "c10d::reduce_scatter_": (1, 1),
     "c10d::reduce_scatter_tensor_coalesced_": (1, 1),
-    "c10d::alltoall_base_": (1, 1),
+    "c10d::alltoall_base_": (1, 1),  # where it is told no sizes
     "c10d::alltoall_": (1, 1),
     "c10d::allreduce_": (0, 2),
     "c10d::allreduce_coalesced_": (0, 2),
     "c10d::broadcast_": (0, 1),
     "c10d::barrier": (0, 0),
 }
+
+# Between two ranks: which argument's bytes are sent.
+SENDS = {"c10d::send": 0}
+RECEIVES = {"c10d::recv_", "c10d::recv_any_source_"}
+
+SIZES_SENT = 4  # the argument of an all-to-all that says how much each rank is sent
+
+# Where sherd's transports move bytes themselves, beside or in the place of torch's collectives.
+TRANSPORT_FILES = {module.__file__ for module in (gloo, shared_memory, sums, transport)}
 
 # FSDP2's copy-in writes all of its first argument, though its schema declares no write.
 WRITES_UNDECLARED = {"fsdp::all_gather_copy_in": 0}
@@ -47,13 +61,16 @@ class MovedBytes(TorchDispatchMode):
     """Counts bytes per operation: `written` to memory, and `sent` by collectives over `num_ranks` ranks.
 
     Written is what an operation's schema says it changes, and what it returns in fresh storage. Views and
-    bare allocations write nothing. Inside a collective nothing is seen: its cost is `WIRE`'s.
+    bare allocations write nothing. Inside a collective of torch's nothing is seen: its cost is `WIRE`'s. What sherd's
+    transports write is `carried`, apart from the rest: over shared memory that is the wire.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, rank: int = 0) -> None:
         super().__init__()
         self.num_ranks = num_ranks
+        self.rank = rank
         self.written: Counter[str] = Counter()
+        self.carried: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -65,14 +82,33 @@ class MovedBytes(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = func._schema.name
         if func.namespace == "c10d":
-            self.sent[name] += bytes_sent(name, args, self.num_ranks)
+            self.sent[name] += bytes_sent(name, args, self.num_ranks, self.rank)
         else:
-            self.written[name] += bytes_written(func, args, kwargs, result)
+            by_whom = self.carried if called_by_transport() else self.written
+            by_whom[name] += bytes_written(func, args, kwargs, result)
         return result
 
 
-def bytes_sent(name: str, args: tuple[Any, ...], num_ranks: int) -> int:
-    """What one rank sends for the collective `name`, by the algorithm that sends least."""
+def called_by_transport() -> bool:
+    """Whether one of sherd's transports is at work, be it through a function that the engine has handed to it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename in TRANSPORT_FILES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def bytes_sent(name: str, args: tuple[Any, ...], num_ranks: int, rank: int) -> int:
+    """What `rank` sends for the collective `name`, by the algorithm that sends least; or to one other rank."""
+    if name == "c10d::alltoall_base_" and args[SIZES_SENT]:
+        _, given, *_ = args
+        to_others = sum(args[SIZES_SENT]) - args[SIZES_SENT][rank]
+        return to_others * bytes_of(given[:1])  # rows of the first dim
+    if name in SENDS:
+        return bytes_of(args[SENDS[name]])
+    if name in RECEIVES:
+        return 0
     if name not in WIRE:
         raise NotImplementedError(f"{name}: say in bench/bytes.py, WIRE, how many bytes it sends")
     which, times = WIRE[name]
@@ -110,10 +146,11 @@ def measure(conditions: Conditions) -> Figure:
     real = on_ranks(conditions, traffic, conditions.quick)[0]
     fake = on_fake_ranks(conditions, NUM_FAKE_RANKS, traffic, conditions.quick)
     kind = "ranks" if conditions.group_is_real else "fake ranks"
+    aim = Aim(1.0, of=FLAT.name) if conditions.num_ranks == 2 else None
     return Figure(
         [
-            *_rows(real, f"{conditions.num_ranks} {kind}", conditions.num_ranks),
-            *_rows(fake, f"{NUM_FAKE_RANKS} fake ranks", NUM_FAKE_RANKS),
+            *_rows(real, f"{conditions.num_ranks} {kind}", conditions.num_ranks, aim),
+            *_rows(fake, f"{NUM_FAKE_RANKS} fake ranks", NUM_FAKE_RANKS, None),
         ],
         {"real": real, "fake": fake},
     )
@@ -122,17 +159,20 @@ def measure(conditions: Conditions) -> Figure:
 Moved = dict[str, dict[str, dict[str, float]]]
 
 
-def _rows(moved: Moved, where: str, num_ranks: int) -> list[Row]:
-    """Copies less those of the plain module, and the wire, both in units of N."""
+def _rows(moved: Moved, where: str, num_ranks: int, aim: Aim | None) -> Iterator[Row]:
+    """Copies less those of the plain module, and the wire, all in units of N."""
     total = {name: {kind: sum(by_op.values()) for kind, by_op in kinds.items()} for name, kinds in moved.items()}
     plain = total.pop(PLAIN.name)["written"]
     copied = {name: kinds["written"] - plain for name, kinds in total.items()}
+    carried = {name: kinds["carried"] for name, kinds in total.items() if kinds["carried"]}
     sent = {name: kinds["sent"] for name, kinds in total.items()}
     usual = 3 * (num_ranks - 1) / num_ranks
-    return [
-        row_of_counts(f"bytes copied, {where}", "N", copied, remark="forward and backward"),
-        row_of_counts(f"bytes on the wire, {where}", "N", sent, remark=f"2 gathers, 1 reduction: {usual:.3g}"),
-    ]
+    yield row_of_counts(f"bytes copied, {where}", "N", copied, aim, "forward and backward")
+    if carried:
+        yield row_of_counts(
+            f"bytes copied by a transport, {where}", "N", carried, None, "shared memory: the wire itself"
+        )
+    yield row_of_counts(f"bytes on the wire, {where}", "N", sent, None, f"2 gathers, 1 reduction: {usual:.3g}")
 
 
 def traffic(mesh: DeviceMesh, quick: bool) -> Moved:
@@ -144,7 +184,7 @@ def traffic(mesh: DeviceMesh, quick: bool) -> Moved:
         count = count_second_step(Trainee(system, workload, mesh), mesh.size())
         moved[system.name] = {
             kind: {name: size / unit for name, size in by_op.most_common() if size}
-            for kind, by_op in (("written", count.written), ("sent", count.sent))
+            for kind, by_op in (("written", count.written), ("carried", count.carried), ("sent", count.sent))
         }
     return moved
 
@@ -154,6 +194,6 @@ def count_second_step(trainee: Trainee, num_ranks: int) -> MovedBytes:
     trainee.forward_backward(trainee.batch(0))
     trainee.drop_gradients()
     batch = trainee.batch(1)
-    with MovedBytes(num_ranks) as count:
+    with MovedBytes(num_ranks, dist.get_rank()) as count:
         trainee.forward_backward(batch)
     return count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from statistics import median
 
 import torch
@@ -14,46 +13,67 @@ from . import silent_group
 from .models import Workload, bottleneck, gpt
 from .ranks import Conditions, first_ranks, on_fake_ranks
 from .rounds import Lap, interleaved, timed, without_collector
-from .systems import FSDP1, FSDP2, PLAIN, SHERD, System, Trainee
-from .table import Aim, Figure, Row, middle_half, quotient
+from .systems import FLAT, FSDP1, FSDP2, PLAIN, SHERD, System, Trainee
+from .table import Aim, Figure, Row, row_of_differences
 
 FEW, MANY, MOST = 2, 16, 4096
 GROUP = "fake group"
+PLAIN_STEP = "plain, batch of a step"
+COMPARED = (FSDP1, FSDP2, SHERD, FLAT)
 Contender = tuple[System, int]  # a system, and how many ranks it believes in
 Runner = Callable[[int], Lap]
 
 
 def measure_overhead(conditions: Conditions) -> Figure:
-    """Over plain, on the fake group with 2 and with 16 ranks."""
+    """Over plain, on the fake group with 2 and with 16 ranks; in milliseconds, and in percent of the plain module."""
     laps = on_fake_ranks(conditions, MANY, lap_on_fake_group, conditions.quick, conditions.rounds)
-    rows = []
+    plain = median(lap.cpu_ms for lap in laps[PLAIN_STEP])
+    in_ms, in_percent = [], []
     for num_ranks in (FEW, MANY):
         own = median(lap.cpu_ms for lap in laps[_label(GROUP, num_ranks)])
-        remark = f"over plain; {own:.0f} are the fake group's own copies"
+        over = over_plain(laps, num_ranks)
         title = f"engine overhead, {num_ranks} fake ranks"
-        rows.append(_row(title, over_plain(laps, num_ranks), remark, Aim(0.8)))
-    return Figure(rows, {"laps": laps})
+        in_ms.append(
+            row_of_differences(
+                title, "ms CPU", over, Aim(0.8), f"over plain; {own:.0f} are the fake group's own copies"
+            )
+        )
+        whole, rest = percent(over, plain), percent(over, plain, less=own)
+        aim = Aim(5.0, of=FLAT.name)
+        in_percent.append(row_of_differences(f"{title}, of plain", "%", whole, aim, f"of {plain:.0f} ms"))
+        in_percent.append(row_of_differences("  without the fake group's copies", "%", rest))
+    return Figure([*in_ms, *in_percent], {"laps": laps})
+
+
+def percent(over: Mapping[str, list[float]], plain: float, less: float = 0.0) -> dict[str, list[float]]:
+    """Milliseconds over the plain module, without `less` of them, in percent of `plain`."""
+    return {name: [100 * (each - less) / plain for each in samples] for name, samples in over.items()}
 
 
 def measure_scale(conditions: Conditions) -> Figure:
     """The engine's work with 4,096 ranks beside that with 16, on a group that does nothing."""
-    laps = on_fake_ranks(conditions, MOST, lap_on_silent_group, 5 * conditions.rounds)  # laps are short
+    laps = on_fake_ranks(conditions, MOST, lap_on_silent_group, 3 * conditions.rounds)  # laps are short
     few, many = over_plain(laps, MANY), over_plain(laps, MOST)
     growth = {name: median(many[name]) / median(few[name]) for name in many}
     rows = [
-        _row(f"engine work, {MANY} silent ranks", few, "over plain"),
-        _row(f"engine work, {MOST:,} silent ranks", many, "over plain"),
-        Row("  growth between the two", "times", growth, aim=Aim(1.2, of="sherd")),
+        row_of_differences(f"engine work, {MANY} silent ranks", "ms CPU", few, None, "over plain"),
+        row_of_differences(f"engine work, {MOST:,} silent ranks", "ms CPU", many, None, "over plain"),
+        Row("  growth between the two", "times", growth, aim=[Aim(1.2, of="sherd"), Aim(1.2, of=FLAT.name)]),
     ]
     return Figure(rows, {"laps": laps})
 
 
 def lap_on_fake_group(mesh: DeviceMesh, quick: bool, num_rounds: int) -> dict[str, list[Lap]]:
-    """In one process. The batch is small: overhead does not depend on it, noise does."""
-    contenders = [(system, size) for size in (FEW, MANY) for system in (FSDP1, FSDP2, SHERD)]
+    """In one process. The batch is small: overhead does not depend on it, noise does.
+
+    A share of the plain module's time does depend on the batch: it is of the batch that `steps` trains on.
+    """
+    contenders = [(system, size) for size in (FEW, MANY) for system in COMPARED]
     meshes = {FEW: first_ranks(mesh, FEW), MANY: mesh}
-    workload = gpt(1, 32, num_blocks=4 if quick else 12)
+    num_blocks = 4 if quick else 12
+    workload = gpt(1, 32, num_blocks)
     runners = _runners(workload, contenders, meshes)
+    runners[PLAIN_STEP] = _runner(Trainee(PLAIN, gpt(2, 128, num_blocks), mesh))
     for size, its_mesh in meshes.items():
         runners[_label(GROUP, size)] = group_alone(workload, its_mesh)
     return _lap(runners, num_rounds)
@@ -61,7 +81,7 @@ def lap_on_fake_group(mesh: DeviceMesh, quick: bool, num_rounds: int) -> dict[st
 
 def lap_on_silent_group(mesh: DeviceMesh, num_rounds: int) -> dict[str, list[Lap]]:
     silent_group.register()
-    contenders = [(system, size) for size in (MANY, MOST) for system in (FSDP2, SHERD)]
+    contenders = [(system, size) for size in (MANY, MOST) for system in (FSDP2, SHERD, FLAT)]
     meshes = {size: first_ranks(mesh, size, silent_group.NAME) for size in (MANY, MOST)}
     return _lap(_runners(bottleneck(num_blocks=48), contenders, meshes), num_rounds)
 
@@ -79,13 +99,17 @@ def _runners(workload: Workload, contenders: list[Contender], meshes: Mapping[in
     for system, size in contenders:
         trainees[_label(system.name, size)] = Trainee(system, workload, meshes[size])
 
-    def lap(trainee: Trainee, number: int) -> Lap:
+    return {name: _runner(trainee) for name, trainee in trainees.items()}
+
+
+def _runner(trainee: Trainee) -> Runner:
+    def lap(number: int) -> Lap:
         batch = trainee.batch(number)
         taken, _ = timed(lambda: trainee.forward_backward(batch), trainee.device)
         trainee.drop_gradients()
         return taken
 
-    return {name: partial(lap, trainee) for name, trainee in trainees.items()}
+    return lap
 
 
 def group_alone(workload: Workload, mesh: DeviceMesh) -> Runner:
@@ -115,14 +139,6 @@ def over_plain(laps: Mapping[str, list[Lap]], num_ranks: int) -> dict[str, list[
         system.name: [
             lap.cpu_ms - bare.cpu_ms for lap, bare in zip(laps[_label(system.name, num_ranks)], plain, strict=True)
         ]
-        for system in (FSDP1, FSDP2, SHERD)
+        for system in COMPARED
         if _label(system.name, num_ranks) in laps
     }
-
-
-def _row(title: str, over: Mapping[str, list[float]], remark: str, aim: Aim | None = None) -> Row:
-    """A difference can come near zero, so the ratio is that of the medians, not a median of ratios."""
-    values = {name: median(laps) for name, laps in over.items()}
-    ratios = [ours / theirs for ours, theirs in zip(over["sherd"], over["FSDP2"], strict=True) if theirs > 0]
-    ratio = quotient(values["sherd"], values["FSDP2"])
-    return Row(title, "ms CPU", values, ratio, middle_half(ratios), aim, remark)

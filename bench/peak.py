@@ -1,4 +1,4 @@
-"""How much memory does a step need? The most bytes of tensor storage alive at once."""
+"""How much memory does a step need? The most bytes of tensor storage alive at once, with activations and without."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+import sherd
+from sherd.api.memory import BESIDE_UNITS, memory_report, track_memory
+
+from .models import Workload, gpt, num_bytes
 from .ranks import Conditions, on_ranks
 from .steps import workloads
-from .systems import PLAIN, Trainee, contenders
+from .systems import FLAT, FLAT_GLOO, FSDP1, FSDP2, PLAIN, SHERD, SHERD_GLOO, Trainee, contenders
 from .table import Aim, Figure, Row, row_of_counts
 
 MIB = 2**20
@@ -103,7 +108,9 @@ def _watched_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[N
 def measure(conditions: Conditions) -> Figure:
     ranks = on_ranks(conditions, peaks, conditions.quick)
     rows = [row for title in ranks[0] for row in _rows(title, [rank[title] for rank in ranks])]
-    return Figure(rows, {"bytes_per_rank": ranks})
+    held = on_ranks(conditions, held_peaks, conditions.quick)
+    rows += [row for title in held[0] for row in _held_rows(title, [rank[title] for rank in held])]
+    return Figure(rows, {"bytes_per_rank": ranks, "held_bytes_per_rank": held})
 
 
 Peaks = dict[str, tuple[float, float]]  # per system: bytes of forward and backward, bytes of the whole step
@@ -144,6 +151,84 @@ def peak_of_step(trainee: Trainee) -> tuple[float, float]:
             peaks.append((before_optimizer, live.peak))
             trainee.drop_gradients()
     return median(before for before, _ in peaks), median(whole for _, whole in peaks)
+
+
+# Without activations
+
+HOLDERS = (FSDP1, FSDP2, SHERD, SHERD_GLOO, FLAT, FLAT_GLOO)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of parameters, gradients and buffers at the peak of forward and backward; what the schedule had `said`.
+
+    `staged`: what ranks share beside it, which is mapped and no tensor's own.
+    """
+
+    nbytes: float
+    said: int | None = None
+    staged: int = 0
+
+
+def _held_rows(title: str, ranks: list[dict[str, Held]]) -> Iterator[Row]:
+    """How much, and how far it was from what the schedule had said."""
+    held = {name: max((rank[name] for rank in ranks), key=lambda each: each.nbytes) for name in ranks[0]}
+    most = {name: each.nbytes / MIB for name, each in held.items()}
+    off = {name: 100 * abs(each.nbytes / each.said - 1) for name, each in held.items() if each.said is not None}
+    staged = max(each.staged for each in held.values()) / MIB
+    remark = f"no optimizer, activations subtracted; {staged:,.0f} MiB staged in shared memory, as gloo's own, apart"
+    aims = [Aim(0.9, system=system.name) for system in (FLAT, SHERD)]
+    yield row_of_counts(f"{title}: peak bytes of parameters, gradients, buffers", "MiB", most, aims, remark)
+    aims = [Aim(2, of=name) for name in off]
+    yield Row(f"{title}: that, off the schedule's prediction", "%", off, aim=aims, remark="largest rank")
+
+
+def short_workloads(quick: bool) -> list[Workload]:
+    """The one of `workloads` where bytes cost most, on eight tokens, so that activations are next to nothing."""
+    return [gpt(1, 8, 4) if quick else gpt(1, 8)]
+
+
+def held_peaks(mesh: DeviceMesh, quick: bool) -> dict[str, dict[str, Held]]:
+    """On a rank: per workload and system, what is needed beside activations, those of the plain module."""
+    found = {}
+    for workload in short_workloads(quick):
+        plain = Trainee(PLAIN, workload, mesh)
+        activations = peak_of_backward(plain) - 2 * num_bytes(plain.model)
+        del plain
+        systems = [system for system in contenders(mesh) if system in HOLDERS]
+        found[workload.title] = {
+            system.name: held_by(Trainee(system, workload, mesh), activations) for system in systems
+        }
+    return found
+
+
+def held_by(trainee: Trainee, activations: float) -> Held:
+    """The median of five steps, and what the schedule says once it was shown in which order gradients arrive."""
+    nbytes = peak_of_backward(trainee) - activations
+    if not isinstance(trainee.model, sherd.FSDPModule):
+        return Held(nbytes)
+    with track_memory(trainee.model):
+        trainee.forward_backward(trainee.batch(0))
+    trainee.drop_gradients()
+    report = memory_report(trainee.model)
+    staged = sum(row.at_peak for row in report.rows if row.unit == BESIDE_UNITS)
+    return Held(nbytes, report.predicted_peak - staged, staged)
+
+
+def peak_of_backward(trainee: Trainee) -> float:
+    """The median of five forwards and backwards, each without gradients before it, and no optimizer."""
+    trainee.forward_backward(trainee.batch(0))
+    trainee.drop_gradients()
+    with LiveBytes() if trainee.device.type != "cuda" else AllocatedBytes() as live:
+        peaks = []
+        for seed in range(1, 7):
+            batch = trainee.batch(seed)
+            gc.collect()
+            live.forget_peak()
+            trainee.forward_backward(batch)
+            peaks.append(live.peak)
+            trainee.drop_gradients()
+    return median(peaks[1:])
 
 
 class AllocatedBytes:

@@ -1,4 +1,4 @@
-"""Who competes: five ways to make a model data parallel, behind one interface."""
+"""Who competes: the ways to make a model data parallel, behind one interface."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ from .models import Model, Workload
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A name for the table's column, and how a plain model becomes data parallel over a 1-D mesh."""
+    """A name for the table's column, and how a plain model becomes data parallel over a 1-D mesh.
+
+    `asks_for_gloo`: it is there to be compared with shared memory, and runs on gloo ranks alone. `flat_view`: its
+    optimizer steps runs of the shards' buffers, not the shards.
+    """
 
     name: str
     distribute: Callable[[Model, DeviceMesh], nn.Module]
+    asks_for_gloo: bool = False
+    flat_view: bool = False
 
 
 def _ddp(model: Model, mesh: DeviceMesh) -> nn.Module:
@@ -49,10 +55,18 @@ def _fsdp2(model: Model, mesh: DeviceMesh) -> nn.Module:
     return torch_fully_shard(model, mesh=mesh)
 
 
-def _sherd(model: Model, mesh: DeviceMesh) -> nn.Module:
-    for block in model.blocks:
-        sherd.fully_shard(block, mesh=mesh)
-    return sherd.fully_shard(model, mesh=mesh)
+@dataclass(frozen=True, slots=True)
+class _Sherd:
+    """`sherd.fully_shard` on the blocks and on the root. It may be pickled, as all that goes to a rank."""
+
+    placement: sherd.Flat | None = None
+    transport: str = "auto"
+
+    def __call__(self, model: Model, mesh: DeviceMesh) -> nn.Module:
+        chosen = {"placement": self.placement, "comm_policy": sherd.CommPolicy(transport=self.transport)}
+        for block in model.blocks:
+            sherd.fully_shard(block, mesh=mesh, **chosen)
+        return sherd.fully_shard(model, mesh=mesh, **chosen)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -65,14 +79,32 @@ PLAIN = System("plain", lambda model, mesh: model)
 DDP = System("DDP", _ddp)
 FSDP1 = System("FSDP1", _fsdp1)
 FSDP2 = System("FSDP2", _fsdp2)
-SHERD = System("sherd", _sherd)
-ALL = (PLAIN, DDP, FSDP1, FSDP2, SHERD)
+SHERD = System("sherd", _Sherd())
+SHERD_GLOO = System("sherd gloo", _Sherd(transport="gloo"), asks_for_gloo=True)
+FLAT = System("Flat", _Sherd(sherd.Flat()))
+FLAT_GLOO = System("Flat gloo", _Sherd(sherd.Flat(), "gloo"), asks_for_gloo=True)
+FLAT_VIEW = System("Flat view", _Sherd(sherd.Flat()), flat_view=True)
+ALL = (PLAIN, DDP, FSDP1, FSDP2, SHERD, SHERD_GLOO, FLAT, FLAT_GLOO, FLAT_VIEW)
+
+LEGEND = (
+    "sherd: `Shard(0)`, the default; Flat: `placement=Flat()`; both over the transport that is chosen by itself (for "
+    "gloo ranks of one host: shared memory); gloo: over gloo; view: with `flatten_optimizer`; others step each shard"
+)
 
 
 def contenders(mesh: DeviceMesh) -> list[System]:
-    """All systems; without DDP on a fake group, whose all-reduce hands DDP's C++ no result to read."""
-    is_fake = dist.get_backend(mesh.get_group()) == "fake"
-    return [system for system in ALL if not (is_fake and system is DDP)]
+    """All systems that this group can serve, with the same optimizer each.
+
+    Without DDP on a fake group, whose all-reduce hands DDP's C++ no result to read; without gloo where it is not.
+    """
+    backend = dist.get_backend(mesh.get_group())
+    return [
+        system
+        for system in ALL
+        if not system.flat_view
+        and not (backend == "fake" and system is DDP)
+        and not (backend != "gloo" and system.asks_for_gloo)
+    ]
 
 
 class Trainee:
@@ -84,6 +116,8 @@ class Trainee:
         self.device = _device_of(mesh)
         self.model = system.distribute(workload.build().to(self.device), mesh)
         self.optimizer = torch.optim.AdamW(groups_of(self.model), lr=3e-4, foreach=True)
+        if system.flat_view:
+            sherd.flatten_optimizer(self.optimizer)
 
     def batch(self, seed: int) -> tuple[Tensor, ...]:
         return tuple(tensor.to(self.device) for tensor in self.workload.batch(seed))

@@ -1,4 +1,4 @@
-"""How results read: rows with a value per system, a ratio to FSDP2 and an aim; one Markdown table."""
+"""How results read: rows with a value per system, ratios to FSDP2 and aims; three Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,34 +7,59 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-COLUMNS = ("plain", "DDP", "FSDP1", "FSDP2", "sherd")
+RIVAL = "FSDP2"
+OTHERS = ("plain", "DDP", "FSDP1", RIVAL)
+OURS = ("sherd", "sherd gloo", "Flat", "Flat gloo", "Flat view")
+COLUMNS = (*OTHERS, *OURS)
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What sherd set out to reach: at most `limit`, of the row's ratio or of sherd's own value."""
+    """What was set out to be reached: at most `limit`, of a ratio or of a value.
+
+    `of` is "ratio", then it is the ratio of `system` to FSDP2; or it names the system whose own value is meant.
+    """
 
     limit: float
     of: str = "ratio"
+    system: str = "sherd"
+
+    @property
+    def whose(self) -> str:
+        """The system that it is set for."""
+        return self.system if self.of == "ratio" else self.of
+
+    def reached(self, row: Row) -> float | None:
+        """What there is to hold against the limit; None if it was not measured."""
+        return row.ratios.get(self.system) if self.of == "ratio" else row.values.get(self.of)
 
     def verdict(self, row: Row) -> str:
-        reached = row.ratio if self.of == "ratio" else row.values.get("sherd")
+        """Rounded to two digits behind the point, or as many as the limit has."""
+        reached = self.reached(row)
         if reached is None:
             return f"<= {self.limit:g}: not measured"
-        return f"<= {self.limit:g}: {'met' if round(reached, 2) <= self.limit else 'missed'}"
+        digits = max(2, len(f"{self.limit:g}".partition(".")[2]))
+        return f"<= {self.limit:g}: {'met' if round(reached, digits) <= self.limit else 'missed'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: a number per system, and sherd over FSDP2 with the middle half of its rounds."""
+    """One figure: a number per system, and for each of ours that over FSDP2's, with the middle half of its rounds."""
 
     figure: str
     unit: str
     values: Mapping[str, float]
-    ratio: float | None = None
-    spread: tuple[float, float] | None = None
-    aim: Aim | None = None
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    aim: Aim | Sequence[Aim] | None = None
     remark: str = ""
+
+    @property
+    def aims(self) -> Sequence[Aim]:
+        """All there are, be it none, one or several."""
+        if self.aim is None:
+            return ()
+        return (self.aim,) if isinstance(self.aim, Aim) else self.aim
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +72,57 @@ class Figure:
     sound: bool = True
 
 
+Aims = Aim | Sequence[Aim] | None
+
+
 def row_of_rounds(
-    figure: str, unit: str, samples: Mapping[str, Sequence[float]], aim: Aim | None = None, remark: str = ""
+    figure: str, unit: str, samples: Mapping[str, Sequence[float]], aim: Aims = None, remark: str = ""
 ) -> Row:
-    """Medians per system. The ratio is taken round by round, so that what disturbs a round cancels."""
+    """Medians per system. A ratio is taken round by round, so that what disturbs a round cancels."""
     values = {name: median(laps) for name, laps in samples.items()}
-    ratios = [ours / theirs for ours, theirs in zip(samples["sherd"], samples["FSDP2"], strict=True)]
-    return Row(figure, unit, values, median(ratios), middle_half(ratios), aim, remark)
+    by_round = {
+        name: [ours / theirs for ours, theirs in zip(samples[name], samples[RIVAL], strict=True)]
+        for name in _ours(samples)
+    }
+    ratios = {name: median(each) for name, each in by_round.items()}
+    return Row(figure, unit, values, ratios, spreads_of(by_round), aim, remark)
 
 
-def row_of_counts(figure: str, unit: str, values: Mapping[str, float], aim: Aim | None = None, remark: str = "") -> Row:
+def row_of_differences(
+    figure: str, unit: str, samples: Mapping[str, Sequence[float]], aim: Aims = None, remark: str = ""
+) -> Row:
+    """As `row_of_rounds`, of samples that can come near zero: a ratio is that of the medians."""
+    values = {name: median(laps) for name, laps in samples.items()}
+    by_round = {
+        name: [ours / theirs for ours, theirs in zip(samples[name], samples[RIVAL], strict=True) if theirs > 0]
+        for name in _ours(samples)
+    }
+    return Row(figure, unit, values, ratios_of(values), spreads_of(by_round), aim, remark)
+
+
+def row_of_counts(figure: str, unit: str, values: Mapping[str, float], aim: Aims = None, remark: str = "") -> Row:
     """For what is counted, not timed: one exact number per system."""
-    return Row(figure, unit, values, quotient(values["sherd"], values["FSDP2"]), None, aim, remark)
+    return Row(figure, unit, values, ratios_of(values), {}, aim, remark)
 
 
-def quotient(ours: float, theirs: float) -> float | None:
-    return ours / theirs if theirs > 0 else None
+def ratios_of(values: Mapping[str, float]) -> dict[str, float]:
+    """Each of our systems over FSDP2; none where that is not positive."""
+    rival = values.get(RIVAL, 0)
+    return {name: values[name] / rival for name in _ours(values)} if rival > 0 else {}
 
 
-def middle_half(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """First and third quartile; None where there are too few rounds for quartiles."""
-    if len(ratios) < 2:
-        return None
-    low, _, high = quantiles(ratios, n=4, method="inclusive")
-    return low, high
+def spreads_of(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    """First and third quartile, where there are enough rounds for quartiles."""
+    spreads = {}
+    for name, each in ratios.items():
+        if len(each) >= 2:
+            low, _, high = quantiles(each, n=4, method="inclusive")
+            spreads[name] = (low, high)
+    return spreads
+
+
+def _ours(values: Mapping[str, Any]) -> list[str]:
+    return [name for name in OURS if name in values] if RIVAL in values else []
 
 
 def three_digits(value: float) -> str:
@@ -79,22 +131,66 @@ def three_digits(value: float) -> str:
     return f"{value:,.{0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3}f}"
 
 
+# The tables
+
+
 def render(rows: Sequence[Row]) -> str:
-    """One Markdown table, its columns padded so that it reads well in a terminal too."""
-    header = ["figure", "unit", *COLUMNS, "sherd / FSDP2", "aim", "remark"]
-    lines = [header, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    """The tables there is something for: values, ratios to FSDP2, aims."""
+    tables = [values_table(rows), ratios_table(rows), aims_table(rows)]
+    return "\n\n".join(table for table in tables if table)
+
+
+def values_table(rows: Sequence[Row]) -> str:
+    """A column for each system that any row has a value of."""
+    names = [name for name in COLUMNS if any(name in row.values for row in rows)]
+    lines = [
+        [
+            row.figure,
+            row.unit,
+            *(three_digits(row.values[name]) if name in row.values else "" for name in names),
+            row.remark,
+        ]
+        for row in rows
+    ]
+    return markdown(["figure", "unit", *names, "remark"], lines)
+
+
+def ratios_table(rows: Sequence[Row]) -> str:
+    """Of rows that have ratios; FSDP2 is 1."""
+    names = [name for name in OURS if any(name in row.ratios for row in rows)]
+    lines = [[row.figure, *(_ratio(row, name) for name in names)] for row in rows if row.ratios]
+    return markdown([f"ratio to {RIVAL}", *names], lines)
+
+
+def _ratio(row: Row, name: str) -> str:
+    if name not in row.ratios:
+        return ""
+    ratio = f"{row.ratios[name]:.2f}"
+    if name in row.spreads:
+        low, high = row.spreads[name]
+        ratio += f" ({low:.2f} to {high:.2f})"
+    return ratio
+
+
+def aims_table(rows: Sequence[Row]) -> str:
+    """A line for each aim."""
+    lines = []
+    for row in rows:
+        for aim in row.aims:
+            reached = aim.reached(row)
+            unit = f"of {RIVAL}" if aim.of == "ratio" else row.unit
+            shown = "" if reached is None else three_digits(reached)
+            lines.append([row.figure, aim.whose, shown, unit, aim.verdict(row)])
+    return markdown(["figure", "system", "reached", "unit", "aim"], lines)
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Columns padded so that it reads well in a terminal too; nothing, for no lines."""
+    if not lines:
+        return ""
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
     rule = ["-" * width for width in widths]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in (header, rule, *lines[1:])
+        for line in (header, rule, *lines)
     )
-
-
-def _cells(row: Row) -> list[str]:
-    values = [three_digits(row.values[name]) if name in row.values else "" for name in COLUMNS]
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-    if row.spread is not None:
-        ratio += f" ({row.spread[0]:.2f} to {row.spread[1]:.2f})"
-    verdict = "" if row.aim is None else row.aim.verdict(row)
-    return [row.figure, row.unit, *values, ratio, verdict, row.remark]

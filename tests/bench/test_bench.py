@@ -1,19 +1,39 @@
 """Does the bench count and print what it says? Counters on cases made by hand, a table on made-up figures."""
 
 import json
+import pickle
+from collections.abc import Iterator
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import sherd
+from bench import chart
 from bench.__main__ import as_json, parse
 from bench.bytes import MovedBytes, bytes_sent
 from bench.models import bottleneck, deep_narrow, gpt, llama, num_bytes
+from bench.overhead import percent
 from bench.peak import LiveBytes
 from bench.ranks import Conditions
 from bench.rounds import Lap, interleaved
+from bench.small import KINDS, STEPPED, STEPS_PER_LAP, SmallParameters, row_of_steps
 from bench.steps import Training, disagreement, mean_cpu, slowest_wall
-from bench.table import Aim, Figure, Row, render, row_of_counts, row_of_rounds, three_digits
+from bench.systems import ALL
+from bench.table import (
+    COLUMNS,
+    Aim,
+    Figure,
+    Row,
+    render,
+    row_of_counts,
+    row_of_differences,
+    row_of_rounds,
+    three_digits,
+)
+from sherd.comm import sums, transport
 
 KIB = 1024
 NUMBERS = KIB // 4  # fp32 numbers in a KiB
@@ -107,16 +127,66 @@ def test_copies_into_given_outputs_count_each_output() -> None:
 
 def test_wire_costs_are_those_of_the_cheapest_algorithm() -> None:
     whole, shard = torch.zeros(4 * NUMBERS), torch.zeros(NUMBERS)
-    assert bytes_sent("c10d::_allgather_base_", (whole, shard), num_ranks=4) == 3 * KIB
-    assert bytes_sent("c10d::_reduce_scatter_base_", (shard, whole), num_ranks=4) == 3 * KIB
-    assert bytes_sent("c10d::allgather_", ([[shard] * 4], [shard]), num_ranks=4) == 3 * KIB
-    assert bytes_sent("c10d::allreduce_", ([whole],), num_ranks=4) == 6 * KIB
-    assert bytes_sent("c10d::barrier", (shard,), num_ranks=4) == 0
+    assert bytes_sent("c10d::_allgather_base_", (whole, shard), num_ranks=4, rank=0) == 3 * KIB
+    assert bytes_sent("c10d::_reduce_scatter_base_", (shard, whole), num_ranks=4, rank=0) == 3 * KIB
+    assert bytes_sent("c10d::allgather_", ([[shard] * 4], [shard]), num_ranks=4, rank=0) == 3 * KIB
+    assert bytes_sent("c10d::allreduce_", ([whole],), num_ranks=4, rank=0) == 6 * KIB
+    assert bytes_sent("c10d::barrier", (shard,), num_ranks=4, rank=0) == 0
+
+
+def test_a_send_costs_what_is_sent_and_a_receive_nothing() -> None:
+    part = torch.zeros(4 * NUMBERS)
+    assert bytes_sent("c10d::send", ([part], None, 1, 0), num_ranks=2, rank=0) == 4 * KIB
+    assert bytes_sent("c10d::recv_", ([part], None, 1, 0), num_ranks=2, rank=0) == 0
+
+
+def test_an_all_to_all_costs_what_goes_to_other_ranks() -> None:
+    whole = torch.zeros(6 * NUMBERS)
+    uneven = [NUMBERS, 2 * NUMBERS, 3 * NUMBERS]
+    assert bytes_sent("c10d::alltoall_base_", (whole, whole, None, uneven, uneven), num_ranks=3, rank=1) == 4 * KIB
+    assert bytes_sent("c10d::alltoall_base_", (whole, whole, None, [], []), num_ranks=3, rank=1) == 4 * KIB
+    part, own_left_out = whole[: 2 * NUMBERS], [0, 2 * NUMBERS]
+    assert bytes_sent("c10d::alltoall_base_", (part, part, None, own_left_out, own_left_out), 2, rank=0) == 2 * KIB
+
+
+def test_what_a_transport_copies_is_counted_apart_also_through_a_function_of_the_caller() -> None:
+    parts, total = [torch.zeros(2 * NUMBERS) for _ in range(2)], torch.empty(2 * NUMBERS)
+    with MovedBytes(num_ranks=2) as moved:
+        sums.add_up(parts, out=total)
+        total.copy_(parts[0])
+        transport.Alone().all_gather(total, parts[0], [2 * NUMBERS], async_op=False)
+    assert moved.carried == {"aten::add": 2 * KIB, "aten::copy_": 2 * KIB}
+    assert moved.written == {"aten::copy_": 2 * KIB}
+
+
+def test_flat_copies_no_parameter_and_each_gradient_once(threads) -> None:
+    beyond_plain, num_bytes_of_layers = threads(2).run(bytes_of_flat)[0]
+    assert num_bytes_of_layers <= beyond_plain < 1.02 * num_bytes_of_layers
 
 
 def test_a_collective_nobody_priced_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="c10d::novel_"):
-        bytes_sent("c10d::novel_", (), num_ranks=4)
+        bytes_sent("c10d::novel_", (), num_ranks=4, rank=0)
+
+
+def bytes_of_flat() -> tuple[int, int]:
+    """On a rank: bytes that forward and backward write beyond the plain module's; bytes of the parameters."""
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    mesh = init_device_mesh("cpu", (2,))
+    flat, plain = sherd.fully_shard(layers(), mesh=mesh, placement=sherd.Flat()), layers()
+    return bytes_of_backward(flat) - bytes_of_backward(plain), num_bytes(plain)
+
+
+def bytes_of_backward(model: nn.Module) -> int:
+    x = torch.ones(1, 64)
+    model(x).sum().backward()
+    model.zero_grad()
+    with MovedBytes(num_ranks=2) as moved:
+        model(x).sum().backward()
+    return moved.written.total()
 
 
 def test_each_round_visits_every_runner_and_starts_one_later() -> None:
@@ -131,28 +201,79 @@ def test_each_round_visits_every_runner_and_starts_one_later() -> None:
 
 
 def test_a_ratio_is_the_median_of_round_ratios_not_the_ratio_of_medians() -> None:
-    row = row_of_rounds("step", "ms", {"FSDP2": [10, 100, 20], "sherd": [5, 80, 18]})
-    assert row.values == {"FSDP2": 20, "sherd": 18}
-    assert row.ratio == 0.8
-    assert row.spread == pytest.approx((0.65, 0.85))
+    row = row_of_rounds("step", "ms", {"FSDP2": [10, 100, 20], "sherd": [5, 80, 18], "Flat": [5, 50, 10]})
+    assert row.values == {"FSDP2": 20, "sherd": 18, "Flat": 10}
+    assert row.ratios == {"sherd": 0.8, "Flat": 0.5}
+    assert row.spreads["sherd"] == pytest.approx((0.65, 0.85))
 
 
-def test_table_shows_gaps_ratios_and_whether_aims_are_met() -> None:
+def test_a_ratio_of_differences_is_that_of_medians_and_survives_a_zero() -> None:
+    row = row_of_differences("overhead", "ms", {"FSDP2": [0, 4, 8], "Flat": [-1, 2, 1]})
+    assert row.ratios == {"Flat": 0.25}
+    assert row.spreads["Flat"] == pytest.approx((0.21875, 0.40625))
+
+
+def test_there_is_no_ratio_to_nothing() -> None:
+    assert row_of_counts("bytes", "N", {"sherd": 1.0}).ratios == {}
+    assert row_of_counts("bytes", "N", {"FSDP2": 0.0, "sherd": 1.0}).ratios == {}
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def test_tables_show_values_ratios_and_whether_aims_are_met() -> None:
+    times = {"FSDP2": [20.0] * 3, "sherd": [15.0] * 3, "Flat": [12.5] * 3}
     rows = [
-        row_of_rounds("step", "ms", {"FSDP2": [20.0] * 3, "sherd": [15.0] * 3}, Aim(1.0)),
+        row_of_rounds("step", "ms", times, [Aim(0.7), Aim(0.7, system="Flat"), Aim(0.9, system="Flat gloo")]),
         row_of_counts("peak", "MiB", {"plain": 1234.5, "FSDP2": 100, "sherd": 110}, Aim(1.0), "counted"),
         Row("sharding", "s", {"sherd": 1.5}, aim=Aim(2.0, of="sherd")),
-        Row("unknown", "s", {}, aim=Aim(0.8)),
     ]
-    header, rule, step, peak, sharding, unknown = (
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in render(rows).splitlines()
-    )
-    assert header[:7] == ["figure", "unit", "plain", "DDP", "FSDP1", "FSDP2", "sherd"]
-    assert all(set(cell) == {"-"} for cell in rule)
-    assert step == ["step", "ms", "", "", "", "20.0", "15.0", "0.75 (0.75 to 0.75)", "<= 1: met", ""]
-    assert peak == ["peak", "MiB", "1,234", "", "", "100", "110", "1.10", "<= 1: missed", "counted"]
-    assert sharding[6:9] == ["1.50", "", "<= 2: met"]
-    assert unknown[8] == "<= 0.8: not measured"
+    values, ratios, aims = (cells(table) for table in render(rows).split("\n\n"))
+    assert all(set(cell) == {"-"} for table in (values, ratios, aims) for cell in table[1])
+    assert values[0] == ["figure", "unit", "plain", "FSDP2", "sherd", "Flat", "remark"]
+    assert values[2:] == [
+        ["step", "ms", "", "20.0", "15.0", "12.5", ""],
+        ["peak", "MiB", "1,234", "100", "110", "", "counted"],
+        ["sharding", "s", "", "", "1.50", "", ""],
+    ]
+    assert ratios[0] == ["ratio to FSDP2", "sherd", "Flat"]
+    assert ratios[2:] == [["step", "0.75 (0.75 to 0.75)", "0.62 (0.62 to 0.62)"], ["peak", "1.10", ""]]
+    assert aims[2:] == [
+        ["step", "sherd", "0.750", "of FSDP2", "<= 0.7: missed"],
+        ["step", "Flat", "0.625", "of FSDP2", "<= 0.7: met"],
+        ["step", "Flat gloo", "", "of FSDP2", "<= 0.9: not measured"],
+        ["peak", "sherd", "1.10", "of FSDP2", "<= 1: missed"],
+        ["sharding", "sherd", "1.50", "s", "<= 2: met"],
+    ]
+
+
+def test_a_table_of_nothing_is_not_shown() -> None:
+    assert len(render([Row("padding", "%", {"Flat": 0.1})]).split("\n\n")) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "verdict"),
+    [
+        (0.8, 0.8049, "met"),
+        (0.8, 0.8051, "missed"),
+        (0.038, 0.0384, "met"),
+        (0.038, 0.0391, "missed"),
+        (1, 1.003, "met"),
+    ],
+)
+def test_a_verdict_rounds_to_two_digits_or_to_those_of_the_limit(limit, value, verdict) -> None:
+    row = Row("figure", "N", {"Flat": value})
+    assert Aim(limit, of="Flat").verdict(row) == f"<= {limit:g}: {verdict}"
+
+
+def test_every_system_has_a_column_and_every_column_a_system() -> None:
+    assert tuple(system.name for system in ALL) == COLUMNS
+
+
+def test_systems_can_be_sent_to_another_process() -> None:
+    for system in ALL[1:]:  # the plain module needs no rank to become what it is
+        assert pickle.loads(pickle.dumps(system)) == system
 
 
 @pytest.mark.parametrize(
@@ -211,7 +332,7 @@ def test_json_holds_rows_circumstances_and_every_raw_lap() -> None:
     row = row_of_counts("peak", "MiB", {"FSDP2": 2.0, "sherd": 1.0})
     figure = Figure([row], {"ranks": [training({"sherd": [8.0]})]}, ["a note"])
     report = json.loads(as_json({"cores": 2}, {"steps": figure}, [row], took=1.0))
-    assert report["rows"][0]["ratio"] == 0.5
+    assert report["rows"][0]["ratios"] == {"sherd": 0.5}
     assert report["samples"]["steps"]["ranks"][0]["laps"]["sherd"] == [{"wall_ms": 1.0, "cpu_ms": 10.0}]
     assert report["circumstances"] == {"cores": 2}
 
@@ -240,3 +361,79 @@ def test_quick_has_fewer_rounds_unless_told() -> None:
 def test_the_cpu_has_two_real_ranks() -> None:
     conditions = Conditions(device="cpu")
     assert (conditions.num_ranks, conditions.group_is_real) == (2, True)
+
+
+def test_overhead_in_percent_is_of_the_plain_module_and_may_leave_the_group_out() -> None:
+    assert percent({"Flat": [30.0, 50.0]}, plain=500.0) == {"Flat": [6.0, 10.0]}
+    assert percent({"Flat": [30.0]}, plain=500.0, less=20.0) == {"Flat": [2.0]}
+
+
+def test_an_optimizer_step_is_a_share_of_its_lap() -> None:
+    laps = {f"foreach, {system.name}": [Lap(STEPS_PER_LAP * 4.0, 0.0)] for system in STEPPED}
+    laps["foreach, Flat view"] = [Lap(STEPS_PER_LAP * 0.1, 0.0)]
+    row = row_of_steps("foreach", laps)
+    assert row.values["FSDP2"] == 4.0
+    assert row.ratios["Flat view"] == pytest.approx(0.025)
+    assert [aim.verdict(row) for aim in row.aims] == ["<= 0.15: met", "<= 0.038: met"]
+    assert set(KINDS) == {"foreach", "fused"}
+
+
+def test_the_small_parameters_are_as_many_and_as_small_as_their_row_says() -> None:
+    shapes = [tuple(p.shape) for p in SmallParameters().parameters()]
+    assert shapes == [(16, 16)] * 200
+
+
+# The chart
+
+
+def report(ratio: float = 0.5) -> dict:
+    figures = [
+        "GPT, 42 M: step",
+        "GPT, 42 M: CPU time of a step",
+        "bytes copied, 2 ranks",
+        "bytes copied, 16 fake ranks",
+    ]
+    rows = [{"figure": figure, "ratios": {"sherd": ratio, "Flat": 0.25, "Flat view": 0.2}} for figure in figures]
+    return {"rows": rows, "circumstances": {"group": "2 ranks", "processor": "A & B", "torch": "2.13"}}
+
+
+def test_a_chart_has_a_bar_for_each_figure_and_system_that_was_measured() -> None:
+    panels = chart.panels_of(report()["rows"])
+    assert list(panels) == ["step time", "CPU time", "bytes copied"]
+    assert all(ratios == {"sherd": 0.5, "Flat": 0.25} for ratios in panels.values())
+    widths = [float(bar.get("width")) for bar in bars_of(chart.svg(panels, "below"))]
+    assert widths == pytest.approx([2 * widths[1], widths[1]] * 3)
+
+
+def test_a_bar_longer_than_the_rival_is_drawn_to_the_same_scale_and_fits() -> None:
+    panels = {"step time": {"sherd": 2.0, "Flat": 1.0}}
+    slow, same = (float(bar.get("width")) for bar in bars_of(chart.svg(panels, "")))
+    assert slow == pytest.approx(2 * same)
+    assert chart.LEFT + slow <= chart.WIDTH - chart.RIGHT
+
+
+def bars_of(svg: str) -> Iterator[ElementTree.Element]:
+    for shape in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect"):
+        if shape.get("x") == str(chart.LEFT):
+            yield shape
+
+
+def test_a_chart_is_written_from_the_json(tmp_path) -> None:
+    figures, drawn = tmp_path / "figures.json", tmp_path / "chart.svg"
+    figures.write_text(json.dumps(report()))
+    assert chart.main([str(figures), str(drawn)]) == 0
+    assert "A &amp; B" in drawn.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [("no json", "run it first"), ('{"rows": []}', "none of the rows"), (None, "run it first")],
+)
+def test_a_chart_of_nothing_ends_in_one_line_and_exit_code_2(content, complaint, tmp_path, capsys) -> None:
+    figures = tmp_path / "figures.json"
+    if content is not None:
+        figures.write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        chart.main([str(figures), str(tmp_path / "chart.svg")])
+    assert stop.value.code == 2
+    assert complaint in capsys.readouterr().err
