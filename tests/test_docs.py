@@ -13,7 +13,10 @@ import pytest
 
 import sherd
 from sherd import errors
+from sherd.layout.packing import pack
+from sherd.layout.plan import Wanted, plan
 from sherd.train.cli import main
+from tests.layout.drawing import drawn
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -116,6 +119,24 @@ def test_every_decision_is_listed_once_and_numbered_without_gaps():
     pages = sorted(path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md"))
     assert [int(page[:3]) for page in pages] == list(range(1, len(pages) + 1))
     assert LINK.findall(read("docs/decisions/README.md")) == pages
+
+
+# Drawings
+
+
+def drawn_in_layouts(placement):
+    """What docs/layouts.md shows for a placement: the lines of its drawing, without what is in front of `rank`."""
+    lines = read("docs/layouts.md").partition(f"    {placement}")[2].split("\n\n")[0].splitlines()
+    return [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    "placement", [sherd.Flat(), sherd.Blocks(2), sherd.Whole()], ids=lambda each: type(each).__name__
+)
+def test_the_drawings_of_layouts_show_what_comes_out(placement):
+    wanted = [Wanted(shape, placement, name) for name, shape in (("w", (5, 32)), ("v", (3, 16)), ("b", (48,)))]
+    name = repr(placement).replace("rows=", "")
+    assert drawn_in_layouts(name) == drawn(pack(plan(wanted, 3), 3), "wvb")
 
 
 # Names

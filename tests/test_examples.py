@@ -88,6 +88,17 @@ def test_one_rank_goes_on_where_two_stopped(tmp_path):
     assert second == ""
 
 
+def test_a_flat_layout_trains_as_the_default_does_and_shows_its_memory(tmp_path):
+    first, second = run("flat_layout.py", tmp_path)
+    default, flat = losses(first)
+    assert flat == pytest.approx(default, rel=1e-4)
+    assert [re.search(r"the (\d+) elements", text)[1] for text in (first, second)] == ["900", "900"]
+    assert sum(int(re.search(r"holds (\d+) of", text)[1]) for text in (first, second)) == 900
+    assert re.search(r"^predicted peak of a step: \d+\.\d+ MiB, when ", first, re.MULTILINE)
+    assert "optimizer state" in first
+    assert losses(second) == []
+
+
 def test_the_command_in_an_examples_first_lines_works():
     """One of them as its user starts it, on torchrun."""
     name = "gradient_accumulation.py"
