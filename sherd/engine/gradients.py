@@ -82,7 +82,7 @@ class _Rows:
     @classmethod
     def made(cls, group: Group) -> _Rows:
         """Rows of our own, to be used again."""
-        num_flags = _num_flags(group)
+        num_flags = group.num_flags
         numel = group.packing.rows_numel + group.packing.num_ranks * num_flags
         return cls(group, Buffer(numel, group.reduce_dtype, group.device), num_flags)
 
@@ -102,11 +102,6 @@ class _Rows:
         rows = cls(group, Buffer.around(gradient.detach().view(-1)), num_flags=0)
         rows.filled.add(0)
         return rows
-
-
-def _num_flags(group: Group) -> int:
-    """How many flags travel with a group's gradients."""
-    return len(group.parameters) if len(group.parameters) > 1 else 0
 
 
 @dataclass(eq=False, slots=True)
@@ -335,7 +330,7 @@ class Gradients:
         """Whether the group is reduced with the rest of its unit although nothing has come for it."""
         if self._partial is not None and policy.all_reduce_gradients:
             return True  # earlier backwards still wait for the replicas
-        others_may_have = policy.reduce_unused or _num_flags(self.group) > 0
+        others_may_have = policy.reduce_unused or self.group.num_flags > 0
         return self.expects_any and others_may_have
 
     def _all_reduce(self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff) -> Handoff:

@@ -134,7 +134,7 @@ class Group:
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
         """Copy the shards' local tensors into a new rest buffer, and make them views of it."""
         device = self.parameters[0].local.device
-        rest = self.place.empty(self.packing.rest_numels[self.mesh.shard_rank], self.dtype, device)
+        rest = self.place.empty(self.rest_numel, self.dtype, device)
         for parameter, (extent, shape) in zip(self.parameters, self.seats, strict=True):
             seat = own_view(rest[extent.start : extent.stop]).view(shape)
             if not rest.is_meta:
@@ -159,6 +159,11 @@ class Group:
     def rest_numel(self) -> int:
         """Elements of this rank's rest buffer."""
         return self.packing.rest_numels[self.mesh.shard_rank]
+
+    @property
+    def num_flags(self) -> int:
+        """How many flags travel with the gradients: one for each tensor, none for one that is alone."""
+        return len(self.parameters) if len(self.parameters) > 1 else 0
 
     def grad_specs(self) -> list[DTensorSpec]:
         """What each shard's gradient is as a DTensor: the shard's own layout, in the group's dtype."""

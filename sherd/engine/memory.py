@@ -167,7 +167,7 @@ def _sizes_of_group(
         is_sent_as_it_is = compute == group.dtype and group.place.device == group.device
         sent = 0 if is_sent_as_it_is else group.rest_numel * compute.itemsize
         part = packing.whole_numel // parts * compute.itemsize if parts else 0
-    flags = len(group.parameters) if len(group.parameters) > 1 else 0
+    flags = group.num_flags
     summed = group.rest_numel + flags
     return GroupSizes(
         shards=group.rest.nbytes,

@@ -15,13 +15,13 @@ from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, RunSlot, Slot
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
+from sherd.tensor.moves import run_of
 
 
 def piece_of(whole: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
     """What `rank` holds of `whole`, in the shape it has there: a view, where `whole` is contiguous or cut on a dim."""
     if isinstance(cut, Runs):
-        piece = cut.piece(rank)
-        return whole.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
+        return run_of(whole, cut, rank)
     if cut.dim is None:
         return whole
     rows = cut.rows[rank]

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import all_gather_single
+from sherd.layout.runs import Runs
 from sherd.tensor.placement import Layout
 
 PADDING_LIMIT = 2
@@ -62,7 +63,12 @@ def _broadcast_pieces(local: torch.Tensor, whole: torch.Tensor, item: int, layou
             work.wait()
 
 
+def run_of(whole: torch.Tensor, cut: Runs, rank: int) -> torch.Tensor:
+    """What `rank` holds of a whole tensor, in the shape it has there: a view, if the whole tensor is contiguous."""
+    piece = cut.piece(rank)
+    return whole.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
+
+
 def piece_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's run of a whole tensor: a view, if the whole tensor is contiguous."""
-    piece = layout.cut.piece(layout.rank)
-    return whole.reshape(-1)[piece.start : piece.stop].view(layout.cut.local_shape(layout.rank))
+    """This rank's run of a whole tensor."""
+    return run_of(whole, layout.cut, layout.rank)

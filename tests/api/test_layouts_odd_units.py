@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd import Blocks, Flat, RaggedDTensor, Whole, fully_shard
 from tests.api.compared import assert_trained, made, mean_square, train, train_plain
+from tests.api.test_odd_use import Hollow
 from tests.models import WIDTH, Block
 from tests.parity.training import assert_named_close
 
@@ -38,20 +39,6 @@ PLACEMENTS = {
     "all": lambda: {"shard_placement_fn": in_turns(Flat(), Shard(1), Whole(), None, Blocks(2))},
 }
 """By name, the arguments of `fully_shard`; made anew for each unit, so that each begins its turns anew."""
-
-
-class Hollow(nn.Module):
-    """Beside a real weight, parameters without an element."""
-
-    def __init__(self):
-        super().__init__()
-        self.empty = nn.Parameter(torch.zeros(0))
-        self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
-        self.no_columns = nn.Parameter(torch.zeros(WIDTH, 0))
-
-    def forward(self, x):
-        return x * self.weight + self.empty.sum() + self.no_rows.sum() + (self.no_columns.sum(1) * 2)
 
 
 class OnlyHollow(nn.Module):
