@@ -6,6 +6,7 @@ each one here (`tests/test_torch_names.py`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ __all__ = [
     "NO_TORCH_FUNCTION",
     "DTensorSpec",
     "all_gather_single",
+    "asked_by_checkpointing",
     "at_end_of_backward",
     "backend_of",
     "concatenate_meshes",
@@ -36,6 +38,7 @@ __all__ = [
     "gradients_of",
     "hooked_step",
     "in_backward",
+    "local_gradients",
     "local_tensor",
     "local_tensors",
     "reduce_scatter_single",
@@ -43,11 +46,13 @@ __all__ = [
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "replace_local_tensor",
+    "sharded_tensor_of_rows",
     "spec_of",
     "specs_of",
     "storage_uses",
     "strided_shard",
     "symmetric_memory",
+    "whole_of_sharded_tensor",
 ]
 
 DTensorKind = TypeVar("DTensorKind", bound=DTensor)
@@ -213,3 +218,75 @@ def gradients_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     guard has no public name (2.11 to 2.13)."""
     with torch._C.DisableTorchFunctionSubclass():
         return [tensor.grad for tensor in tensors]
+
+
+def local_gradients(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What is inside the gradients of many tensors, without asking `__torch_function__`; all must be DTensors.
+
+    Raises:
+        AttributeError: a gradient is missing, or no DTensor.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor.grad._local_tensor for tensor in tensors]  # type: ignore[union-attr]
+
+
+def asked_by_checkpointing(directly: bool = False) -> bool:
+    """Whether the present call comes from `torch.distributed.checkpoint.state_dict` (`get_state_dict` and its kin); if
+    `directly`, whether the caller of our caller is a function of that file.
+
+    It tells instances of torch's FSDP which kind of state dict it wants, and nobody else (2.2 to 2.13).
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        if directly or frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def sharded_tensor_of_rows(whole: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """`whole`, which every rank of `group` has, as a `ShardedTensor` of rows, in memory of its own.
+
+    DTensor replaces it; programs written for FSDP1 expect it. Its package has no public name (1.10 to 2.13).
+    """
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    shards, described, first = [], [], 0
+    for rank, rows in enumerate(whole.chunk(group.size())):
+        where = f"rank:{dist.get_global_rank(group, rank)}/{whole.device}"
+        offsets = [first] + [0] * (whole.dim() - 1)
+        described.append(ShardMetadata(offsets, list(rows.shape), where))
+        if rank == group.rank():
+            shards.append(Shard(rows.clone(), described[-1]))
+        first += len(rows)
+    properties = TensorProperties(dtype=whole.dtype, layout=whole.layout, requires_grad=False)
+    metadata = ShardedTensorMetadata(described, whole.shape, properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
+
+
+def whole_of_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor | None:
+    """The whole of a `ShardedTensor`, on every rank of its group, all of which must ask; None for anything else.
+
+    `device` is one on which the group has collectives.
+    """
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if module is None or not isinstance(value, module.ShardedTensor):
+        return None
+    group, metadata = value._process_group, value.metadata()
+    whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    mine = {tuple(each.metadata.shard_offsets): each.tensor for each in value.local_shards()}
+    for shard in metadata.shards_metadata:
+        place = whole
+        for dim, (start, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
+            place = place.narrow(dim, start, size)
+        sent = torch.empty(shard.shard_sizes, dtype=whole.dtype, device=device)
+        if tuple(shard.shard_offsets) in mine:
+            sent.copy_(mine[tuple(shard.shard_offsets)])
+        dist.broadcast(sent, src=shard.placement.rank(), group=group)
+        place.copy_(sent)
+    return whole

@@ -2,14 +2,18 @@
 
 SherdError
 ├── ModuleError     ValueError    a module that cannot become a unit: no forward, sharded twice, copied
+├── UnsupportedError  NotImplementedError  a combination that means something but is not offered
 ├── MeshError       ValueError    a mesh, or an axis of it, that does not fit what was asked
 ├── PlacementError  ValueError    a parameter that cannot be cut as asked
+│   └── WriteBackError  RuntimeError  a parameter's new value is of another shape than the parameter
 ├── OwnershipError  ValueError    a parameter in two units' hands, or in none
 ├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
 │   └── PolicyTypeError  TypeError    the same, when the value has the wrong type
 ├── StateError      RuntimeError  a call at a moment when it cannot be served
-│   └── ShardedAccessError        whole parameters were needed where only shards were at hand
+│   ├── ShardedAccessError        whole parameters were needed where only shards were at hand
+│   └── WrapperStateError  AssertionError, ValueError    the same, by the wrapper's methods, for which FSDP1 has these
 ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
+│   └── OptimStateError  AssertionError, ValueError    its state does not fit the model it is for
 ├── GradientError   RuntimeError  a gradient that cannot be reduced
 └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
 
@@ -25,6 +29,7 @@ __all__ = [
     "GradientError",
     "MeshError",
     "ModuleError",
+    "OptimStateError",
     "OptimizerError",
     "OwnershipError",
     "PlacementError",
@@ -33,6 +38,9 @@ __all__ = [
     "ShardedAccessError",
     "SherdError",
     "StateError",
+    "UnsupportedError",
+    "WrapperStateError",
+    "WriteBackError",
 ]
 
 
@@ -59,6 +67,10 @@ class PlacementError(SherdError, ValueError):
     """A parameter that cannot be cut as asked."""
 
 
+class WriteBackError(PlacementError, RuntimeError):
+    """A new value of a parameter that has another shape: a RuntimeError in FSDP1."""
+
+
 class OwnershipError(SherdError, ValueError):
     """A parameter that would be in two units' hands, or in nobody's."""
 
@@ -79,8 +91,22 @@ class ShardedAccessError(StateError):
     """Whole parameters were needed where only shards were at hand."""
 
 
+class WrapperStateError(StateError, ValueError, AssertionError):
+    """A method of the wrapper at a moment when it cannot be served: a ValueError or AssertionError in FSDP1, so it is
+    both here."""
+
+
+class UnsupportedError(SherdError, NotImplementedError):
+    """A combination of choices that is not offered."""
+
+
 class OptimizerError(SherdError, RuntimeError):
     """An optimizer that holds parameters which are no longer the model's."""
+
+
+class OptimStateError(OptimizerError, ValueError, AssertionError):
+    """Optimizer state that does not fit the model or the optimizer it is for. A ValueError or AssertionError in FSDP1,
+    so it is both here."""
 
 
 class GradientError(SherdError, RuntimeError):

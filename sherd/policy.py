@@ -24,12 +24,26 @@ class MixedPrecisionPolicy:
             parameter's own.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`, where that is given.
+        cast_root_forward_inputs: the same where the unit is the root; None takes `cast_forward_inputs`. Beyond torch.
+        full_precision_in_eval: gather, compute and leave inputs in each parameter's own dtype while the unit's modules
+            are in eval mode. Beyond torch.
+        keep_low_precision_grads: leave reduced gradients in `reduce_dtype`, for an optimizer that wants them so.
+            Beyond torch.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool | None = None
+    full_precision_in_eval: bool = False
+    keep_low_precision_grads: bool = False
+
+    def casts_inputs(self, is_root: bool) -> bool:
+        """Whether a unit's inputs are cast to `param_dtype`."""
+        if is_root and self.cast_root_forward_inputs is not None:
+            return self.cast_root_forward_inputs
+        return self.cast_forward_inputs
 
 
 @dataclass(frozen=True)
@@ -58,13 +72,18 @@ class PrefetchPolicy:
         forward_depth: units gathered ahead in forward.
         backward_depth: units gathered ahead in backward.
         bytes_in_flight: start no prefetch that brings the bytes of gathers in flight above this; None sets no bound.
+        after_backward: in backward, gather ahead only once the unit's own parameters were freed: less memory, less
+            overlap (FSDP1's BACKWARD_POST).
     """
 
     forward_depth: int = 1
     backward_depth: int = 1
     bytes_in_flight: int | None = None
+    after_backward: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.after_backward, bool):
+            raise PolicyTypeError(f"PrefetchPolicy(after_backward={self.after_backward!r}): expected a bool")
         for name in ("forward_depth", "backward_depth", "bytes_in_flight"):
             value = getattr(self, name)
             if value is None and name == "bytes_in_flight":
@@ -86,12 +105,17 @@ class CommPolicy:
         transport: "auto" takes shared memory for gloo ranks that are all on one host, the calls that are fast on gloo
             for other gloo ranks, and torch's single calls for every other backend; "torch", "gloo" and
             "shared_memory" ask for one of them. All units of a mesh should ask for the same.
+        fake_all_gather: move nothing when parameters are gathered; what is computed is wrong. To measure what
+            communication costs.
+        fake_reduce: the same when gradients are reduced.
 
     Raises:
         PolicyError: no such transport.
     """
 
     transport: str = "auto"
+    fake_all_gather: bool = False
+    fake_reduce: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -182,6 +206,8 @@ class UnitPolicy:
     `reshard_after_forward` is None for "the root keeps its parameters for backward, others do not". The prefetch lists
     hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks. `reduce_buffers` None
     means 1 with streams; without, 0: a reduction is settled at once, as it would take its time from compute anyway.
+    `all_reduce` is the user's own way to sum over the replicate axis, in place. `notices_replaced`: before a gather,
+    look for parameters that the user has put in the place of shards, and take their values.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -200,3 +226,5 @@ class UnitPolicy:
     separate_reduce_group: bool = False
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Any = None
+    all_reduce: Callable[[torch.Tensor], None] | None = None
+    notices_replaced: bool = True

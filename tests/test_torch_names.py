@@ -417,3 +417,72 @@ def test_gradients_of__are_those_of_the_tensors_themselves():
     first, second = _torch.gradients_of(tensors)
     assert first.tolist() == [1, 1]
     assert second is None
+
+
+def local_gradients_held() -> bool:
+    parameters = [nn.Parameter(DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),))) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),))
+    found = _torch.local_gradients(parameters)
+    same = all(mine is _torch.local_tensor(each.grad) for mine, each in zip(found, parameters, strict=True))
+    plain = nn.Parameter(torch.ones(1))
+    plain.grad = torch.ones(1)
+    for other in (plain, nn.Parameter(torch.ones(1))):
+        with pytest.raises(AttributeError):
+            _torch.local_gradients([*parameters, other])
+    return same
+
+
+def test_local_gradients__are_the_objects_inside_the_gradients(world):
+    assert world(1).run(local_gradients_held) == [True]
+
+
+def test_asked_by_checkpointing__is_true_below_torchs_state_dict_functions_only():
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    class Asked(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            answers.append(("get", _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
+            return super().state_dict(*args, **kwargs)
+
+        def load_state_dict(self, *args, **kwargs):
+            answers.append(("set", _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
+            return super().load_state_dict(*args, **kwargs)
+
+        def named_parameters(self, *args, **kwargs):
+            answers.append((kwargs, _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
+            return super().named_parameters(*args, **kwargs)
+
+    answers = []
+    model = Asked(1, 1)
+    values = nn.Sequential(model).state_dict()
+    assert answers == [("get", False, False)]
+    answers.clear()
+    values = get_model_state_dict(nn.Sequential(model))
+    assert answers == [({"recurse": False}, True, True), ("get", True, False)]
+    answers.clear()
+    set_model_state_dict(model, {key.removeprefix("0."): value for key, value in values.items()})
+    assert ({"recurse": False}, True, True) in answers
+    assert answers[-1] == ("set", True, True)
+
+
+def sharded_tensor_made() -> list[object]:
+    group, whole = dist.group.WORLD, torch.arange(10.0).view(5, 2)
+    made = _torch.sharded_tensor_of_rows(whole, group)
+    (mine,) = made.local_shards()
+    few = _torch.sharded_tensor_of_rows(whole[:1], group)
+    back = [_torch.whole_of_sharded_tensor(each, CPU).tolist() for each in (made, few)]
+    assert back == [whole.tolist(), whole[:1].tolist()]
+    assert _torch.whole_of_sharded_tensor(whole, CPU) is None
+    return [tuple(made.metadata().size), mine.metadata.shard_offsets, mine.tensor.tolist(), len(few.local_shards())]
+
+
+def test_sharded_tensor_of_rows__gives_each_rank_its_chunk(world):
+    assert world(2).run(sharded_tensor_made) == [
+        [(5, 2), [0, 0], [[0, 1], [2, 3], [4, 5]], 1],
+        [(5, 2), [3, 0], [[6, 7], [8, 9]], 0],
+    ]
+
+
+def test_whole_of_sharded_tensor__puts_the_shards_together(world):
+    world(2).run(sharded_tensor_made)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, flatten_mesh
-from sherd.comm.transport import Transport
+from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy, DataParallelMeshDims
@@ -78,9 +78,18 @@ class DataMesh:
         return self.transport_of(self.shard_group)
 
     @property
+    def gather_transport(self) -> Transport:
+        """What gathers parameters along the shard axis."""
+        return _STILL if self.comm.fake_all_gather else self.shard_transport
+
+    def reduce_transport(self, group: dist.ProcessGroup | None) -> Transport:
+        """What reduces gradients between the ranks of `group`, one of this mesh's over the shard axis."""
+        return _STILL if self.comm.fake_reduce else self.transport_of(group)
+
+    @property
     def replicate_transport(self) -> Transport:
-        """What moves bytes along the replicate axis."""
-        return self.transport_of(self.replicate_group)
+        """What moves bytes along the replicate axis, which only gradients do."""
+        return self.reduce_transport(self.replicate_group)
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
         """What moves bytes between the ranks of `group`, one of this mesh's; None stands for this rank alone."""
@@ -104,6 +113,7 @@ class DataMesh:
 
 
 _FOR_REDUCTION = 0
+_STILL = Still()
 
 # Units that shard over one group share its extra groups. Weak, and each holder also holds the group whose id is the
 # key.
@@ -132,17 +142,70 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
-    return init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
-def _default_device_type() -> str:
-    """The accelerator if the default group can reach it, else the CPU: a gloo-only group on a machine with GPUs is
-    CPU."""
-    backend = str(dist.get_backend())
+def default_device_type(group: dist.ProcessGroup | None = None) -> str:
+    """The accelerator if the group (None: the default one) can reach it, else the CPU: a gloo-only group on a machine
+    with GPUs is CPU."""
+    backend = str(dist.get_backend(group))
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or backend == "gloo":
         return "cpu"
     return accelerator.type
+
+
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = weakref.WeakKeyDictionary()
+"""Of each shard group, by its replicate group's id: groups are compared by identity, and so then are their meshes."""
+
+
+def mesh_of_groups(
+    shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, device_type: str, comm: CommPolicy = CommPolicy()
+) -> DataMesh:
+    """A mesh of process groups that a user has made: parameters are sharded over one, copies are kept over the other.
+
+    Collective over `replicate`, the first time it is given with `shard`.
+
+    Raises:
+        MeshError: the two groups are not the row and the column of one grid of ranks.
+    """
+    known = _meshes.setdefault(shard, {})
+    key = (id(replicate), device_type)
+    if key not in known:
+        known[key] = _mesh_of(shard, replicate, device_type)
+    if replicate is None:
+        return DataMesh(known[key], shard_axis=0, replicate_axis=None, comm=comm)
+    return DataMesh(known[key], shard_axis=1, replicate_axis=0, comm=comm)
+
+
+def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
+    if replicate is None:
+        return DeviceMesh.from_group(shard, device_type)
+    row = dist.get_process_group_ranks(shard)
+    rows: list[list[int]] = [[]] * dist.get_world_size(replicate)
+    dist.all_gather_object(rows, row, group=replicate)
+    column = dist.get_process_group_ranks(replicate)
+    at = row.index(dist.get_rank())
+    if len({len(each) for each in rows}) > 1 or [each[at] for each in rows] != column:
+        raise MeshError(
+            f"the shard groups {rows} and the replicate group {column} are not rows and a column of one grid; give "
+            "rank r of every shard group the replicate group of all ranks r"
+        )
+    return DeviceMesh.from_group(
+        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def one_rank_group() -> dist.ProcessGroup:
+    """A group of this rank alone; the same one each time."""
+    default = dist.group.WORLD
+    assert isinstance(default, dist.ProcessGroup), "the default group was initialized"
+    if default not in _alone:
+        _alone[default] = _new_group([dist.get_rank()])
+    return _alone[default]
+
+
+_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def _read(mesh: DeviceMesh, comm: CommPolicy) -> DataMesh:

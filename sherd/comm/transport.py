@@ -125,6 +125,26 @@ class Alone(Transport):
         return None
 
 
+class Still(Transport):
+    """Nothing moves: buffers keep what they happen to hold. To measure what communication costs."""
+
+    def all_gather(
+        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Leave `rows` as they are."""
+        return None
+
+    def reduce_scatter(
+        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Leave `rest` as it is."""
+        return None
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+        """Leave `tensor` as it is."""
+        return None
+
+
 class SingleCalls(Transport):
     """torch's own collectives, one call each: NCCL, and every backend that nothing better is known for.
 

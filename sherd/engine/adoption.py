@@ -42,7 +42,11 @@ class _Watcher:
         groups = tuple(len(group["params"]) for group in optimizer.param_groups)
         known = self._known.get(optimizer)
         if known is None or known[0] != groups:
-            self._known[optimizer] = (groups, _adopt(optimizer))
+            self._known[optimizer] = known = (groups, _adopt(optimizer))
+        for ref in known[1]:
+            owner = ref()
+            if owner is not None:
+                owner.require_own_shards()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         known = self._known.get(optimizer)
@@ -67,7 +71,8 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             record = record_of(parameter)
             if record is None:
                 continue
-            if parameter is not record.shard:
+            if parameter is not record.leaf:
+                _require_own_leaf(optimizer, record)
                 _move_state(optimizer, parameter, record)
                 if id(record.shard) in present:
                     raise OptimizerError(_BOTH.format(kind=type(optimizer).__name__, name=record.name))
@@ -77,6 +82,14 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             if owner is not None:
                 owners.setdefault(owner.id, weakref.ref(owner))
     return list(owners.values())
+
+
+def _require_own_leaf(optimizer: Optimizer, record: ShardedParameter) -> None:
+    if record.flat is not None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} was built from {record.name}, which is part of a flat parameter now; build "
+            "the optimizer from the wrapped model's parameters(), or wrap with use_orig_params=True"
+        )
 
 
 def _move_state(optimizer: Optimizer, parameter: nn.Parameter, record: ShardedParameter) -> None:

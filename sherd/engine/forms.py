@@ -118,7 +118,7 @@ def _planned(
             parameter = each.parameter
             wanted[index] = Wanted(tuple(parameter.shape), placement, each.name)
             # One that travels alone is cut evenly by itself; where owners balance, all are needed for that.
-            alone = index if travels_alone(parameter, streams) and not placement.owned else None
+            alone = index if travels_alone(parameter, streams) and not placement.together else None
             lots.setdefault((parameter.dtype, parameter.requires_grad, placement.owned, alone), []).append(index)
     cuts: dict[int, tuple[Runs, int]] = {}
     for lot, ((_, _, owned, _), members) in enumerate(lots.items()):

@@ -32,7 +32,6 @@ from sherd.engine.pieces import RowViews, sources_for
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.forecast import Kind
-from sherd.tensor.ragged import as_dtensor
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until this many bytes have come, and are copied in one call."""
@@ -128,7 +127,6 @@ class Gradients:
         self.group = group
         self._streams = streams
         self._complete = complete
-        self._specs = group.grad_specs()
         self._arrived: set[int] = set()
         self._batch: list[tuple[int, torch.Tensor]] = []
         self._batch_bytes = 0
@@ -155,15 +153,16 @@ class Gradients:
                 gradients._take(index, whole)
 
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)
-        parameter.requires_grad_(self.group.parameters[index].shard.requires_grad)
+        parameter.requires_grad_(self.group.parameters[index].requires_grad)
 
     # Collecting
 
-    def expect(self, divide_by: float) -> None:
-        """A backward is about to reach the group: what will come, and by how much the sum will be divided."""
-        self._expected = sum(each.shard.requires_grad for each in self.group.parameters)
+    def expect(self, divide_by: float, may_borrow: bool) -> None:
+        """A backward is about to reach the group: what will come, by how much the sum will be divided, and whether a
+        gradient may be sent from where it is, which nobody then may write to."""
+        self._expected = sum(each.requires_grad for each in self.group.parameters)
         dtype = self.group.reduce_dtype
-        self._borrows = self.may_borrow
+        self._borrows = may_borrow and self.may_borrow
         # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed. So are those of many
         # ranks: their rows are many short strips, which a plain copy fills faster, and a shard is soon scaled.
         many = self.group.packing.num_ranks >= MANY_RANKS and dtype.itemsize >= 4
@@ -214,6 +213,10 @@ class Gradients:
                 f"{self.group.parameters[index].name}: its gradient is {gradient.layout}; only dense gradients are "
                 "reduced, so build the embedding with sparse=False"
             )
+        if index in self._arrived:
+            # A second one in the same backward, from another reentrant checkpoint: the first must be in the rows, or
+            # it would be copied over the second.
+            self._copy_batch()
         self._arrived.add(index)
         if self._can_borrow(gradient):
             self._rows = _Rows.borrowed(self.group, gradient)
@@ -321,7 +324,7 @@ class Gradients:
         replicated, earlier = mesh.num_replicas > 1, None
         if replicated and policy.all_reduce_gradients:
             earlier, self._partial = self._partial, None
-            handoff = self._all_reduce(reduced, earlier, handoff)
+            handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
         used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
         partial = replicated and not policy.all_reduce_gradients
         self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial, earlier)
@@ -333,12 +336,21 @@ class Gradients:
         others_may_have = policy.reduce_unused or self.group.num_flags > 0
         return self.expects_any and others_may_have
 
-    def _all_reduce(self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff) -> Handoff:
+    def _all_reduce(
+        self,
+        reduced: torch.Tensor,
+        earlier: torch.Tensor | None,
+        scattered: Handoff,
+        user: Callable[[torch.Tensor], None] | None,
+    ) -> Handoff:
         """Sum over the replicas, with what earlier backwards left to this one."""
 
         def run(async_op: bool) -> Pending | None:
             if earlier is not None:
                 reduced.add_(earlier)
+            if user is not None:
+                user(reduced)
+                return None
             return self.group.mesh.replicate_transport.all_reduce(reduced, async_op)
 
         return self._streams.all_reduce.run(run, after=scattered)
@@ -357,11 +369,12 @@ class Gradients:
             self._partly_reduced |= with_gradient
             return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
+        dtype = self.group.grad_dtype
         if scale.after != 1.0:
-            reduced = reduced.to(self.group.dtype) if self.group.dtype.itemsize > reduced.itemsize else reduced
+            reduced = reduced.to(dtype) if dtype.itemsize > reduced.itemsize else reduced
             reduced.mul_(scale.after)
-        if reduced.dtype != self.group.dtype:
-            reduced = reduced.to(self.group.dtype)
+        if reduced.dtype != dtype:
+            reduced = reduced.to(dtype)
         if policy.all_reduce_hook is not None:
             self._run_hook(policy, reduced)
         with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
@@ -372,7 +385,7 @@ class Gradients:
         """The trainable parameters without a gradient here that have one on another rank."""
         flags = reduced[self.group.rest_numel :]
         parameters = self.group.parameters
-        missing = [i for i, each in enumerate(parameters) if i not in here and each.shard.requires_grad]
+        missing = [i for i, each in enumerate(parameters) if i not in here and each.requires_grad]
         if not missing or not flags.numel():
             return frozenset()
         # Read by the host, which waits for it on an accelerator: only in steps where something is missing.
@@ -389,23 +402,27 @@ class Gradients:
             self._streams.run_beside(stream, lambda: hook(reduced))
 
     def _give_to_shards(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
-        """Every shard's gradient is a view of `reduced`, which lives as long as one of them does."""
+        """Every leaf's gradient is a view of `reduced`, which lives as long as one of them does."""
         sums: list[torch.Tensor] = []
         terms: list[torch.Tensor] = []
-        for index in sorted(with_gradient):
-            parameter, (extent, shape) = self.group.parameters[index], self.group.seats[index]
-            if not parameter.shard.requires_grad:
+        for leaf in self.group.leaves:
+            parameter = leaf.parameter
+            if leaf.members.isdisjoint(with_gradient) or not parameter.requires_grad:
                 continue
-            term = reduced[extent.start : extent.stop].view(shape)
-            gradient = parameter.shard.grad
+            for gap in leaf.gaps:
+                # The reduction leaves there what it finds, and a norm would see it.
+                reduced[gap.start : gap.stop].zero_()
+            term = reduced[leaf.extent.start : leaf.extent.stop].view(leaf.shape)
+            gradient = parameter.grad
             if gradient is None:
-                parameter.shard.grad = as_dtensor(term, self._specs[index])
+                leaf.expect_gradients_in(term.dtype)
+                parameter.grad = leaf.gradient(term)
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
                 terms.append(term)
             else:
                 raise GradientError(
-                    f"{parameter.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
+                    f"{leaf.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
                     "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
         if sums:
@@ -413,20 +430,24 @@ class Gradients:
 
     # Giving up
 
+    def drop_unreduced(self) -> None:
+        """Drop what was collected and given to no reduction (`no_sync`), or to half of one."""
+        if self._rows is not None:
+            self._return_rows(self._rows)
+            self._rows = None
+        self._batch.clear()
+        self._batch_bytes = 0
+        self._partial = None
+        self._partly_reduced = frozenset()
+
     def forget(self) -> None:
         """Drop everything that has not reached the shards."""
         if self._reduction is not None:
             self._reduction.handoff.wait()
             self._return_rows(self._reduction.rows)
             self._reduction = None
-        if self._rows is not None:
-            self._return_rows(self._rows)
-            self._rows = None
-        self._batch.clear()
-        self._batch_bytes = 0
+        self.drop_unreduced()
         self._arrived.clear()
-        self._partial = None
-        self._partly_reduced = frozenset()
 
     def end_backward(self) -> None:
         """The pass is over: gradients that did not come will not come."""

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
-from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor
+from sherd._torch import dtensor_spec, replace_local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes
 from sherd.engine.offload import RestingPlace
 from sherd.engine.parameter import ShardedParameter
+from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
+from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
+from sherd.tensor.ragged import as_dtensor
+
+PADDING_VALUE = 42
+"""What lies between and behind runs, so that a leak is seen at once; zeros within a flat parameter, for its norm."""
 
 ALONE_BYTES = 4 << 20
 """Whole tensors of at least this size have a group of their own, on devices without streams."""
@@ -43,9 +50,9 @@ class Kind:
 
 def kind_of(parameter: ShardedParameter) -> Kind:
     """The group that `parameter` belongs to."""
-    local = parameter.local
+    resting = parameter.resting
     lot = parameter.lot if isinstance(parameter.cut, Runs) else None
-    return Kind(local.dtype, parameter.shard.requires_grad, hasattr(local, "fsdp_pre_all_gather"), lot)
+    return Kind(resting.dtype, parameter.requires_grad, hasattr(resting, "fsdp_pre_all_gather"), lot)
 
 
 class Tensorlike(Protocol):
@@ -64,12 +71,57 @@ def travels_alone(parameter: Tensorlike, streams: Streams) -> bool:
     return streams.in_host_order and parameter.shape.numel() * parameter.dtype.itemsize >= ALONE_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What the optimizer owns, and where it lies in the rest buffer: one parameter's shard, or all of them as one.
+
+    `shape` is that of this rank's part; `members` are the indices of the group's parameters in it. `gaps` are the
+    extents of the rest buffer within it that belong to no parameter.
+    """
+
+    record: ShardedParameter
+    extent: Extent
+    shape: Shape
+    members: frozenset[int]
+    gaps: tuple[Extent, ...] = ()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the optimizer owns."""
+        return self.record.leaf
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        more = len(self.members) - 1
+        return self.record.name + (f" (and {more} more, flat)" if more else "")
+
+    def gradient(self, local: torch.Tensor) -> DTensor:
+        """`local`, laid out as this rank's part, as a gradient of it: a DTensor in the dtype it has."""
+        old = spec_of(self._dtensor)
+        assert old.tensor_meta is not None, "a DTensor's spec has it"
+        same = old.tensor_meta.dtype == local.dtype
+        return as_dtensor(local, old if same else dtensor_spec(old.mesh, old.placements, old.shape, local.dtype))
+
+    def expect_gradients_in(self, dtype: torch.dtype) -> None:
+        """Let `.grad` have another dtype than the parameter."""
+        parameter: Any = self.parameter
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.grad_dtype = dtype
+
+    @property
+    def _dtensor(self) -> DTensor:
+        parameter = self.parameter
+        assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
+        return parameter
+
+
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
-    `rest` is 1-D, `packing.rest_numels[rank]` elements: this rank's shards. Each shard's local tensor is a view of it,
-    so that the optimizer writes what the next all-gather sends. `seats` are the extents and shapes of these views,
-    `sizes` the lengths of all ranks' rest buffers.
+    `rest` is 1-D, `packing.rest_numels[rank]` elements: this rank's shards. The local tensors of the `leaves` are views
+    of it, so that the optimizer writes what the next all-gather sends. `sizes` are the lengths of all ranks' rest
+    buffers.
     """
 
     def __init__(
@@ -84,18 +136,36 @@ class Group:
         self.place = place
         self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_shards)
         self.sizes = Sizes(self.packing.rest_numels)
-        held = [slot.held(mesh.shard_rank) for slot in self.packing.slots]
-        self.seats = tuple(
-            (extent, slot.cut.local_shape(mesh.shard_rank))
-            for extent, slot in zip(held, self.packing.slots, strict=True)
-        )
-        self.dtype = self.parameters[0].local.dtype
+        self.dtype = self.parameters[0].resting.dtype
         floating = self.dtype.is_floating_point
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
+        self.grad_dtype = self.reduce_dtype if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
         self.gathers_itself = kind_of(self.parameters[0]).gathers_itself
+        self.leaves = self._leaves()
         self.rest = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
+
+    def _leaves(self) -> tuple[Leaf, ...]:
+        rank = self.mesh.shard_rank
+        if self.is_flat:
+            used = self.used
+            gaps = tuple(each for each in self.packing.gaps_of(rank) if each.stop <= used.numel)
+            return (Leaf(self.parameters[0], used, (used.numel,), frozenset(range(len(self.parameters))), gaps),)
+        return tuple(
+            Leaf(record, slot.held(rank), slot.cut.local_shape(rank), frozenset((index,)))
+            for index, (record, slot) in enumerate(zip(self.parameters, self.packing.slots, strict=True))
+        )
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its shards were merged into one flat parameter."""
+        return self.parameters[0].flat is not None
+
+    @property
+    def used(self) -> Extent:
+        """The rest buffer without the padding that follows a packing of runs."""
+        return Extent(0, self.packing.runs_together.local_numel(self.mesh.shard_rank))
 
     @property
     def name(self) -> str:
@@ -115,13 +185,10 @@ class Group:
 
     @property
     def is_seated(self) -> bool:
-        """Whether every shard is still the view of the rest buffer that it was made as."""
+        """Whether every leaf is still the view of the rest buffer that it was made as."""
         if self.gathers_itself:
             return self.parameters[0].local is self.rest
-        return all(
-            self._is_at(parameter.local, extent.start)
-            for parameter, (extent, _) in zip(self.parameters, self.seats, strict=True)
-        )
+        return all(self._is_at(leaf.record.resting, leaf.extent.start) for leaf in self.leaves)
 
     def _is_at(self, local: torch.Tensor, start: int) -> bool:
         if local.device != self.rest.device or local.dtype != self.dtype:
@@ -132,17 +199,38 @@ class Group:
         return self.rest.data_ptr() + start * self.dtype.itemsize
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
-        """Copy the shards' local tensors into a new rest buffer, and make them views of it."""
-        device = self.parameters[0].local.device
+        """Copy the leaves' local tensors into a new rest buffer, and make them views of it."""
+        device = self.parameters[0].resting.device
         rest = self.place.empty(self.rest_numel, self.dtype, device)
-        for parameter, (extent, shape) in zip(self.parameters, self.seats, strict=True):
-            seat = own_view(rest[extent.start : extent.stop]).view(shape)
+        self._mark_padding(rest)
+        for leaf in self.leaves:
+            seat = own_view(rest[leaf.extent.start : leaf.extent.stop]).view(leaf.shape)
             if not rest.is_meta:
-                seat.copy_(parameter.local)
-            assert isinstance(parameter.shard, DTensor), "a shard is a DTensor"
-            replace_local_tensor(parameter.shard, seat)
-            parameter.claim(parameter.shard)
+                seat.copy_(leaf.record.resting)
+            assert isinstance(leaf.parameter, DTensor), "what the optimizer owns is a DTensor"
+            replace_local_tensor(leaf.parameter, seat)
+            leaf.record.claim(leaf.parameter)
+        if self.is_flat:
+            self._view_shards_in(rest)
         return rest
+
+    def _mark_padding(self, rest: torch.Tensor) -> None:
+        """Fill what no leaf has with a value that would be noticed."""
+        if rest.is_meta or not self.packing.is_cut_into_runs:
+            return
+        within = {gap for leaf in self.leaves for gap in leaf.gaps}
+        for gap in self.packing.gaps_of(self.mesh.shard_rank):
+            if gap not in within:
+                rest[gap.start : gap.stop].fill_(PADDING_VALUE)
+
+    def _view_shards_in(self, rest: torch.Tensor) -> None:
+        """Make the shards views of the flat parameter's memory."""
+        rank = self.mesh.shard_rank
+        for record, slot in zip(self.parameters, self.packing.slots, strict=True):
+            held, old = slot.held(rank), record.shard_spec
+            seat = own_view(rest[held.start : held.stop]).view(slot.cut.local_shape(rank))
+            spec = dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
+            record.exchange(nn.Parameter(as_dtensor(seat, spec), requires_grad=record.requires_grad))
 
     def _keep_shard(self) -> torch.Tensor:
         """A tensor subclass that gathers itself keeps its own memory; the user's full tensor must not live on in it."""
@@ -164,16 +252,6 @@ class Group:
     def num_flags(self) -> int:
         """How many flags travel with the gradients: one for each tensor, none for one that is alone."""
         return len(self.parameters) if len(self.parameters) > 1 else 0
-
-    def grad_specs(self) -> list[DTensorSpec]:
-        """What each shard's gradient is as a DTensor: the shard's own layout, in the group's dtype."""
-        specs = []
-        for parameter in self.parameters:
-            old = parameter.shard_spec
-            specs.append(
-                old if parameter.dtype == self.dtype else dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
-            )
-        return specs
 
 
 def own_view(part: torch.Tensor) -> torch.Tensor:

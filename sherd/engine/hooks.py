@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from sherd._torch import dynamo_disabled
-from sherd.engine.loading import after_load, before_load
+from sherd.engine.loading import after_load, before_load, require_names
 from sherd.engine.runtime import Runtime
 from sherd.engine.seal import runtime_of
 from sherd.engine.structures import map_tensors, tensors_in
@@ -81,7 +81,11 @@ def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -
     if call.outermost and unit.mesh.device.type != "cpu":
         args, kwargs = map_tensors(functools.partial(_to_device, unit.mesh.device), (args, kwargs))
     precision = unit.precision
-    if precision.cast_forward_inputs and precision.param_dtype is not None:
+    if (
+        precision.param_dtype is not None
+        and precision.casts_inputs(is_root=runtime.root is unit)
+        and not unit.in_full_precision
+    ):
         args, kwargs = map_tensors(functools.partial(_cast, precision.param_dtype), (args, kwargs))
     if call.opens_run and torch.is_grad_enabled():
         _watch_inputs(runtime, unit, (args, kwargs))
@@ -158,3 +162,4 @@ def _nodes_of(value: Any) -> list[Any]:
 
 def _before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     unit.show_shards()
+    require_names(unit, module, "state_dict")

@@ -18,12 +18,14 @@ from sherd.engine.adoption import watcher
 from sherd.engine.parameter import ShardedParameter, record_of
 from sherd.engine.pieces import piece_of
 from sherd.engine.unit import Unit
+from sherd.errors import StateError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor
 
 
 def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Show the shards of `module`, and cut the whole tensors that are about to be loaded into them."""
     unit.show_shards()
+    require_names(unit, module, "load_state_dict")
     for attribute, parameter in module._parameters.items():
         record = None if parameter is None else record_of(parameter)
         given = state_dict.get(prefix + attribute)
@@ -41,11 +43,29 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
     """Take up Parameters that `assign=True` has exchanged, and note that the shards have new values."""
     for attribute, parameter in module._parameters.items():
         record = unit.record_at(module, attribute)
-        if record is not None and parameter is not None and parameter is not record.shard:
+        if record is None or parameter is None or parameter is record.shard or parameter is record.lent:
+            continue
+        if record.flat is not None:
+            record.notice_replaced(unit.mesh.shard_rank)  # the optimizer owns the memory that the shard is a view of
+        else:
             record.exchange(parameter)
             watcher.sharded_again()
     unit.reseat()
     unit.shards_written()
+
+
+def require_names(unit: Unit, module: nn.Module, method: str) -> None:
+    """Raise if a flat parameter stands for the parameters of `module` now: nothing would be found there.
+
+    Raises:
+        StateError: the call was not made on the wrapper, or on a module above it, which would have them in place.
+    """
+    record = next((each for each in unit.parameters for place in each.places if not place.registered), None)
+    if record is not None and any(unit.record_at(module, attribute) is not None for attribute in module._parameters):
+        raise StateError(
+            f"{method}() of a {type(module).__name__} inside wrapped unit {unit.name}: its parameters are part of a "
+            "flat parameter, and only the wrapper can show them; call it on the wrapper, or on the model around it"
+        )
 
 
 def _can_be_copied(given: DTensor, shard: nn.Parameter) -> bool:

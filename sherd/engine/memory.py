@@ -17,7 +17,7 @@ from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
 from sherd.engine.gradients import BATCH_BYTES, Gradients
 from sherd.engine.parameter import ShardedParameter, record_of
-from sherd.engine.runtime import DO, Runtime
+from sherd.engine.runtime import Runtime
 from sherd.engine.seal import runtime_of, unit_of
 from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.unit import Unit
@@ -36,6 +36,7 @@ from sherd.schedule.actions import (
     Shrink,
 )
 from sherd.schedule.forecast import Arrival, Call, Forecast, GroupSizes, Kind, Moment, Use, forecast, step_of
+from sherd.schedule.state import Live
 
 Held = dict[int, tuple[Kind, int]]
 """Storages that are alive, by address: what for, and how many bytes."""
@@ -91,8 +92,8 @@ def _tensors_of(unit: Unit) -> Iterator[tuple[Kind, torch.Tensor]]:
         yield from weights.held()
     for gradients in unit.gradients:
         yield from gradients.held()
-    for parameter in unit.parameters:
-        gradient = parameter.shard.grad
+    for leaf in unit.leaves:
+        gradient = leaf.grad
         if gradient is not None:
             yield Kind.GRADIENTS, gradient
 
@@ -190,7 +191,7 @@ def _sizes_of_group(
 
 
 def _trainable(parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-    return [each for each in parameters if each.shard.requires_grad]
+    return [each for each in parameters if each.requires_grad]
 
 
 # A step, as far as it can be known before it was watched
@@ -391,12 +392,20 @@ class _WatchedRuntime(Runtime):
             unit = self.units[action.unit]
             self.watcher.look(action.unit)
             before = _by_weights(unit)
-            DO[type(action)](unit)
+            self.perform(action)
+            if isinstance(action, Settle):
+                self._look_at_gathers(action.unit)
             self._count_scratch(action, unit)
             turns = _turns(unit, before) if isinstance(action, Await | Shrink) else ()
             self.watcher.look_at_turns(action.unit, turns)
         if isinstance(event, EndBackward) and self.watcher.has_whole_step:
             _watched[self] = self.watcher.step
+
+    def _look_at_gathers(self, settled: int) -> None:
+        """Those that are under way may have landed while `settled` was awaited, which held all it had until then."""
+        for number, unit in enumerate(self.units):
+            if number != settled and unit.live is Live.GATHERING:
+                self.watcher.look(number)
 
     def _count_scratch(self, action: Action, unit: Unit) -> None:
         if isinstance(action, Reduce):
@@ -415,7 +424,7 @@ class _WatchedGradients(Gradients):
         unit, gradient = self.owner(), whole.grad
         if unit is not None and gradient is not None:
             number = self.watcher.number_of(unit)
-            trainable = [each.shard.requires_grad for each in self.group.parameters]
+            trainable = [each.requires_grad for each in self.group.parameters]
             arrival = Arrival(number, unit.gradients.index(self), sum(trainable[:index]))
             self.watcher.arrives(number, _total(_alive([(Kind.ARRIVED, gradient)])), arrival)
         del gradient  # or it would live on until what it is copied for is over

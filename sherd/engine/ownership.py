@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from sherd.engine.parameter import Place, ShardedParameter, record_of
+from sherd.engine.parameter import Place, ShardedParameter, plain_name, record_of
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ def belongings(
         for attribute, parameter in module._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
-            place = Place(module._parameters, attribute)
+            place = Place(module, attribute)
             record = record_of(parameter)
             if record is not None:
                 borrowed.append(Borrowed(record, place))
                 continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
+            name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
             owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
     return Belongings(list(modules.values()), list(owned.values()), borrowed)
 

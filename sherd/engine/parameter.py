@@ -2,6 +2,9 @@
 
 A Parameter object is replaced once, when it is sharded: the shard (a DTensor) is what the module shows and the
 optimizer owns; the whole one is shown during forward and backward only. The replaced object knows its successor.
+
+A unit's shards may be merged into one flat parameter. Then that is what the optimizer owns, the shards are views of it,
+and modules hold them as plain attributes.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, local_tensor
+from sherd.engine.pieces import piece_of
+from sherd.errors import WriteBackError
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
+from sherd.tensor.moves import part_given
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
 """By the id of a tensor: its record, and the tensor itself where the record does not hold it.
@@ -33,9 +39,10 @@ def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
     if entry is None:
         return None
     record, held = entry[0](), entry[1]
-    if record is None or tensor is not (record.shard if held is None else held()):
+    if record is None:
         return None
-    return record
+    is_it = tensor is record.shard or tensor is record.leaf if held is None else tensor is held()
+    return record if is_it else None
 
 
 def _forget(key: int, died: Any) -> None:
@@ -44,20 +51,81 @@ def _forget(key: int, died: Any) -> None:
         _records.pop(key, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """An attribute of a module that holds the parameter. The dict is the module's own, so no module is kept alive."""
+WRAPPED = "_checkpoint_wrapped_module"
+"""What wrappers call their one child. torch's checkpointing takes this name out of every path, and so do we."""
 
-    parameters: dict[str, nn.Parameter | None]
-    attribute: str
+
+def plain_name(path: str) -> str:
+    """A module's or parameter's path without the wrappers on the way, as the user's own model has it."""
+    return ".".join(part for part in path.split(".") if part != WRAPPED) if WRAPPED in path else path
+
+
+class Place:
+    """An attribute of a module that holds the parameter. The module is held weakly, or it would keep itself alive.
+
+    `registered`: it is among the module's parameters; otherwise it is a plain attribute, which `parameters()` and
+    `state_dict()` do not see.
+    """
+
+    __slots__ = ("_module", "attribute", "parameters", "registered")
+
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self.parameters = module._parameters
+        self.attribute = attribute
+        self.registered = True
+        self._module = weakref.ref(module)
 
     def is_at(self, module: nn.Module, attribute: str) -> bool:
         """Whether this is that attribute of that module."""
         return self.parameters is module._parameters and self.attribute == attribute
 
+    @property
+    def module_id(self) -> int:
+        """The id of the module, or of None if that is gone."""
+        return id(self._module())
+
+    @property
+    def shown(self) -> Any:
+        """What the module has there now; None if it was deleted."""
+        registered = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
+        return self._shown_in.get(self.attribute) if registered is None else registered
+
+    def shows(self, parameter: nn.Parameter) -> bool:
+        """Whether the module has `parameter` there now."""
+        return (self.parameters.get(self.attribute) if self.registered else self.shown) is parameter
+
     def show(self, parameter: nn.Parameter) -> None:
         # Past nn.Module.__setattr__, which would cost ten times as much, four times a step.
-        self.parameters[self.attribute] = parameter
+        if self.registered:
+            self.parameters[self.attribute] = parameter
+        else:
+            self.parameters[self.attribute] = None
+            self._shown_in[self.attribute] = parameter
+
+    def register(self, registered: bool) -> None:
+        """Have it among the module's parameters, or as a plain attribute. Its turn among them stays."""
+        if registered == self.registered:
+            return
+        shown = self.shown
+        if registered:
+            self._shown_in.pop(self.attribute, None)
+        else:
+            self.parameters[self.attribute] = None
+        self.registered = registered
+        self._shown_in[self.attribute] = shown
+
+    @property
+    def _shown_in(self) -> dict[str, Any]:
+        if self.registered:
+            return self.parameters
+        module = self._module()
+        return {} if module is None else module.__dict__
+
+
+class Merged(Protocol):
+    """What a parameter needs to know of the flat parameter that it is part of."""
+
+    parameter: nn.Parameter
 
 
 class Owner(Protocol):
@@ -68,6 +136,9 @@ class Owner(Protocol):
     def shards_written(self) -> None:
         """Shards have new values: whole parameters made from the old ones are stale."""
 
+    def require_own_shards(self) -> None:
+        """Raise if what is written to the shards now will be written over."""
+
 
 @dataclass(eq=False)
 class ShardedParameter:
@@ -75,7 +146,8 @@ class ShardedParameter:
 
     `shape` and `dtype` are the whole's (the local tensor's, under tensor parallelism). `shard_spec` and `whole_spec`
     say which DTensor each form is; `whole_spec` is None for a plain tensor. `lot`: which of the unit's plans cut it, if
-    it is cut into runs. `holder` is the module it was found on.
+    it is cut into runs. `holder` is the module it was found on. `flat`: what the shard was merged into, if it was.
+    `lent`: a whole copy that the user works with (`sherd.unsharded`), which modules show meanwhile.
     """
 
     name: str
@@ -88,13 +160,15 @@ class ShardedParameter:
     shard: nn.Parameter
     holder: weakref.ref[nn.Module]
     places: list[Place] = field(default_factory=list)
+    flat: Merged | None = None
+    lent: nn.Parameter | None = None
     _owner: weakref.ref[Owner] | None = None
 
     def claim(self, tensor: torch.Tensor) -> None:
         """Remember that `tensor` is a form of this parameter: its shard, its whole, or what it was before."""
         key = id(tensor)
         forget = functools.partial(_forget, key)
-        held = None if tensor is self.shard else weakref.ref(tensor, forget)
+        held = None if tensor is self.shard or tensor is self.leaf else weakref.ref(tensor, forget)
         _records[key] = (weakref.ref(self, forget), held)
 
     def belong_to(self, owner: Owner) -> None:
@@ -113,13 +187,90 @@ class ShardedParameter:
         self.claim(shard)
         self.show(shard)
 
+    def merge(self, flat: Merged) -> None:
+        """Be part of a flat parameter from now on, which the optimizer has instead of the shard."""
+        self.flat = flat
+        self.claim(flat.parameter)
+        self.register(False)
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """What the optimizer owns: the shard, or the flat parameter that it is part of."""
+        return self.shard if self.flat is None else self.flat.parameter
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self.leaf.requires_grad
+
+    @property
+    def resting(self) -> torch.Tensor:
+        """This rank's part of the leaf: the memory that the optimizer writes."""
+        leaf = self.leaf
+        assert isinstance(leaf, DTensor), f"{self.name}: what the optimizer owns is a DTensor"
+        return local_tensor(leaf)
+
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard as a plain tensor, `cut.local_shape(rank)`."""
         assert isinstance(self.shard, DTensor), f"{self.name}: a shard is a DTensor"
         return local_tensor(self.shard)
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """Hang `parameter`, a form of this one, on every place."""
+    def register(self, registered: bool) -> None:
+        """Have it among its modules' parameters, or only as an attribute."""
         for place in self.places:
-            place.show(parameter)
+            place.register(registered)
+
+    def rename(self, module_names: dict[int, str]) -> None:
+        """Have the name under which the first of its modules that is in `module_names`, by id, has it."""
+        for place in self.places:
+            name = module_names.get(place.module_id)
+            if name is not None:
+                self.name = f"{name}.{place.attribute}" if name else place.attribute
+                return
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Hang `parameter`, a form of this one, on every place; not while a copy is lent."""
+        if self.lent is None:
+            for place in self.places:
+                place.show(parameter)
+
+    def notice_replaced(self, rank: int) -> None:
+        """Take the values of a Parameter that the user has put in the shard's place, if there is one; the shard stays.
+
+        Raises:
+            WriteBackError: that is neither of the whole's shape, nor as much as this rank holds.
+        """
+        for place in self.places:
+            if place.shows(self.shard) or self.lent is not None:
+                continue
+            shown = place.shown
+            if isinstance(shown, nn.Parameter):  # other tensors are lent for one call (torch.func.functional_call)
+                self._take_values(shown, rank)
+                place.show(self.shard)
+
+    @torch.no_grad()
+    def _take_values(self, value: torch.Tensor, rank: int) -> None:
+        if isinstance(value, DTensor):
+            value = local_tensor(value) if value.placements == self.shard_spec.placements else value.full_tensor()
+        local = self.local
+        part = part_given(value, tuple(self.shape), local, lambda whole: piece_of(whole, self.cut, rank))
+        if part is None:
+            raise WriteBackError(
+                f"{self.name} was replaced by a tensor of shape {tuple(value.shape)}; it is {tuple(self.shape)}, of "
+                f"which this rank holds {local.numel()} elements: give the whole tensor or this rank's part, or build "
+                "the model anew"
+            )
+        local.copy_(part)
+
+    def lend(self, whole: nn.Parameter) -> None:
+        """Show `whole` until it is taken back."""
+        self.show(whole)
+        self.lent = whole
+
+    def take_back(self) -> list[Any]:
+        """Show the shard again; return what the places had instead of it, lent or put there by the user."""
+        found = [place.shown for place in self.places]
+        self.lent = None
+        self.show(self.shard)
+        return found

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from sherd._torch import at_end_of_backward, in_backward
+from sherd.engine.order_check import checked
 from sherd.engine.unit import Unit
-from sherd.errors import StateError
+from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import (
     Action,
@@ -29,8 +30,10 @@ from sherd.schedule.actions import (
     Event,
     Forget,
     Free,
+    FreeGroup,
     Gather,
     GradientsReady,
+    GroupPassed,
     Reduce,
     Reset,
     Reshard,
@@ -51,7 +54,7 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     Settle: Unit.settle,
     Forget: Unit.forget,
 }
-"""How each action is carried out."""
+"""How each action on a whole unit is carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Runtime:
         self._step_event: Any = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
+        self._do = checked(DO)
         self.schedule = Schedule(())
         self.revise()
 
@@ -102,7 +106,15 @@ class Runtime:
     def on(self, event: Event) -> None:
         """Carry out what the schedule answers."""
         for action in self.schedule.on(event):
-            DO[type(action)](self.units[action.unit])
+            self.perform(action)
+
+    def perform(self, action: Action) -> None:
+        """Carry out `action`."""
+        unit = self.units[action.unit]
+        if isinstance(action, FreeGroup):
+            unit.free_group(action.group)
+        else:
+            self._do[type(action)](unit)
 
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.
@@ -110,6 +122,13 @@ class Runtime:
         A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's
         backward is like any other.
         """
+        lent = next((each for each in (unit, *unit.companions) if each.loan is not None), None)
+        if lent is not None:
+            of = "" if lent is unit else f", which uses parameters of unit {lent.name},"
+            raise WrapperStateError(
+                f"forward of unit {unit.name}{of} inside an unshard context (unsharded, summon_full_params) that lends "
+                "its parameters; leave the context first, or enter it with recurse=False on a unit above"
+            )
         recomputing = self.in_backward and in_backward()
         outermost = not self._calls and not recomputing
         if outermost:
@@ -117,6 +136,7 @@ class Runtime:
         call = Call(unit, id(module), outermost, unit.module_begins(), recomputing, sys.exc_info()[1])
         self._calls.append(call)
         if recomputing:
+            unit.recomputes()
             unit.expect_gradients(self._gradients_complete)
         self.on(BeforeForward(self._index[unit.id], recomputing))
         return call
@@ -169,8 +189,12 @@ class Runtime:
         if self.in_backward:
             self.on(AfterBackward(self._index[unit.id], unit.unreduced))
 
-    def _gradients_complete(self, unit: Unit) -> None:
+    def _gradients_complete(self, unit: Unit, group: int | None) -> None:
         index = self._index[unit.id]
+        if group is not None:
+            if unit.has_passed(group):
+                self.on(GroupPassed(index, group))
+            return
         # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that is
         # safe.
         self.on(AfterBackward(index, unreduced=True) if unit.is_past else GradientsReady(index))
@@ -256,7 +280,9 @@ class Runtime:
     def _limits(self) -> Limits:
         prefetch = self.root.policy.prefetch
         buffers = max(unit.reduce_buffers for unit in self.units)
-        return Limits(prefetch.forward_depth, prefetch.backward_depth, prefetch.bytes_in_flight, buffers)
+        return Limits(
+            prefetch.forward_depth, prefetch.backward_depth, prefetch.bytes_in_flight, buffers, prefetch.after_backward
+        )
 
     def _spec(self, unit: Unit) -> UnitSpec:
         policy = unit.policy

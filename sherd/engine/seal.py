@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from sherd.engine.forms import forget_loads
+from sherd.engine.parameter import plain_name
 from sherd.engine.runtime import Runtime
 from sherd.engine.unit import Unit
 from sherd.errors import StateError
@@ -40,14 +41,13 @@ def seal(root: nn.Module) -> Runtime:
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
     """
     names: dict[int, tuple[Unit, list[str]]] = {}
-    parameter_names: dict[int, str] = {}
-    for name, module in root.named_modules():
+    module_names: dict[int, str] = {}
+    for path, module in root.named_modules():
+        name = plain_name(path)
         unit = unit_of(module)
         if unit is not None:
             names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                parameter_names.setdefault(id(parameter), f"{name}.{attribute}" if name else attribute)
+        module_names[id(module)] = name
     units = [unit for unit, _ in names.values()]
     for unit, unit_names in names.values():
         earlier = unit.runtime
@@ -56,7 +56,10 @@ def seal(root: nn.Module) -> Runtime:
                 f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
                 f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
             )
-        unit.rename(", ".join(unit_names), parameter_names)
+        unit.rename(", ".join(unit_names), module_names)
+    for unit in units:
+        if unit.meta_parameters:
+            unit.reseat()  # `to_empty` may have been called on each module by itself
     _require_data(units)
     runtime = Runtime(units)
     for unit in units:

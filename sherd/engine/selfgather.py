@@ -83,6 +83,9 @@ class SelfGatheredWeights:
         """Unknown: what a subclass's whole tensor shares its memory with is its own affair."""
         return False
 
+    def outdate(self) -> None:
+        """Nothing to do: what was gathered for an earlier forward keeps its own memory."""
+
     def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Everything whose memory is in its hands now, as far as the subclass has told us what that is."""
         yield Kind.SHARDS, self.group.rest
@@ -90,8 +93,8 @@ class SelfGatheredWeights:
             yield Kind.WHOLE, buffer.tensor
 
     @torch.no_grad()
-    def gather(self, transport: Transport) -> None:
-        """Ask the subclass what to send, and start sending it."""
+    def gather(self, transport: Transport, full_precision: bool = False) -> None:
+        """Ask the subclass what to send, and start sending it; which dtype that has is its own affair."""
         group = self.group
         tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
         padded = tuple(self._padded(tensor) for tensor in tensors)
@@ -165,8 +168,8 @@ class SelfGatheredWeights:
             self._finish(gathered, flight.metadata, out=self._made.tensor)
         self._position.move(Live.WHOLE)
         parameter = self._made.parameter
-        if parameter.requires_grad != self._record.shard.requires_grad:
-            parameter.requires_grad_(self._record.shard.requires_grad)
+        if parameter.requires_grad != self._record.requires_grad:
+            parameter.requires_grad_(self._record.requires_grad)
         self._record.show(parameter)
 
     def _make(self, gathered: tuple[torch.Tensor, ...], metadata: Any) -> _Made:
@@ -176,7 +179,7 @@ class SelfGatheredWeights:
             if whole.shape != shape:  # padded rows at the end
                 whole = torch.as_strided(whole, shape, torch.empty(shape, device="meta").stride(), 0)
             # From `.data`: with a version counter of its own, which refilling `whole` leaves alone (weights.py).
-            parameter = nn.Parameter(whole.data, requires_grad=self._record.shard.requires_grad)
+            parameter = nn.Parameter(whole.data, requires_grad=self._record.requires_grad)
         self._record.claim(parameter)
         self._watch(0, parameter)
         return _Made(parameter, whole, tuple(Buffer.of(tensor) for tensor in inner))

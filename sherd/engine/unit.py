@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,21 +17,26 @@ from torch import nn
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
+from sherd.engine.flat import FlatShard
 from sherd.engine.gradients import Gradients
 from sherd.engine.group import Group, Kind, kind_of, travels_alone
 from sherd.engine.offload import RestingPlace
-from sherd.engine.parameter import ShardedParameter
+from sherd.engine.parameter import Place, ShardedParameter
 from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.weights import Weights
-from sherd.errors import StateError
+from sherd.errors import StateError, WrapperStateError
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.schedule.state import Live
 
 if TYPE_CHECKING:
+    from sherd.engine.loan import Loan
     from sherd.engine.runtime import Runtime
 
 _ids = itertools.count()
+
+RECOMPUTED = -1
+"""Stands among the numbers of groups for a recomputation of the unit."""
 
 
 class Unit:
@@ -62,9 +68,11 @@ class Unit:
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
         self._runtime: weakref.ref[Runtime] | None = None
-        self._on_gradients: Callable[[Unit], None] | None = None
+        self._on_gradients: Callable[[Unit, int | None], None] | None = None
         self._completed = 0
         self._to_run: set[int] = set()
+        self.loan: Loan | None = None
+        self._flat_place: Place | None = None
         self.weights: list[Weights | SelfGatheredWeights] = []
         self.gradients: list[Gradients] = []
         for parameter in self.parameters:
@@ -85,7 +93,8 @@ class Unit:
     @property
     def live(self) -> Live:
         """Where its parameters are; a unit without any is always sharded."""
-        return self.weights[0].live if self.weights else Live.SHARDED
+        lives = [live for weights in self.weights if (live := weights.live) is not Live.SHARDED]
+        return lives[0] if lives else Live.SHARDED
 
     @property
     def whole_bytes(self) -> int:
@@ -108,11 +117,11 @@ class Unit:
                 return parameter
         return None
 
-    def rename(self, unit_name: str, parameter_names: dict[int, str]) -> None:
-        """Use names as seen from the root module; `parameter_names` are keyed by the id of the shard."""
+    def rename(self, unit_name: str, module_names: dict[int, str]) -> None:
+        """Use names as seen from the root module; `module_names` are keyed by the id of the module."""
         self.name = unit_name
         for parameter in self.parameters:
-            parameter.name = parameter_names.get(id(parameter.shard), parameter.name)
+            parameter.rename(module_names)
 
     def change(self, **fields: Any) -> None:
         """Replace fields of the policy; the schedule sees it at the next forward or backward."""
@@ -132,10 +141,12 @@ class Unit:
         for parameter in self.parameters:
             kinds.setdefault(kind_of(parameter), []).append(parameter)
         this = weakref.ref(self)
+        self._seen: list[int] = []
+        self._is_gone_through_once = False
         self.weights, self.gradients = [], []
         for batch in (batch for members in kinds.values() for batch in self._batches(members)):
             group = Group(batch, self.mesh, self.precision, self._place)
-            gradients = Gradients(group, self.streams, lambda: _completed(this))
+            gradients = Gradients(group, self.streams, partial(_completed, this, len(self.gradients)))
             self.gradients.append(gradients)
             self.weights.append(
                 SelfGatheredWeights(group, self.streams, self.precision, gradients.watch)
@@ -162,6 +173,11 @@ class Unit:
         return parameter.cut.in_order and travels_alone(parameter, self.streams)
 
     @property
+    def leaves(self) -> list[nn.Parameter]:
+        """What the optimizer owns of it."""
+        return [leaf.parameter for weights in self.weights for leaf in weights.group.leaves]
+
+    @property
     def num_kinds(self) -> int:
         """How many sorts of parameters it has, by dtype and trainability."""
         return len({replace(kind_of(parameter), lot=None) for parameter in self.parameters})
@@ -171,9 +187,29 @@ class Unit:
         """Whether all shards still lie in their buffers, as `regroup` left them."""
         return all(weights.group.is_seated for weights in self.weights)
 
+    def flatten(self, module: nn.Module, attribute: str) -> None:
+        """Merge the shards, which are of one group, into one flat parameter for the optimizer, a parameter of `module`
+        called `attribute`."""
+        (weights,) = self.weights
+        flat = FlatShard(weights.group)
+        for parameter in self.parameters:
+            parameter.merge(flat)
+        self.regroup()
+        module.register_parameter(attribute, flat.parameter)
+        self._flat_place = Place(module, attribute)
+
+    def register_parameters(self, registered: bool) -> None:
+        """Of a unit with a flat parameter: have the parameters among their modules' instead of it, or it instead of
+        them."""
+        if self._flat_place is None:
+            return
+        for parameter in self.parameters:
+            parameter.register(registered)
+        self._flat_place.register(not registered)
+
     def reseat(self) -> None:
         """After shards may have moved (`module.to()`, a load): back into one buffer, once all are on one device."""
-        devices = {parameter.local.device for parameter in self.parameters}
+        devices = {parameter.resting.device for parameter in self.parameters}
         if len(devices) == 1 and not self.is_seated:
             self.regroup()
 
@@ -183,6 +219,25 @@ class Unit:
         return [each.name for weights in self.weights if weights.group.is_meta for each in weights.group.parameters]
 
     # What the user asks for
+
+    def lend(self, loan: Loan | None) -> None:
+        """Its parameters are lent, whole, until they are taken back (None)."""
+        self.loan = loan
+        self.register_parameters(loan is not None)
+
+    def require_own_shards(self) -> None:
+        """Raise if what is written to the shards now will be written over by what is lent."""
+        if self.loan is not None and self.loan.writes_back:
+            raise WrapperStateError(
+                f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the whole "
+                "parameters will be written over its shards; step outside, or enter the context with writeback=False"
+            )
+
+    def outdate(self) -> None:
+        """Whole parameters that autograd may have kept were written: a backward that needs them is to raise, as it does
+        for a plain parameter that is changed in place."""
+        for weights in self.weights:
+            weights.outdate()
 
     def show_shards(self) -> None:
         """Have the modules show shards, for something that is about to read or write them.
@@ -203,32 +258,49 @@ class Unit:
             runtime.shards_written(self)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Drop or zero the shards' gradients."""
-        for parameter in self.parameters:
-            gradient = parameter.shard.grad
+        """Drop or zero the shards' gradients, and drop those that wait for a reduction."""
+        for gradients in self.gradients:
+            gradients.drop_unreduced()
+        for leaf in self.leaves:
+            gradient = leaf.grad
             if set_to_none or gradient is None:
-                parameter.shard.grad = None
+                leaf.grad = None
             else:
                 gradient.detach_().zero_()
+
+    @property
+    def in_full_precision(self) -> bool:
+        """Whether it computes in its parameters' own dtype for now, whatever `param_dtype` says."""
+        return self.precision.full_precision_in_eval and not any(module.training for module in self.modules)
 
     # What the schedule asks for
 
     def gather(self) -> None:
         """Start the all-gathers."""
-        user = self.policy.all_gather
-        transport = self.mesh.shard_transport if user is None else UsersCollectives(user, self.mesh.shard_group)
+        user, full = self.policy.all_gather, self.in_full_precision
+        transport = self.mesh.gather_transport if user is None else UsersCollectives(user, self.mesh.shard_group)
         for weights in self.weights:
-            weights.gather(transport)
+            if weights.live is Live.WHOLE:
+                continue  # other groups of the unit were freed alone
+            if self.policy.notices_replaced:
+                for parameter in weights.group.parameters:
+                    parameter.notice_replaced(self.mesh.shard_rank)
+            weights.gather(transport, full)
 
     def wait(self) -> None:
         """Whole parameters from here on."""
         for weights in self.weights:
-            weights.wait()
+            if weights.live is not Live.WHOLE:
+                weights.wait()
 
     def free(self) -> None:
         """Shards from here on."""
         for weights in self.weights:
             weights.free()
+
+    def free_group(self, group: int) -> None:
+        """Shards of that group from here on."""
+        self.weights[group].free()
 
     def shrink(self) -> None:
         """Shards from here on, keeping a part for the smaller mesh."""
@@ -241,7 +313,7 @@ class Unit:
         """Start the reductions of what has been collected."""
         group = self.mesh.reduction_group() if self.policy.separate_reduce_group else self.mesh.shard_group
         user = self.policy.reduce_scatter
-        transport = self.mesh.transport_of(group) if user is None else UsersCollectives(user, group)
+        transport = self.mesh.reduce_transport(group) if user is None else UsersCollectives(user, group)
         for gradients in self.gradients:
             gradients.reduce(self.policy, transport)
 
@@ -307,34 +379,53 @@ class Unit:
         A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
         else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient
         (`w.detach()`).
+
+        Of a tensor that is used in two reentrant checkpoints autograd makes two gradients, each a complete one, and it
+        is read again in between. Who has seen a backward knows: nothing in it may have come twice.
         """
         trainable = all(gradients.expects_all for gradients in self.gradients)
-        return trainable and all(weights.is_unread for weights in self.weights)
+        return self._is_gone_through_once and trainable and all(weights.is_unread for weights in self.weights)
 
-    def expect_gradients(self, when_complete: Callable[[Unit], None]) -> None:
-        """A backward is about to reach the unit; call back when every trainable parameter has its gradient."""
+    def has_passed(self, group: int) -> bool:
+        """The same of `group`, if it is a single tensor and its gradient is there."""
+        weights = self.weights[group]
+        is_past = self._is_gone_through_once and self.gradients[group].expects_all and weights.is_unread
+        return is_past and len(weights.group.parameters) == 1
+
+    def recomputes(self) -> None:
+        """A forward of it begins inside backward: activation checkpointing."""
+        self._seen.append(RECOMPUTED)
+
+    def expect_gradients(self, when_complete: Callable[[Unit, int | None], None]) -> None:
+        """A backward is about to reach the unit; call back with each group whose trainable parameters all have their
+        gradient, and with None when that is the last one."""
         self._on_gradients = when_complete
         self._completed = 0
         divide_by = self.divide_by
         for gradients in self.gradients:
-            gradients.expect(divide_by)
+            gradients.expect(divide_by, may_borrow=self.policy.reduce_scatter is None)
 
     def end_backward(self) -> None:
         """What has not come will not come."""
         self._on_gradients = None
         self._completed = 0
+        if self._seen:
+            self._is_gone_through_once = len(set(self._seen)) == len(self._seen)
+            self._seen.clear()
         for gradients in self.gradients:
             gradients.end_backward()
 
-    def _group_completed(self) -> None:
+    def _group_completed(self, group: int) -> None:
+        self._seen.append(group)
         self._completed += 1
-        if self._completed >= sum(gradients.expects_any for gradients in self.gradients):
+        is_last = self._completed >= sum(gradients.expects_any for gradients in self.gradients)
+        if is_last:
             self._completed = 0
-            if self._on_gradients is not None:
-                self._on_gradients(self)
+        if self._on_gradients is not None:
+            self._on_gradients(self, None if is_last else group)
 
 
-def _completed(unit: weakref.ref[Unit]) -> None:
+def _completed(unit: weakref.ref[Unit], group: int) -> None:
     alive = unit()
     if alive is not None:
-        alive._group_completed()
+        alive._group_completed(group)

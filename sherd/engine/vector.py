@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor_spec, gradients_of, local_tensor, local_tensors
+from sherd._torch import dtensor_spec, gradients_of, local_gradients, local_tensor
 from sherd.engine.group import Group, own_view
 from sherd.engine.parameter import ShardedParameter
 from sherd.layout.extent import Extent
@@ -87,8 +87,10 @@ class Run:
         self.shards = [seat.shard for seat in seats]
         self.flat = nn.Parameter(seats[0].group.rest[first:stop].detach(), requires_grad=True)
         self._extents = [Extent(each.start - first, each.numel) for each in filled]
-        # What may begin where the shard does and yet have its elements in another order.
-        self._orderly = [at for at in range(len(filled)) if len(filled) == 1 or seats[at].record.local.dim() > 1]
+        self._starts = [each.start for each in self._extents]
+        # Parts that begin where the shards do may have their elements in another order, unless they are neighbours
+        # with a single dimension.
+        self._may_be_turned = len(filled) == 1 or any(seat.record.local.dim() > 1 for seat in seats)
         self.padding = self._indices_between()
         self._addresses: list[int] = []
         self.state: State = {}
@@ -107,20 +109,22 @@ class Run:
 
     def _as_vector(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The vector that `parts` are views of, uncopied, if they lie there as the shards do in their buffer."""
-        if not self._extents:
-            return parts[0].new_empty(0)
-        filled, first, numel = parts[: len(self._extents)], parts[0], self.flat.numel()
-        addresses = list(map(torch.Tensor.data_ptr, filled))
+        first, numel = parts[0], self.flat.numel()
+        if not self._starts:
+            return first.new_empty(0)
+        itemsize = first.itemsize
+        addresses = list(map(torch.Tensor.data_ptr, parts[: len(self._starts)]))
         if addresses != self._addresses:
-            self._addresses = [addresses[0] + extent.start * first.itemsize for extent in self._extents]
+            self._addresses = [addresses[0] + start * itemsize for start in self._starts]
             if addresses != self._addresses:
                 return None
         # An address within the memory of a living storage is that storage's.
-        start = first.storage_offset()
-        if first.untyped_storage().nbytes() < (start + numel) * first.itemsize:
+        offset = first.storage_offset()
+        if first.untyped_storage().nbytes() < (offset + numel) * itemsize:
             return None
-        in_order = all(parts[index].is_contiguous() for index in self._orderly)
-        return first.as_strided((numel,), (1,), start) if in_order else None
+        if self._may_be_turned and not all(map(torch.Tensor.is_contiguous, parts)):
+            return None
+        return first.as_strided((numel,), (1,), offset)
 
     def _copied(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         vector = torch.zeros(self.flat.numel(), dtype=dtype, device=parts[0].device)
@@ -132,14 +136,13 @@ class Run:
 
     def take_gradient(self) -> bool:
         """Let `flat` have the shards' gradients, uncopied where they lie in one buffer; False if one is missing."""
-        gradients = gradients_of(self.shards)
         try:
-            parts = local_tensors(gradients)
+            parts = local_gradients(self.shards)
         except AttributeError:  # None, or one that is no DTensor
             return False
         gradient = self._as_vector(parts) if parts[0].dtype is self.flat.dtype else None
         if gradient is None:
-            if not all(map(Seat.fits, self.seats, gradients)):
+            if not all(map(Seat.fits, self.seats, gradients_of(self.shards))):
                 return False
             gradient = self._copied(parts, self.flat.dtype)
         elif self.padding is not None:

@@ -62,10 +62,10 @@ class _Flight:
 
 
 class _Whole:
-    """The whole buffer, and the parameters cut from it."""
+    """The whole buffer, and the parameters cut from it, in one dtype."""
 
-    def __init__(self, group: Group) -> None:
-        self.buffer = Buffer(group.packing.whole_numel, group.compute_dtype, group.device)
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        self.buffer = Buffer(group.packing.whole_numel, dtype, group.device)
         flat = self.buffer.tensor
         self.copy_out = copy_out(group.packing, flat)
         self.parameters = []
@@ -75,8 +75,8 @@ class _Whole:
             tensor = flat.data[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
             if parameter.whole_spec is not None:
                 old = parameter.whole_spec
-                tensor = dtensor(tensor, dtensor_spec(old.mesh, old.placements, old.shape, group.compute_dtype))
-            self.parameters.append(nn.Parameter(tensor, requires_grad=parameter.shard.requires_grad))
+                tensor = dtensor(tensor, dtensor_spec(old.mesh, old.placements, old.shape, dtype))
+            self.parameters.append(nn.Parameter(tensor, requires_grad=parameter.requires_grad))
         del tensor
         self.own_uses = self.buffer.uses
 
@@ -89,7 +89,8 @@ class Weights:
         self._position = Position(group.name)
         self._streams = streams
         self._watch = watch
-        self._made: _Whole | None = None
+        self._wholes: dict[torch.dtype, _Whole] = {}
+        self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
         self._part: torch.Tensor | None = None
         self._part_group: dist.ProcessGroup | None = None
@@ -97,15 +98,21 @@ class Weights:
     @property
     def _whole(self) -> _Whole:
         """The whole buffer; made at the first gather, so that a model that is only built or loaded never holds one."""
-        if self._made is None:
+        made = self._made
+        if made is None:
             # Outside inference mode too: what is made in it can never be written in training.
             with torch.no_grad(), torch.inference_mode(False):
-                self._made = _Whole(self.group)
-                self._made.buffer.free()
-            for index, parameter in enumerate(self._made.parameters):
+                made = self._wholes[self._dtype] = _Whole(self.group, self._dtype)
+                made.buffer.free()
+            for index, parameter in enumerate(made.parameters):
                 self.group.parameters[index].claim(parameter)
                 self._watch(index, parameter)
-        return self._made
+        return made
+
+    @property
+    def _made(self) -> _Whole | None:
+        """The same, in the dtype of the last gather, if there is one by now."""
+        return self._wholes.get(self._dtype)
 
     @property
     def live(self) -> Live:
@@ -120,6 +127,12 @@ class Weights:
         """
         made = self._made
         return made is not None and made.buffer.uses == made.own_uses + made.copy_out.num_late_views
+
+    def outdate(self) -> None:
+        """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""
+        for whole in self._wholes.values():
+            for parameter in whole.parameters:
+                torch.autograd.graph.increment_version(parameter)
 
     def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
@@ -142,8 +155,10 @@ class Weights:
         return is_ready and self.group.packing.direct and not transport.brings_memory
 
     @torch.no_grad()
-    def gather(self, transport: Transport) -> None:
-        """Start the all-gather, from the shards or from the part that was kept."""
+    def gather(self, transport: Transport, full_precision: bool = False) -> None:
+        """Start the all-gather, from the shards or from the part that was kept; in the shards' own dtype if told so."""
+        if self.live is Live.SHARDED:
+            self._dtype = self.group.dtype if full_precision else self.group.compute_dtype
         if self.live is Live.SHRUNK:
             self._gather_part()
         elif transport.shares_memory:
@@ -161,7 +176,7 @@ class Weights:
         """The rest buffer, as it is sent."""
         group = self.group
         source = group.place.fetch(group.rest, group.device)
-        return source if group.compute_dtype == group.dtype else source.to(group.compute_dtype)
+        return source if self._dtype == group.dtype else source.to(self._dtype)
 
     def _gather_rows(self, transport: Transport) -> None:
         """Into rows, that are copied out later; into the whole buffer itself where they are the same thing."""
@@ -176,7 +191,7 @@ class Weights:
                 whole.buffer.allocate()
                 rows = whole.buffer.tensor[: packing.rows_numel]
             else:
-                rows = transport.empty(packing.rows_numel, group.compute_dtype, group.device)
+                rows = transport.empty(packing.rows_numel, self._dtype, group.device)
             flight.extend((source, rows))
             return transport.all_gather(rows, source, self.group.sizes, async_op)
 
@@ -238,8 +253,8 @@ class Weights:
         self._flight = None
         self._position.move(Live.WHOLE)
         for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):
-            if parameter.requires_grad != record.shard.requires_grad:
-                parameter.requires_grad_(record.shard.requires_grad)
+            if parameter.requires_grad != record.requires_grad:
+                parameter.requires_grad_(record.requires_grad)
             record.show(parameter)
 
     @torch.no_grad()
@@ -247,8 +262,9 @@ class Weights:
         """Show the shards again and give the memory back, whatever the state."""
         if self.live is Live.SHARDED:
             return
-        for record in self.group.parameters:
-            record.show(record.shard)
+        if self.live is Live.WHOLE:
+            for record in self.group.parameters:
+                record.show(record.shard)
         if self._flight is not None:
             self._flight.handoff.wait()
             self._flight = None

@@ -133,6 +133,11 @@ class Packing:
     def _runs(self) -> list[RunSlot]:
         return [slot for slot in self.slots if isinstance(slot, RunSlot)]
 
+    @property
+    def runs(self) -> tuple[Runs, ...]:
+        """The cuts of a packing cut into runs, in the order of its tensors."""
+        return tuple(slot.cut for slot in self._runs)
+
     @cached_property
     def is_even(self) -> bool:
         """Whether all rest buffers are equally long."""
@@ -164,6 +169,20 @@ class Packing:
         ends = [0, *(slot.whole.stop for slot in sorted(self._runs, key=_in_whole))]
         starts = [*(slot.whole.start for slot in sorted(self._runs, key=_in_whole)), self.rows_numel]
         return tuple(Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+
+    def gaps_of(self, rank: int) -> tuple[Extent, ...]:
+        """The same, as far as they are in `rank`'s rest buffer, counted from where that begins."""
+        start, stop = self.starts[rank], self.starts[rank] + self.rest_numels[rank]
+        parts = ((max(gap.start, start), min(gap.stop, stop)) for gap in self.gaps)
+        return tuple(Extent(a - start, b - a) for a, b in parts if a < b)
+
+    @cached_property
+    def runs_together(self) -> Runs:
+        """All tensors of a packing cut into runs as one of 1 dimension, from the first element to the last: the rows,
+        but for the padding behind them."""
+        used = max(slot.whole.stop for slot in self._runs)
+        ends = (start + numel for start, numel in zip(self.starts, self.rest_numels, strict=True))
+        return Runs((used,), self.num_ranks, 0, tuple(min(end, used) for end in ends))
 
     @property
     def padding(self) -> float:

@@ -6,10 +6,10 @@ planned for all its tensors at once (`plan.py`), so that every rank gets its sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from sherd.errors import PlacementError
 from sherd.layout.extent import Extent
@@ -89,9 +89,16 @@ class Runs:
 
 @runtime_checkable
 class RunPlacement(Protocol):
-    """A rule that says where a flattened tensor may be cut. `owned`: the tensor goes to one rank as it is."""
+    """A rule that says where a flattened tensor may be cut. `owned`: the tensor goes to one rank as it is.
 
-    owned: bool
+    `together`: all tensors of a unit that are cut so are in one plan; otherwise a large one may have its own.
+    """
+
+    @property
+    def owned(self) -> bool: ...
+
+    @property
+    def together(self) -> bool: ...
 
     def grain(self, shape: Shape, name: str) -> int:
         """Elements of one block, which no cut divides; at least 1. `name` is for the error message."""
@@ -102,11 +109,17 @@ class RunPlacement(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Flat:
-    """Cut anywhere, to the element: the fewest bytes. What a rank holds is 1-D. For element-wise optimizers."""
+    """Cut anywhere, to the element: the fewest bytes. What a rank holds is 1-D. For element-wise optimizers.
 
-    owned = False
+    Args:
+        together: keep all tensors of a unit in one line, the large ones too, which otherwise travel by themselves on
+            devices without streams. What a flat parameter is made of.
+    """
+
+    together: bool = field(default=False, repr=False)
+    owned: ClassVar[bool] = False
 
     def grain(self, shape: Shape, name: str) -> int:
         """One element."""
@@ -117,7 +130,7 @@ class Flat:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Blocks:
     """Cut between blocks of `rows` rows (indices of dim 0); the last block of a tensor may be shorter.
 
@@ -128,7 +141,8 @@ class Blocks:
     """
 
     rows: int = 1
-    owned = False
+    owned: ClassVar[bool] = False
+    together: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
@@ -143,12 +157,13 @@ class Blocks:
         return bool(shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Whole:
     """Never cut: each tensor has one owner, chosen so that the owners' loads balance. For Muon, Shampoo and their
     like."""
 
-    owned = True
+    owned: ClassVar[bool] = True
+    together: ClassVar[bool] = True
 
     def grain(self, shape: Shape, name: str) -> int:
         """All elements."""

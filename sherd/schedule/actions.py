@@ -48,6 +48,15 @@ class GradientsReady:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPassed:
+    """One group of the unit has its gradients, others have not: nothing will read its whole parameters again in this
+    backward."""
+
+    unit: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
 class AfterBackward:
     """Autograd is past the unit: nothing will read its whole parameters again in this backward.
 
@@ -100,6 +109,7 @@ Event = (
     | EndForward
     | BeforeBackward
     | GradientsReady
+    | GroupPassed
     | AfterBackward
     | EndBackward
     | Unshard
@@ -133,6 +143,14 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeGroup:
+    """As `Free`, but one group of the unit only; the next `Gather` brings back what is not there."""
+
+    unit: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shrink:
     """As `Free`, but keep this rank's part of the whole for a smaller mesh (`reshard_after_forward=k`)."""
 
@@ -160,4 +178,4 @@ class Forget:
     unit: int
 
 
-Action = Gather | Await | Free | Shrink | Reduce | Settle | Forget
+Action = Gather | Await | Free | FreeGroup | Shrink | Reduce | Settle | Forget

@@ -6,7 +6,8 @@
     EndForward        free what was gathered and not used; the pass teaches the order
     BeforeBackward    as BeforeForward, in backward order
     GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
-    AfterBackward     the same if gradients are left, then free it
+    GroupPassed       free that group alone, if the unit is one that goes after backward
+    AfterBackward     start its reduction if gradients are left, and free it
     EndBackward       free the rest, settle all reductions; the pass teaches the order
 
 Recomputation (activation checkpointing) runs a forward inside backward: the unit is made whole and stays so, because
@@ -30,8 +31,10 @@ from sherd.schedule.actions import (
     Event,
     Forget,
     Free,
+    FreeGroup,
     Gather,
     GradientsReady,
+    GroupPassed,
     Reduce,
     Reset,
     Reshard,
@@ -51,7 +54,7 @@ def decide(state: State, event: Event) -> Decision:
     turn = _Turn(state)
     match event:
         case BeforeForward(unit, recomputing):
-            turn.enter_backward(unit) if recomputing else turn.enter_forward(unit)
+            turn.recompute(unit) if recomputing else turn.enter_forward(unit)
         case AfterForward(unit, recomputing):
             if not recomputing:
                 turn.leave_forward(unit)
@@ -61,12 +64,15 @@ def decide(state: State, event: Event) -> Decision:
             turn.enter_backward(unit)
         case GradientsReady(unit):
             turn.reduce(unit)
+        case GroupPassed(unit, group):
+            turn.free_group(unit, group)
         case AfterBackward(unit, unreduced):
             turn.leave_backward(unit, unreduced)
         case EndBackward(last):
             turn.end_backward(last)
         case Unshard(unit, wait):
             turn.free_if_stale(unit)
+            turn.gather_again(unit)
             turn.gather(unit)
             if wait:
                 turn.wait(unit)
@@ -123,6 +129,10 @@ class _Turn:
 
     # Backward
 
+    def recompute(self, unit: int) -> None:
+        self.gather_again(unit)
+        self.enter_backward(unit)
+
     def enter_backward(self, unit: int) -> None:
         spec = self.state.specs[unit]
         if spec.unshard_in_backward:
@@ -133,8 +143,13 @@ class _Turn:
         if not order.learnt and order.strayed is None:
             order = Order(learnt=self.state.finished.learnt[::-1])
         self.state = replace(self.state, backward=order.after(unit), entered=self.state.entered | {unit})
+        if not self.state.limits.after_backward:
+            self._prefetch_backward(unit)
+
+    def _prefetch_backward(self, unit: int) -> None:
         upcoming = [each for each in self.state.backward.upcoming() if self.state.specs[each].unshard_in_backward]
-        self._prefetch(spec.backward_prefetch, upcoming, self.state.limits.backward_depth)
+        explicit = self.state.specs[unit].backward_prefetch
+        self._prefetch(explicit, upcoming, self.state.limits.backward_depth)
 
     def reduce(self, unit: int) -> None:
         if not self.state.specs[unit].reduces:
@@ -154,16 +169,27 @@ class _Turn:
         self.state = replace(self.state, reducing=tuple(each for each in self.state.reducing if each != unit))
 
     def leave_backward(self, unit: int, unreduced: bool) -> None:
-        # Freed before the reduction is started, so that the two never add up in the peak. One that another unit borrows
-        # from may still be needed there: it goes when the whole backward ends.
-        if self.state.specs[unit].reshard_after_backward and unit not in self.state.borrowed:
+        # Freed before the reduction is started, so that the two never add up in the peak.
+        if self._goes_after_backward(unit):
             self.free(unit)
         if unreduced:
             self.reduce(unit)
+        if self.state.limits.after_backward:
+            self._prefetch_backward(unit)
+
+    def free_group(self, unit: int, group: int) -> None:
+        if self._goes_after_backward(unit) and self.state.live[unit] is Live.WHOLE:
+            self.actions.append(FreeGroup(unit, group))
+            self.state = replace(self.state, passed=self.state.passed | {unit})
+
+    def _goes_after_backward(self, unit: int) -> bool:
+        """One that another unit borrows from may still be needed there: it goes when the whole backward ends."""
+        return self.state.specs[unit].reshard_after_backward and unit not in self.state.borrowed
 
     def end_backward(self, last: bool) -> None:
         for unit, live in enumerate(self.state.live):
-            if live is not Live.WHOLE or self.state.specs[unit].reshard_after_backward:
+            is_intact = live is Live.WHOLE and unit not in self.state.passed
+            if not is_intact or self.state.specs[unit].reshard_after_backward:
                 self.free(unit)
         if last:
             for unit in self.state.reducing:
@@ -174,6 +200,12 @@ class _Turn:
 
     def gather(self, unit: int) -> None:
         if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK):
+            self.actions.append(Gather(unit))
+            self.state = self.state.with_live(unit, Live.GATHERING)
+
+    def gather_again(self, unit: int) -> None:
+        """What was freed of a whole unit: somebody will read it."""
+        if unit in self.state.passed:
             self.actions.append(Gather(unit))
             self.state = self.state.with_live(unit, Live.GATHERING)
 

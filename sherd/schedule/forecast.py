@@ -8,6 +8,7 @@ through the very `Schedule` that runs the model; what its actions do to the buff
     Await             whole, if copied out of rows             rows
     Shrink            the kept part                            whole
     Free                                                       whole, rows, the kept part
+    FreeGroup                                                  one group's whole
     Arrival           one gradient, then gradient rows         gradients, once copied into the rows
     Reduce            this rank's sum; the transport's own
     Settle            the shards' gradient                     gradient rows, the sum, the transport's own
@@ -32,8 +33,10 @@ from sherd.schedule.actions import (
     Event,
     Forget,
     Free,
+    FreeGroup,
     Gather,
     GradientsReady,
+    GroupPassed,
     Reduce,
     Settle,
     ShardsChanged,
@@ -89,6 +92,11 @@ class GroupSizes:
     scratch: int = 0
     is_all_trainable: bool = True
     lands: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is one trainable parameter."""
+        return len(self.arriving) == 1 and self.is_all_trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +237,8 @@ class _Backward:
         if not self._missing[unit]:
             is_past = all(group.is_all_trainable for group in self._sizes[unit])
             yield AfterBackward(unit, unreduced=True) if is_past else GradientsReady(unit)
+        elif self._sizes[unit][use.group].is_alone:
+            yield GroupPassed(unit, use.group)
 
 
 # What it does to the buffers
@@ -244,6 +254,7 @@ class _Group:
     has_rows: bool = False
     in_reduction: bool = False
     has_gradients: bool = False
+    is_whole: bool = False
     is_shrunk: bool = False
     is_landing: bool = False
 
@@ -317,12 +328,16 @@ class Buffers:
             case Free():
                 self._drop(unit, Kind.WHOLE, Kind.ROWS, Kind.SENT, Kind.PART)
                 for group in groups:
-                    group.is_shrunk = group.is_landing = False
+                    group.is_whole = group.is_shrunk = group.is_landing = False
+            case FreeGroup():
+                group = groups[action.group]
+                self._add(unit, Kind.WHOLE, -group.sizes.whole if group.is_whole else 0)
+                group.is_whole = False
             case Shrink():
                 for group in groups:
                     self._add(unit, Kind.PART, group.sizes.part)
                     self._add(unit, Kind.WHOLE, -group.sizes.whole)
-                    group.is_shrunk = True
+                    group.is_whole, group.is_shrunk = False, True
             case Reduce():
                 self._reduce(unit, groups)
             case Settle():
@@ -334,7 +349,7 @@ class Buffers:
                     group.has_rows = group.in_reduction = False
 
     def _gather(self, unit: int, groups: list[_Group]) -> None:
-        for group in groups:
+        for group in (each for each in groups if not each.is_whole):
             sizes = group.sizes
             if group.is_shrunk:
                 self._add(unit, Kind.PART, -sizes.part)
@@ -346,14 +361,14 @@ class Buffers:
                 group.is_landing = sizes.lands
 
     def _await(self, unit: int, groups: list[_Group]) -> None:
-        for group in groups:
+        for group in (each for each in groups if not each.is_whole):
             sizes = group.sizes
             if sizes.rows and not group.is_shrunk:
                 self._add(unit, Kind.WHOLE, sizes.whole)
                 self._add(unit, Kind.ROWS, -sizes.rows)
             self._land(unit, group)
             self._add(unit, Kind.SENT, -(sizes.part if group.is_shrunk else sizes.sent))
-            group.is_shrunk = False
+            group.is_whole, group.is_shrunk = True, False
 
     def _land(self, unit: int, group: _Group) -> None:
         if group.is_landing:

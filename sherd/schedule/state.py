@@ -51,13 +51,15 @@ class UnitSpec:
 class Limits:
     """How far ahead to gather, and how much may be in flight: units, bytes (None: no bound), buffers being reduced.
 
-    `reduce_buffers` 0 settles each reduction as soon as it was started.
+    `reduce_buffers` 0 settles each reduction as soon as it was started. `after_backward`: units are gathered ahead in
+    backward once the one before was freed, not when it begins.
     """
 
     forward_depth: int = 1
     backward_depth: int = 1
     bytes_in_flight: int | None = None
     reduce_buffers: int = 1
+    after_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class State:
 
     `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units
     that the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `stale`: units
-    whose live whole parameters are older than their shards.
+    whose live whole parameters are older than their shards. `passed`: whole units some of whose groups backward has
+    passed, which are freed.
     """
 
     specs: tuple[UnitSpec, ...]
@@ -78,6 +81,7 @@ class State:
     entered: frozenset[int] = frozenset()
     reducing: tuple[int, ...] = ()
     stale: frozenset[int] = frozenset()
+    passed: frozenset[int] = frozenset()
 
     @classmethod
     def at_rest(cls, specs: tuple[UnitSpec, ...], limits: Limits = Limits()) -> State:
@@ -88,7 +92,7 @@ class State:
         """The state once `unit`'s parameters are `live`; sharded ones cannot be stale."""
         changed = (*self.live[:unit], live, *self.live[unit + 1 :])
         stale = self.stale - {unit} if live is Live.SHARDED else self.stale
-        return replace(self, live=changed, stale=stale)
+        return replace(self, live=changed, stale=stale, passed=self.passed - {unit})
 
     @property
     def bytes_in_flight(self) -> int:

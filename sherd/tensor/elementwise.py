@@ -48,12 +48,12 @@ def _all_numbers(kwargs: Kwargs) -> bool:
 def _runs_of_one_spec(args: Args) -> list[Any] | None:
     """The runs, in the most common case: all tensors among the arguments have the very same spec. Else None."""
     first = args[0]
-    if type(first) is not RaggedDTensor or layout_of(spec_of(first)).strides:
+    if not isinstance(first, RaggedDTensor) or layout_of(spec_of(first)).strides:
         return None
     spec = spec_of(first)
     runs: list[Any] = []
     for each in args:
-        if type(each) is RaggedDTensor and spec_of(each) is spec:
+        if isinstance(each, RaggedDTensor) and spec_of(each) is spec:
             runs.append(local_tensor(each))
         elif isinstance(each, torch.Tensor | list | tuple):
             return None

@@ -63,7 +63,9 @@ def first_list(args: Args) -> list[Any]:
 
 
 def _kind_of(tensor: torch.Tensor) -> type:
-    return type(tensor) if type(tensor) in (RaggedDTensor, DTensor) else torch.Tensor
+    if isinstance(tensor, RaggedDTensor):
+        return RaggedDTensor
+    return DTensor if type(tensor) is DTensor else torch.Tensor
 
 
 def _picked(value: Any, chosen: list[int], length: int) -> Any:
@@ -110,7 +112,8 @@ def _local_of(given: Any, first: list[RaggedDTensor], specs: list[DTensorSpec], 
 
 
 def _all_ragged(tensors: Sequence[Any]) -> bool:
-    return set(map(type, tensors)) == {RaggedDTensor}
+    kinds = set(map(type, tensors))
+    return bool(kinds) and all(issubclass(kind, RaggedDTensor) for kind in kinds)
 
 
 def _may_meet(each: RaggedDTensor, like: RaggedDTensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -67,6 +69,17 @@ def run_of(whole: torch.Tensor, cut: Runs, rank: int) -> torch.Tensor:
     """What `rank` holds of a whole tensor, in the shape it has there: a view, if the whole tensor is contiguous."""
     piece = cut.piece(rank)
     return whole.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
+
+
+def part_given(
+    value: torch.Tensor, shape: tuple[int, ...], local: torch.Tensor, piece: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
+    """What a user's `value` for a tensor of `shape` gives to one rank, whose part is `local`: the rank's `piece` of a
+    whole tensor, or the part itself. None if it is neither."""
+    value = value.detach()
+    if tuple(value.shape) == shape:
+        return piece(value)
+    return value.view_as(local) if value.dim() in (1, local.dim()) and value.numel() == local.numel() else None
 
 
 def piece_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from sherd._torch import DTensorSpec, dtensor, dtensor_of, local_tensor, register_foreach_type, spec_of
-from sherd.errors import PlacementError
+from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
 from sherd.tensor.covering import as_asked_for
-from sherd.tensor.moves import gather, piece_of
+from sherd.tensor.moves import gather, part_given, piece_of
 from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
 from sherd.tensor.table import operation_for
 
@@ -43,6 +43,33 @@ class RaggedDTensor(DTensor):
     def cut(self) -> Runs:
         """Which rank holds which run."""
         return layout_of(spec_of(self)).cut
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same tensor outside autograd. Set it, to a tensor of this layout, a whole one, or this rank's run, and
+        its values are copied into the memory that the tensor has.
+
+        Raises:
+            WriteBackError: it is set to a tensor of another shape.
+        """
+        plain: Any = torch.Tensor.data
+        found: torch.Tensor = plain.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        layout, local = layout_of(spec_of(self)), local_tensor(self)
+        if isinstance(value, DTensor):
+            same = isinstance(value, RaggedDTensor) and layout_of(spec_of(value)).same_as(layout)
+            value = local_tensor(value) if same else value.full_tensor()
+        part = part_given(value, layout.cut.shape, local, lambda whole: piece_of(whole, layout))
+        if part is None:
+            raise WriteBackError(
+                f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
+                f"holds {local.numel()} elements; give the whole tensor or this rank's run"
+            )
+        with torch.no_grad():
+            local.copy_(part)
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.shape)

@@ -17,6 +17,7 @@ from sherd.schedule.actions import (
     Event,
     Forget,
     Free,
+    FreeGroup,
     Gather,
     GradientsReady,
     Reduce,
@@ -61,13 +62,15 @@ def step(num_units: int) -> list[Event]:
 class StrictEngine:
     """Carries actions out on integers, and refuses what the real engine could not do.
 
-    `needed`: units whose modules are running, or that backward has entered and not left. `events` counts those seen.
+    `needed`: units whose modules are running, or that backward has entered and not left. `passed`: whole ones of which
+    a group was freed.
     """
 
     specs: tuple[UnitSpec, ...]
     limits: Limits = field(default_factory=Limits)
     needed: list[int] = field(default_factory=list)
     live: dict[int, Live] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
     reducing: set[int] = field(default_factory=set)
     collected: set[int] = field(default_factory=set)
     reduced: list[int] = field(default_factory=list)
@@ -94,14 +97,19 @@ class StrictEngine:
         live = self.live[unit]
         match action:
             case Gather():
-                assert live in (Live.SHARDED, Live.SHRUNK), f"{action} while {live}"
+                assert live in (Live.SHARDED, Live.SHRUNK) or unit in self.passed, f"{action} while {live}"
+                self.passed.discard(unit)
                 self.live[unit] = Live.GATHERING
             case Await():
                 assert live is Live.GATHERING, f"{action} while {live}"
                 self.live[unit] = Live.WHOLE
             case Free():
                 assert live is not Live.SHARDED, f"{action} while {live}"
+                self.passed.discard(unit)
                 self.live[unit] = Live.SHARDED
+            case FreeGroup():
+                assert live is Live.WHOLE, f"{action} while {live}"
+                self.passed.add(unit)
             case Shrink():
                 assert live is Live.WHOLE, f"{action} while {live}"
                 self.live[unit] = Live.SHRUNK
@@ -121,6 +129,7 @@ class StrictEngine:
         """Note who needs its parameters after `event`."""
         match event:
             case BeforeForward(unit, recomputing):
+                assert unit not in self.passed, f"unit {unit} computes without one of its groups"
                 if not (recomputing and unit in self.needed):
                     self.needed.append(unit)
             case BeforeBackward(unit):
@@ -139,6 +148,7 @@ class StrictEngine:
         """What must hold between any two events."""
         state = self.schedule.state
         assert tuple(self.live.values()) == state.live, "the schedule is wrong about where parameters are"
+        assert self.passed == state.passed
         assert self.reducing == set(state.reducing)
         assert len(self.reducing) <= self.limits.reduce_buffers
         for unit in self.needed:

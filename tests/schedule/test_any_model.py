@@ -14,6 +14,7 @@ from sherd.schedule.actions import (
     EndForward,
     Event,
     GradientsReady,
+    GroupPassed,
 )
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
@@ -25,12 +26,14 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 @dataclass(frozen=True)
 class Call:
     """A unit's forward, with the forwards inside it. `checkpointed`: backward runs it again; `passes`: an input needs a
-    gradient, so autograd can be seen to leave the unit."""
+    gradient, so autograd can be seen to leave the unit; `groups`: how many of the unit's groups have their gradients
+    before the units inside are reached."""
 
     unit: int
     inside: tuple["Call", ...]
     checkpointed: bool
     passes: bool
+    groups: int = 0
 
 
 def forward_of(call: Call) -> list[Event]:
@@ -45,7 +48,8 @@ def backward_of(call: Call) -> list[Event]:
         again = [BeforeForward(call.unit, recomputing=True), AfterForward(call.unit, recomputing=True)]
     inside = [event for each in reversed(call.inside) for event in backward_of(each)]
     left = [AfterBackward(call.unit)] if call.passes else []
-    return [*again, BeforeBackward(call.unit), *inside, GradientsReady(call.unit), *left]
+    passed = [GroupPassed(call.unit, group) for group in range(call.groups)]
+    return [*again, BeforeBackward(call.unit), *passed, *inside, GradientsReady(call.unit), *left]
 
 
 @st.composite
@@ -56,14 +60,15 @@ def calls(draw: st.DrawFn, units: list[int]) -> tuple[Call, ...]:
     for unit in order:
         nested = tuple(made[-draw(st.integers(0, 2)) :]) if made and draw(st.booleans()) else ()
         made = made[: len(made) - len(nested)]
-        made.append(Call(unit, nested, draw(st.booleans()) and not nested, draw(st.booleans())))
+        checkpointed = draw(st.booleans()) and not nested
+        made.append(Call(unit, nested, checkpointed, draw(st.booleans()), draw(st.integers(0, 2))))
     return tuple(made)
 
 
 @st.composite
 def passes(draw: st.DrawFn, num_units: int) -> list[Event]:
     """One root forward, and a backward unless it was an evaluation."""
-    root = Call(0, draw(calls(list(range(1, num_units)))), False, False)
+    root = Call(0, draw(calls(list(range(1, num_units)))), False, False, draw(st.integers(0, 2)))
     trains = draw(st.booleans())
     events = [*forward_of(root), EndForward(trains)]
     return [*events, *backward_of(root), EndBackward(draw(st.booleans()))] if trains else events

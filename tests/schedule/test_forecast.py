@@ -14,6 +14,7 @@ from sherd.schedule.actions import (
     EndBackward,
     EndForward,
     GradientsReady,
+    GroupPassed,
 )
 from sherd.schedule.forecast import Arrival, Buffers, Call, GroupSizes, Kind, Use, forecast, step_of
 from sherd.schedule.schedule import Schedule
@@ -77,6 +78,19 @@ def test_with_a_frozen_parameter_in_the_unit_its_gradients_are_ready_before_it_m
     assert moments[-4:] == (Arrival(0, 0, 0), GradientsReady(0), AfterBackward(0), EndBackward())
 
 
+def test_a_group_of_one_tensor_is_passed_when_its_gradient_comes_before_others_of_the_unit():
+    lone = replace(GROUP, arriving=(100,), borrows=True)
+    uses = (Use(0, 0), Use(1, 0), Use(0, 1), Use(2, 0))
+    moments = step_of(Call(0, uses), [(GROUP, lone, replace(lone, is_all_trainable=False))])
+    assert [each for each in moments if isinstance(each, (Arrival, GroupPassed))] == [
+        Arrival(0, 2, 0),
+        Arrival(0, 0, 1),
+        Arrival(0, 1, 0),
+        GroupPassed(0, 1),
+        Arrival(0, 0, 0),
+    ]
+
+
 def test_backward_does_not_reach_what_comes_before_the_first_trainable_parameter():
     moments = step_of(Call(0, (Call(1), leaf(2), Call(3))), [(GROUP,)] * 4)
     assert [each.unit for each in moments if isinstance(each, BeforeBackward)] == [0, 3, 2]
@@ -118,6 +132,20 @@ def test_a_large_gradient_that_is_borrowed_takes_no_rows():
     found = peak_of([ROOT], [group], leaf(0, 1))
     assert (found.peak, found.moment) == (50 + 100 + 100, Arrival(0, 0, 0))
     assert of_kind(found, Kind.GRADIENT_ROWS) == {0: 100}
+
+
+def test_what_backward_has_passed_is_gone_when_the_next_gradient_comes():
+    # Of three tensors, each with a group to itself: shards 150, gradients 300, their sums 150; wholes 300 if they stay.
+    lone = replace(GROUP, arriving=(100,), borrows=True)
+    sizes = [(lone,) * 3]
+    moments = step_of(Call(0, tuple(Use(number, 0) for number in range(3))), sizes)
+    stays = replace(ROOT, reshard_after_backward=False)
+    freed, kept = (forecast((spec,), AT_ONCE, sizes, moments, batch_bytes=1) for spec in (ROOT, stays))
+    assert (freed.peak, kept.peak) == (150 + 300 + 150, 150 + 300 + 150 + 300)
+    # Before the reduction, each gradient takes the place of the whole before it.
+    small_sums = [(replace(lone, reduced=1, gradients=1),) * 3]
+    found = forecast((ROOT,), AT_ONCE, small_sums, moments, batch_bytes=1)
+    assert (found.peak, found.moment) == (150 + 300 + 100, Arrival(0, 2, 0))
 
 
 def test_a_reduction_peaks_with_the_rows_the_sum_and_what_the_transport_takes():

@@ -14,8 +14,10 @@ from sherd.schedule.actions import (
     EndForward,
     Forget,
     Free,
+    FreeGroup,
     Gather,
     GradientsReady,
+    GroupPassed,
     Reduce,
     Reset,
     Reshard,
@@ -48,6 +50,55 @@ def test_recomputation_teaches_the_order_of_backward_and_leaves_that_of_forward_
     answers(schedule, [*events, EndBackward()])
     assert schedule.state.forward == Order(learnt=(0, 1, 2))
     assert schedule.state.backward == Order(learnt=(0, 2, 1))
+
+
+# Groups that backward passes before the rest of their unit
+
+
+def in_backward_of_the_last(units: tuple[UnitSpec, ...]) -> Schedule:
+    schedule = Schedule(units, Limits(backward_depth=0))
+    last = len(units) - 1
+    answers(schedule, [*forward([*range(1, last + 1)]), BeforeBackward(0), BeforeBackward(last)])
+    return schedule
+
+
+def test_groups_go_one_by_one_and_the_rest_with_the_unit():
+    schedule = in_backward_of_the_last(specs(2))
+    assert schedule.on(GroupPassed(1, 2)) == (FreeGroup(1, 2),)
+    assert schedule.on(GroupPassed(1, 0)) == (FreeGroup(1, 0),)
+    assert schedule.on(BeforeBackward(1)) == (), "another output of it leads to what is still whole"
+    assert answers(schedule, [GradientsReady(1), AfterBackward(1)]) == [Reduce(1), Free(1)]
+    assert not schedule.state.passed
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        (*specs(1), UnitSpec(100, reshard_after_backward=False)),
+        (*specs(1), UnitSpec(100), UnitSpec(100, companions=(1,))),
+    ],
+    ids=["stays whole after backward", "is borrowed from"],
+)
+def test_no_group_goes_alone_of_a_unit_that(units):
+    schedule = in_backward_of_the_last(units)
+    assert schedule.state.live[1] is Live.WHOLE
+    assert schedule.on(GroupPassed(1, 0)) == ()
+
+
+@pytest.mark.parametrize("event", [BeforeForward(1, recomputing=True), Unshard(1)])
+def test_who_reads_a_unit_again_gets_the_groups_back_that_were_freed(event):
+    schedule = in_backward_of_the_last(specs(2))
+    schedule.on(GroupPassed(1, 0))
+    assert schedule.on(event) == (Gather(1), Await(1))
+    assert not schedule.state.passed
+
+
+def test_a_unit_that_lost_a_group_is_freed_when_backward_ends_though_it_is_to_stay_whole_by_now():
+    schedule = in_backward_of_the_last(specs(2))
+    schedule.on(GroupPassed(1, 0))
+    stays = tuple(replace(spec, reshard_after_backward=False) for spec in schedule.state.specs)
+    schedule.move_to(replace(schedule.state, specs=stays))
+    assert schedule.on(EndBackward()) == (Free(1),)
 
 
 # More, or less, than one call of each unit

@@ -1,0 +1,149 @@
+"""What does an optimizer own that is to see one parameter per unit? The shards of a group as one vector.
+
+    rest buffers      rank 0 | a a a a | b b |    rank 1 | b b b . | c c | . . |
+    flat parameter           | a a a a | b b               b b b . | c c |
+
+It is a 1-D DTensor. What aligns the next tensor is part of it, and zero, so that no norm sees it and no optimizer moves
+it; what follows the last tensor is not.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from sherd._torch import dtensor_spec, register_foreach_type
+from sherd.engine.group import Group, own_view
+from sherd.engine.parameter import record_of
+from sherd.errors import StateError
+from sherd.tensor.placement import RaggedShard
+from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
+
+
+class FlatParamShardMetadata(NamedTuple):
+    """What one rank holds of a flat parameter: an entry for each parameter that it holds some of.
+
+    Shapes, strides and numbers of elements are the whole parameter's. `param_offsets` are the first and the last
+    element held, counted in the flattened parameter. Fields as torch's record of this name has them.
+    """
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[torch.Size, ...]
+    param_strides: tuple[tuple[int, ...], ...]
+    param_contiguities: tuple[bool, ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
+
+
+class FlatParameter(RaggedDTensor):
+    """All parameters of one unit as one 1-D parameter, of which each rank holds a run.
+
+    Its `shape` is `(numel,)`, the parameters one behind the other with what aligns them; `to_local()` is this rank's
+    run. A copy, or what comes out of a file, is a vector like it that no unit uses.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As for any ragged tensor. What `model.to(...)` puts in a parameter's place is of the parameter's class."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return _as_flat(result) if func in _KEEP_CLASS and isinstance(args[0], FlatParameter) else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+        return _as_flat(super().__deepcopy__(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        _, given = super().__reduce_ex__(protocol)
+        return _unpickled, given
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """Which parameters this rank holds, and which elements of each. Raises `StateError` for a copy."""
+        return self._shard.metadata()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names, as seen from the wrapped module, in its order."""
+        return self._shard.names
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The parameters' shapes, in the same order."""
+        return self._shard.shapes
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """The parameters' numbers of elements, in the same order."""
+        return tuple(shape.numel() for shape in self._shard.shapes)
+
+    @property
+    def _shard(self) -> FlatShard:
+        record = record_of(self)
+        if record is None or not isinstance(record.flat, FlatShard):
+            raise StateError(
+                "this FlatParameter is a copy, or its model is gone: it knows nothing of the parameters it was made "
+                "of; ask the one among the wrapped model's parameters()"
+            )
+        return record.flat
+
+
+register_foreach_type(FlatParameter)
+
+_KEEP_CLASS = {torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default, torch.ops.aten.detach.default}
+
+
+def _as_flat(tensor: RaggedDTensor) -> FlatParameter:
+    tensor.__class__ = FlatParameter
+    assert isinstance(tensor, FlatParameter), "its class was set"
+    return tensor
+
+
+def _unpickled(*given: Any) -> FlatParameter:
+    return _as_flat(unpickled(*given))
+
+
+# `torch.load` makes only what is named here, unless it is told to trust the file.
+torch.serialization.add_safe_globals([FlatParameter, _unpickled])
+
+
+class FlatShard:
+    """The flat parameter of one group, and what it is made of."""
+
+    def __init__(self, group: Group) -> None:
+        self.names = tuple(each.name for each in group.parameters)
+        self.shapes = tuple(each.shape for each in group.parameters)
+        self._pieces = tuple(cut.piece(group.mesh.shard_rank) for cut in group.packing.runs)
+        self.parameter = _flat_parameter(group)
+
+    def metadata(self) -> FlatParamShardMetadata:
+        """What this rank holds."""
+        everything = zip(self.names, self.shapes, self._pieces, strict=True)
+        held = [(name, shape, piece) for name, shape, piece in everything if piece.numel]
+        return FlatParamShardMetadata(
+            tuple(name for name, _, _ in held),
+            tuple(shape for _, shape, _ in held),
+            tuple(tuple(prod(shape[at + 1 :]) for at in range(len(shape))) for _, shape, _ in held),
+            (True,) * len(held),
+            tuple(shape.numel() for _, shape, _ in held),
+            tuple((piece.start, piece.stop - 1) for _, _, piece in held),
+        )
+
+
+def _flat_parameter(group: Group) -> nn.Parameter:
+    """A parameter on the group's rest buffer."""
+    mesh, together = group.mesh, group.packing.runs_together
+    placements: list[Placement] = [Replicate()] * mesh.mesh.ndim
+    assert mesh.shard_axis is not None, "a flat parameter is cut over a shard axis"
+    placements[mesh.shard_axis] = RaggedShard(together)
+    spec = dtensor_spec(mesh.mesh, tuple(placements), torch.Size(together.shape), group.dtype)
+    local = own_view(group.rest[: together.local_numel(mesh.shard_rank)])
+    for gap in group.packing.gaps_of(mesh.shard_rank):
+        local[gap.start : gap.stop].zero_()
+    # A Parameter keeps the class of its data, whatever its type says: this is one, and a FlatParameter.
+    parameter: Any = nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad)
+    return cast(nn.Parameter, _as_flat(parameter))

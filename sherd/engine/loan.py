@@ -1,0 +1,350 @@
+"""What the user works with inside `unsharded`: whole copies of a unit's parameters, in full precision, in memory of
+their own.
+
+    begin    gather the rest buffers, and the gradients' if asked for, into new memory; show that on the modules
+    end      copy this rank's part of what is there back, if asked for; show the shards again
+
+The engine's own whole buffers take no part: they are shown in forward and backward only, in the dtype of compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import dtensor, dtensor_spec, local_tensor
+from sherd.engine.group import Group
+from sherd.engine.parameter import ShardedParameter
+from sherd.engine.pieces import copy_out, piece_of
+from sherd.engine.unit import Unit
+from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What was asked for: changes kept, whole parameters on rank 0 of the shard axis only, on the host, with gradients.
+
+    The fields are named as the arguments of `unsharded`.
+    """
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+    def missing_from(self, outer: Terms) -> list[str]:
+        """What the context around does not give, though this one asks for it."""
+        wanted = {
+            "writeback=True": self.writeback and not outer.writeback,
+            "rank0_only=False": outer.rank0_only and not self.rank0_only,
+            "with_grads=True": self.with_grads and not outer.with_grads,
+        }
+        return [argument for argument, is_missing in wanted.items() if is_missing]
+
+
+class Loan:
+    """One unit's parameters, lent. Collective over the shard axis when it begins."""
+
+    def __init__(self, unit: Unit, terms: Terms) -> None:
+        self._terms = terms
+        self.unit = unit
+        groups = [weights.group for weights in unit.weights]
+        shown = self._is_shown
+        wholes = [_wholes(unit, group, _rest, shown, terms.offload_to_cpu) for group in groups]
+        grads = [_wholes(unit, group, _gradients, shown, False) if terms.with_grads else None for group in groups]
+        # On every rank, shown or not: they must agree on what is lent, or one refuses a forward that the others run.
+        unit.lend(self)
+        if shown:
+            for group, of_group, grads_of_group in zip(groups, wholes, grads, strict=True):
+                _lend(group, of_group, grads_of_group)
+        # Before the first forward nothing was computed that could be out of date.
+        watched = unit.parameters if terms.writeback and unit.runtime is not None else []
+        self._digests = {id(record): _digest(record.lent) for record in watched if record.lent is not None}
+
+    @property
+    def _is_shown(self) -> bool:
+        return not self._terms.rank0_only or self.unit.mesh.shard_rank == 0
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether the shards will be written at the end."""
+        return self._terms.writeback
+
+    def require_covers(self, terms: Terms) -> None:
+        """Raise `StateError` if a context within this one asks for more than this one gives."""
+        missing = terms.missing_from(self._terms)
+        if missing:
+            raise WrapperStateError(
+                "Cannot manually unshard parameters when already unsharding parameters: a context around this one has "
+                f"lent unit {self.unit.name} without {' and '.join(missing)}; ask for that in the outer context"
+            )
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Show the shards again, with what was changed if that was asked for.
+
+        Raises:
+            PlacementError: a parameter, or its gradient, is of another shape or kind than it was. All others are
+                written back nevertheless.
+        """
+        runtime = self.unit.runtime
+        if runtime is not None:
+            runtime.reshard(self.unit)  # somebody may have gathered it meanwhile, without showing it
+        taken = [(record, record.lent, record.take_back()) for record in self.unit.parameters]
+        self.unit.lend(None)
+        if self._terms.writeback and self._is_shown:
+            self._write_back(taken)
+
+    def _write_back(self, taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[Any]]]) -> None:
+        present: dict[int, torch.Tensor] = {}
+        wrong: list[PlacementError] = []
+        for record, lent, found in taken:
+            try:
+                present[id(record)] = _present(record, lent, found)
+            except PlacementError as error:
+                wrong.append(error)
+        # A list first: each is written, whatever came of the one before.
+        changed = [self._keep(record, present[id(record)]) for record, _, _ in taken if id(record) in present]
+        if any(changed):
+            self.unit.outdate()
+        if self._terms.with_grads:
+            for weights in self.unit.weights:
+                _keep_gradients(weights.group, present)
+        if wrong:
+            raise wrong[0]
+        _keep_requires_grad(self.unit, present)
+
+    def _keep(self, record: ShardedParameter, whole: torch.Tensor) -> bool:
+        """Write this rank's part into the shard; whether any part has changed, on whichever rank.
+
+        All ranks must come to the same answer, as those that find a backward out of date leave it: by the whole, then,
+        of which rather than a copy a digest is kept.
+        """
+        part = _part_of(record, whole, self.unit.mesh.shard_rank)
+        record.local.copy_(part)
+        self.unit.shards_written()
+        before = self._digests.get(id(record))
+        return before is not None and not torch.equal(before, _digest(whole))
+
+
+def require_lendable(unit: Unit, terms: Terms) -> None:
+    """Bring `unit` to rest, its shards up to date with what a user has put in their place.
+
+    Raises:
+        StateError: it is in the middle of a forward or backward, has no data yet, or gradients were asked for that wait
+            for a reduction.
+        PlacementError: something of another shape was put in a shard's place.
+    """
+    runtime = unit.runtime
+    try:
+        if runtime is not None:
+            runtime.show_shards(unit)
+    except StateError:
+        assert runtime is not None, "only a runtime refuses"
+        raise WrapperStateError(
+            "Cannot manually unshard parameters during forward/backward: it is the turn of "
+            f"{runtime.root.name}, to which unit {unit.name} belongs; enter the unshard context before, or after"
+        ) from None
+    if unit.meta_parameters:
+        raise StateError(
+            f"parameters of unit {unit.name} are still on the meta device: {', '.join(unit.meta_parameters[:8])}; give "
+            "them memory and values (to_empty, reset_parameters, or a state dict) before an unshard context"
+        )
+    if terms.with_grads and unit.unreduced:
+        raise WrapperStateError(
+            f"with_grads=True: unit {unit.name} has gradients that wait for a reduction (no_sync, or "
+            "set_requires_gradient_sync(False)), so they are in no shard; run a backward that reduces first"
+        )
+    if unit.policy.notices_replaced:
+        for record in unit.parameters:
+            record.notice_replaced(unit.mesh.shard_rank)
+    if runtime is None:
+        unit.reseat()
+
+
+# Gathering
+
+
+def _rest(group: Group) -> torch.Tensor:
+    return group.place.fetch(group.rest, group.device)
+
+
+def _gradients(group: Group) -> torch.Tensor:
+    """A rest buffer of gradients; zeros for what has none."""
+    rest = torch.zeros(group.rest_numel, dtype=group.dtype, device=group.device)
+    for leaf in group.leaves:
+        gradient = leaf.parameter.grad
+        if isinstance(gradient, DTensor):
+            rest[leaf.extent.start : leaf.extent.stop].copy_(local_tensor(gradient).reshape(-1))
+    return rest
+
+
+@torch.no_grad()
+def _wholes(
+    unit: Unit, group: Group, rest_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
+) -> list[torch.Tensor]:
+    """Whole copies of a group's tensors; all ranks of the shard axis must ask. Empty where they are not `shown`."""
+    if group.gathers_itself:
+        return _gathered_by_torch(group, rest_of is _rest, on_host)
+    packing, source = group.packing, rest_of(group)
+    rows = torch.empty(packing.rows_numel, dtype=source.dtype, device=source.device)
+    unit.mesh.shard_transport.all_gather(rows, source, group.sizes, False)
+    if not shown:
+        return []
+    whole = rows
+    if not packing.direct or packing.whole_numel > packing.rows_numel:
+        whole = torch.empty(packing.whole_numel, dtype=source.dtype, device=source.device)
+        copy_out(packing, whole)(rows)
+    wholes = []
+    for record, slot in zip(group.parameters, packing.slots, strict=True):
+        part = whole[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
+        # Memory of its own: a user may keep one, and would keep all.
+        part = part.to("cpu", copy=True) if on_host else part.clone()
+        if record.whole_spec is not None:
+            old = record.whole_spec
+            part = dtensor(part, dtensor_spec(old.mesh, old.placements, old.shape, group.dtype))
+        wholes.append(part)
+    return wholes
+
+
+def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.Tensor]:
+    """Of a tensor subclass with its own all-gather: DTensor knows how to put it together."""
+    wholes = []
+    for record in group.parameters:
+        tensor: Any = record.shard.detach() if values else record.shard.grad
+        whole = tensor.full_tensor() if tensor is not None else torch.zeros(record.shape)
+        wholes.append(whole.cpu() if on_host else whole)
+    return wholes
+
+
+def whole_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
+    """The parameters of `unit`, whole, in memory of their own and outside autograd; none where they are not `shown`.
+
+    Collective over the shard axis: one all-gather per group. Besides the result it takes the memory of one group.
+    """
+    wholes: dict[ShardedParameter, torch.Tensor] = {}
+    for group in (weights.group for weights in unit.weights):
+        wholes.update(zip(group.parameters, _wholes(unit, group, _rest, shown, on_host), strict=False))
+    return wholes
+
+
+def _lend(group: Group, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+    has_grad = {index for leaf in group.leaves if leaf.parameter.grad is not None for index in leaf.members}
+    for index, (record, whole) in enumerate(zip(group.parameters, wholes, strict=True)):
+        parameter = nn.Parameter(whole, requires_grad=record.requires_grad)
+        if grads is not None and index in has_grad:
+            parameter.grad = grads[index]
+        record.lend(parameter)
+
+
+@torch.no_grad()
+def _digest(whole: torch.Tensor) -> torch.Tensor:
+    """A few numbers by which other values are told: the sums along both sides of its words, laid out as a square.
+
+    Without memory to speak of, and the same on all ranks. The order of elements counts.
+    """
+    tensor = _plain(whole.detach()).reshape(-1)
+    if type(tensor) is not torch.Tensor:
+        return torch.empty(0)  # one that gathers itself has bytes of its own
+    raw = (tensor.clone() if tensor.storage_offset() else tensor).view(torch.uint8)
+    even = raw.numel() // 8 * 8
+    words = raw[:even].view(torch.int64)
+    side = math.isqrt(words.numel())
+    square = words[: side * side].view(side, side)
+    return torch.cat([square.sum(0), square.sum(1), words[side * side :], raw[even:].to(torch.int64)])
+
+
+# Writing back
+
+
+def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequence[Any]) -> torch.Tensor:
+    """What the modules show in the end: the lent copy, or what a user has put in its place; on one place is enough.
+
+    Raises:
+        PlacementError: it is no tensor of that shape and kind, or tied places have been given different values.
+    """
+    replaced = list({id(each): each for each in found if each is not lent}.values())
+    whole = replaced[0] if replaced else lent
+    if not all(_same(whole, each) for each in replaced[1:]):
+        raise PlacementError(
+            f"{record.name} is tied: it hangs on {len(found)} places, which were given {len(replaced)} different "
+            "tensors in an unshard context; give them one"
+        )
+    if not isinstance(whole, torch.Tensor) or whole.shape != record.shard.shape:
+        shown = tuple(whole.shape) if isinstance(whole, torch.Tensor) else whole
+        raise WriteBackError(
+            f"Cannot writeback when the parameter shape changes: {record.name} was {tuple(record.shard.shape)} when it "
+            f"was lent, and is {shown} at the end of the unshard context; change its values, not its shape, or leave "
+            "with writeback=False"
+        )
+    if _placement_of(whole) != (None if record.whole_spec is None else record.whole_spec.placements):
+        raise PlacementError(
+            f"{record.name} was lent as {_kind_of(lent)} and is {_kind_of(whole)} at the end of the unshard context; "
+            "replace it by a tensor of the same kind, or change its values in place"
+        )
+    return whole
+
+
+def _same(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and one.shape == other.shape and torch.equal(_plain(one), _plain(other))
+
+
+def _placement_of(tensor: torch.Tensor) -> Any:
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+def _kind_of(tensor: torch.Tensor | None) -> str:
+    return f"a DTensor with {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _part_of(record: ShardedParameter, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    return piece_of(_plain(whole).detach(), record.cut, rank)
+
+
+def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
+    """Parameters that were frozen or thawed inside stay so.
+
+    Raises:
+        PolicyError: some of those in a flat parameter, which is trained as a whole.
+    """
+    for group, leaf in ((weights.group, leaf) for weights in unit.weights for leaf in weights.group.leaves):
+        wanted = {present[id(group.parameters[index])].requires_grad for index in leaf.members}
+        if len(wanted) > 1:
+            raise PolicyError(
+                f"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: some parameters of "
+                f"unit {unit.name} were frozen in an unshard context, not all; pass use_orig_params=True"
+            )
+        if wanted != {leaf.parameter.requires_grad}:
+            leaf.parameter.requires_grad_(wanted.pop())
+
+
+def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
+    """What the whole parameters have as gradients, the leaves have parts of; None where none of a leaf's has one."""
+    rank = group.mesh.shard_rank
+    for leaf in group.leaves:
+        members = [(index, group.parameters[index]) for index in sorted(leaf.members)]
+        if any(id(record) not in present for _, record in members):
+            continue  # of another shape: that is raised
+        gradients = [present[id(record)].grad for _, record in members]
+        if all(gradient is None for gradient in gradients):
+            leaf.parameter.grad = None
+            continue
+        local = torch.zeros(leaf.shape, dtype=group.grad_dtype, device=group.rest.device)
+        flat = local.view(-1)
+        for (index, record), gradient in zip(members, gradients, strict=True):
+            held = group.packing.slots[index].held(rank)
+            if gradient is not None and held.numel:
+                start = held.start - leaf.extent.start
+                flat[start : start + held.numel].copy_(_part_of(record, gradient, rank).reshape(-1))
+        leaf.parameter.grad = leaf.gradient(local)

@@ -1,0 +1,127 @@
+"""How do modules become a unit? Their parameters are sharded, and hooks are put on them. Both front ends do it so."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from sherd.comm.mesh import DataMesh
+from sherd.comm.streams import Streams, streams_for
+from sherd.engine import hooks
+from sherd.engine.adoption import watcher
+from sherd.engine.forms import AnyPlacement, forms_of
+from sherd.engine.ownership import Belongings, Found
+from sherd.engine.parameter import ShardedParameter
+from sherd.engine.pieces import piece_of
+from sherd.engine.seal import attach
+from sherd.engine.unit import Unit
+from sherd.errors import OwnershipError
+from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from sherd.tensor.ragged import as_dtensor
+
+
+def make_unit(
+    modules: Sequence[nn.Module],
+    found: Belongings,
+    mesh: DataMesh,
+    placement_of: Callable[[Found], AnyPlacement | None],
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    policy: UnitPolicy,
+) -> Unit:
+    """Make one unit of `modules`, of the parameters `found` below them.
+
+    Raises:
+        PlacementError: a parameter that cannot be cut as asked.
+        OwnershipError: a parameter of another unit under another mesh.
+    """
+    owners = _owners(found, mesh)
+    streams = streams_for(mesh.device)
+    records = _shard(found, mesh, streams, placement_of)
+    _borrow(found)
+    unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy)
+    _bring_buffers(found.modules, mesh.device)
+    hooks.install(
+        unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())]
+    )
+    for each in modules:
+        attach(each, unit)
+    for each in found.modules:
+        # Dynamo then takes parameters as inputs of the graph instead of guarding each object, which changes on every
+        # gather.
+        each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+    watcher.install()
+    watcher.sharded_again()
+    return unit
+
+
+@torch.no_grad()
+def _shard(
+    found: Belongings, mesh: DataMesh, streams: Streams, placement_of: Callable[[Found], AnyPlacement | None]
+) -> list[ShardedParameter]:
+    """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
+    records = []
+    for each, form in zip(found.owned, forms_of(found.owned, mesh, streams, placement_of), strict=True):
+        # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
+        # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
+        part = piece_of(form.data.detach(), form.cut, mesh.shard_rank)
+        local = part.clone(memory_format=torch.contiguous_format)
+        shard = nn.Parameter(as_dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
+        record = ShardedParameter(
+            each.name,
+            form.data.shape,
+            form.data.dtype,
+            form.cut,
+            form.lot,
+            form.shard_spec,
+            form.whole_spec,
+            shard,
+            weakref.ref(each.holder),
+            each.places,
+        )
+        record.claim(each.parameter)
+        record.show(shard)
+        records.append(record)
+    return records
+
+
+def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
+    """The units whose parameters this one's modules use too.
+
+    Raises:
+        OwnershipError: such a unit no longer exists, or is on another mesh, where one shard cannot serve both.
+    """
+    owners: dict[int, Unit] = {}
+    for each in found.borrowed:
+        owner = each.record.owner
+        if not isinstance(owner, Unit):
+            raise OwnershipError(
+                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; "
+                "build the model anew"
+            )
+        if owner.mesh.mesh != mesh.mesh:
+            raise OwnershipError(
+                f"{each.record.name} belongs to unit {owner.name}, which shards it over {owner.mesh.mesh}, and is used "
+                f"here under {mesh.mesh} (tied weights); shard both units over one mesh, or untie them"
+            )
+        owners[owner.id] = owner
+    return list(owners.values())
+
+
+def _borrow(found: Belongings) -> None:
+    """Hang other units' parameters on the places where this unit's modules use them too."""
+    for each in found.borrowed:
+        each.record.places.append(each.place)
+        each.place.show(each.record.shard)
+        each.place.register(each.record.flat is None)
+
+
+def _bring_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Buffers are used whole: they live where compute does."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

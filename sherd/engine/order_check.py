@@ -1,0 +1,165 @@
+"""Do all ranks start the same collectives in the same order? At torch's debug level DETAIL they compare before each.
+
+    TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ... train.py
+
+Otherwise ranks that gather different units read each other's bytes as their own, or wait until a timeout. A comparison
+is one number from each rank, a hash of what it is about to do; only where those differ do the ranks exchange words.
+Below DETAIL nothing is compared, and the runtime's table of actions is what it always is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sherd._torch import backend_of
+from sherd.comm.mesh import DataMesh
+from sherd.engine.parameter import ShardedParameter
+from sherd.engine.unit import Unit
+from sherd.errors import CommError
+from sherd.schedule.actions import Action, Gather, Reduce
+
+Carry = Callable[[Unit], None]
+"""Carries out an action on a unit."""
+
+MOST_SHOWN = 8
+"""Parameters that a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """What a rank is about to do: `what`, in words, with `parameters`, each by name, shape and dtype, frozen or not."""
+
+    what: str
+    parameters: tuple[str, ...]
+
+    @property
+    def digest(self) -> int:
+        """64 bits that two different deeds do not share, and two equal ones do on any host."""
+        said = "\n".join((self.what, *self.parameters))
+        return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
+
+    def told(self, known: set[str]) -> str:
+        """In words, with those of its parameters that are not `known`, if there are any."""
+        named = [each for each in self.parameters if each not in known] or self.parameters
+        more = f" and {len(named) - MOST_SHOWN} more" if len(named) > MOST_SHOWN else ""
+        return f"{self.what} ({', '.join(named[:MOST_SHOWN])}{more})"
+
+
+def checked(do: dict[type[Action], Carry]) -> dict[type[Action], Carry]:
+    """`do`, by which a runtime carries out its actions; at debug level DETAIL, with those that communicate compared
+    first."""
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+        return do
+    return {**do, Gather: _agreed(_gathering, do[Gather]), Reduce: _agreed(_reducing, do[Reduce])}
+
+
+def _agreed(deed_of: Callable[[Unit], Deed | None], carry_out: Carry) -> Carry:
+    def run(unit: Unit) -> None:
+        deed = deed_of(unit)
+        if deed is not None:
+            agree(unit.mesh, deed)
+        carry_out(unit)
+
+    return run
+
+
+def _gathering(unit: Unit) -> Deed | None:
+    if unit.mesh.num_shards == 1 or not unit.parameters:
+        return None
+    precisely = " in full precision" if unit.in_full_precision else ""
+    return Deed(f"gathers unit {unit.name}{precisely}", _described(unit))
+
+
+def _reducing(unit: Unit) -> Deed | None:
+    return Deed(f"reduces the gradients of unit {unit.name}", _described(unit))
+
+
+def _described(unit: Unit) -> tuple[str, ...]:
+    return tuple(_description(each) for each in unit.parameters)
+
+
+def _description(parameter: ShardedParameter) -> str:
+    shape = "x".join(map(str, parameter.shape)) or "scalar"
+    dtype = str(parameter.resting.dtype).removeprefix("torch.")
+    return f"{parameter.name} {shape} {dtype}" + ("" if parameter.requires_grad else " frozen")
+
+
+def agree(mesh: DataMesh, deed: Deed) -> None:
+    """Go on only if all ranks of `mesh`, which must all come here, are about to do `deed`. Collective; blocks the host.
+
+    Raises:
+        CommError: on all ranks, they are not; or on those that wait, another one does not come until the timeout.
+    """
+    ranks: list[int] = mesh.mesh.mesh.flatten().tolist()
+    if len(ranks) == 1:
+        return
+    try:
+        deeds = _exchange(_group_of(mesh, ranks), deed)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {dist.get_rank()} {deed.told(set())} and waits for ranks {ranks} to say what they do, but one of "
+            f"them has died, or has not come in time: {error}. Look there for another error, for a collective that "
+            "only some ranks call, or for a loop that ends earlier"
+        ) from error
+    if any(each != deed for each in deeds):
+        raise CommError(
+            f"ranks are about to start different collectives: {_compared(ranks, deeds)}. All ranks must run the same "
+            "units, made alike, in the same order: look for a branch on the rank or on the data, in forward or around "
+            "it; then restart all ranks"
+        )
+
+
+def _exchange(group: dist.ProcessGroup, deed: Deed) -> list[Deed]:
+    """What each rank is about to do; the details are sent only if they differ."""
+    own = torch.tensor([deed.digest], device="cpu")
+    digests = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(digests, own, group=group)
+    if all(each.item() == deed.digest for each in digests):
+        return [deed] * len(digests)
+    deeds: list[Deed] = [deed] * len(digests)
+    dist.all_gather_object(deeds, deed, group=group)
+    return deeds
+
+
+def _compared(ranks: Sequence[int], deeds: Sequence[Deed]) -> str:
+    """Each thing that is done, and by which ranks."""
+    in_all = set.intersection(*(set(each.parameters) for each in deeds))
+    told = []
+    for deed in dict.fromkeys(deeds):
+        by = [str(rank) for rank, its in zip(ranks, deeds, strict=True) if its == deed]
+        told.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {deed.told(in_all)}")
+    return "; ".join(told)
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""For each default group, by ranks: groups for comparing only, so that a comparison meets nothing but others."""
+
+
+def _group_of(mesh: DataMesh, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """On the host, whatever moves parameters: the host is what waits."""
+    default = dist.group.WORLD
+    assert isinstance(default, dist.ProcessGroup), "there is a mesh, so it was initialized"
+    known = _groups.setdefault(default, {})
+    if tuple(ranks) not in known:
+        backend = None if mesh.device.type == "cpu" else "gloo"
+        timeout = _timeout_of(default, mesh.device)
+        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "a rank makes only groups it belongs to"
+        known[tuple(ranks)] = group
+    return known[tuple(ranks)]
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout that the group was made with; None where its backend does not say."""
+    options = getattr(backend_of(group, device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
