@@ -196,12 +196,17 @@ class _Runs:
 
     def _is_current(self, optimizer: Any) -> bool:
         """Whether parameters, shards and state are where they were when the runs were made."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        if self._groups is None or list(map(len, groups)) != list(map(len, self._groups)):
+        groups = optimizer.param_groups
+        if self._groups is None or len(groups) != len(self._groups):
             return False
-        same = all(all(map(is_, now, then)) for now, then in zip(groups, self._groups, strict=True))
-        same = same and all(_groups_of(unit()) == then for unit, then in self._buffers)
-        return same and all(run.has_its_state(optimizer.state) for run in self._runs)
+        for group, then in zip(groups, self._groups, strict=True):
+            now = group["params"]
+            if len(now) != len(then) or not all(map(is_, now, then)):
+                return False
+        for unit, groups_then in self._buffers:
+            if _groups_of(unit()) != groups_then:
+                return False
+        return all(run.has_its_state(optimizer.state) for run in self._runs)
 
     def _take_gradients(self) -> bool:
         return all(run.take_gradient() for run in self._runs) and all(shard.grad is None for shard in self._idle)

@@ -1,0 +1,130 @@
+"""How do all ranks agree that a loss scale was too high, when one rank's shards show it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import local_tensor
+from sherd.clip import device_of
+from sherd.errors import PolicyTypeError
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for gradients that are spread over ranks: all step, or all skip the step.
+
+    Gradients may be ragged DTensors, torch's own and plain tensors side by side, in float16 too, on the CPU while the
+    loss is on an accelerator, or missing on some ranks. Each `unscale_` (or `step` without it) is one small all-reduce
+    over `process_group`; and if that leaves ranks out, one over each axis of the meshes that the optimizer's
+    parameters lie on. So every rank of those calls it, with or without gradients.
+
+    Args:
+        device: type of the device that losses are on; on "cuda" without CUDA the scaler is disabled, with a warning.
+        init_scale: the first scale.
+        backoff_factor: what the scale is multiplied by when a gradient was inf or nan; below 1.
+        growth_factor: what it is multiplied by after `growth_interval` steps without; above 1.
+        growth_interval: the number of those steps.
+        enabled: False makes `scale`, `unscale_` and `update` do nothing, and `step` the optimizer's own.
+        process_group: the ranks that step together; None for all.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        # By name: torch's own sharded scaler takes the two factors in this order, and GradScaler in the other one.
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or each in an iterable of them, by the scale.
+
+        Returns:
+            The same structure, of the same dtypes: a loss in float16 stays in it.
+
+        Raises:
+            PolicyTypeError: there is something else in `outputs`.
+        """
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            return super().scale(outputs).to(outputs.dtype)
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(map(self.scale, outputs))
+        if isinstance(outputs, Iterable):
+            return map(self.scale, outputs)
+        raise PolicyTypeError(f"scale() expects a tensor or an iterable of tensors, got a {type(outputs).__name__}")
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale this rank's pieces; the flags, one per device, are those of all ranks.
+
+        `unscale_` calls it, and `step` for optimizers that unscale by themselves: with an `inv_scale` of 1, for the
+        flags. GradScaler has no public place to say this (2.11 to 2.13), and torch's own sharded scaler uses the same:
+        test_torch_asks_for_the_flags_in_one_place.
+        """
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        here: Any = SimpleNamespace(param_groups=[{"params": [_as_held_here(each) for each in parameters]}])
+        flags = super()._unscale_grads_(here, inv_scale, found_inf, True) or {found_inf.device: found_inf}
+        worst = torch.stack([each.reshape(()).to(found_inf.device) for each in flags.values()]).amax()
+        for group, device in self._groups(parameters, found_inf.device):
+            on_device = worst.to(device)
+            dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
+            worst = on_device.to(worst.device)
+        for each in flags.values():
+            each.copy_(worst)
+        return flags
+
+    def _groups(
+        self, parameters: Iterable[torch.Tensor], home: torch.device
+    ) -> Iterator[tuple[dist.ProcessGroup | None, torch.device]]:
+        """The process groups to agree over, and where their collectives work."""
+        if not dist.is_initialized():
+            return
+        meshes = _meshes(parameters)
+        yield self.process_group, device_of(meshes[0]) if meshes else home
+        if dist.get_world_size(self.process_group) < dist.get_world_size():
+            axes = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+            groups = {mesh.get_group(axis): device_of(mesh) for mesh, axis in axes}
+            yield from ((group, device) for group, device in groups.items() if group is not self.process_group)
+
+
+def _meshes(parameters: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    """Those that the parameters lie on, with or without a gradient."""
+    meshes = (each.device_mesh for each in parameters if isinstance(each, DTensor))
+    return [mesh for mesh in dict.fromkeys(meshes) if mesh.get_coordinate() is not None]
+
+
+def _as_held_here(parameter: torch.Tensor) -> torch.Tensor:
+    """A stand-in for a sharded parameter: its gradient is the plain tensor that this rank holds of it."""
+    grad = parameter.grad
+    if not isinstance(grad, DTensor):
+        return parameter
+    held = local_tensor(grad)
+    stand_in = held.detach()
+    stand_in.grad = held
+    return stand_in

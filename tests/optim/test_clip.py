@@ -1,0 +1,449 @@
+"""Is the norm that of all gradients, wherever their pieces lie, and are they scaled as on one rank?"""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from sherd import Blocks, Flat, Whole, fully_shard
+from sherd.clip import clip_grad_norm_
+from sherd.errors import GradientError, MeshError, PolicyError
+from tests.optim.twins import NAMES, assert_same, backward, pair, whole
+from tests.parity.training import mesh_of
+from tests.tensor.cuts import cuts, line, numbers, ragged
+
+ORDERS = [2.0, 1.0, 0.5, math.inf]
+SHAPES = {"a": (7, 6), "b": (3, 4, 5), "c": (5,), "d": (1,), "e": (), "f": (2, 9), "g": (9,)}
+
+
+# Whole models
+
+
+def second_dim(parameter):
+    """Shard(1) where there is such a dim that divides by two."""
+    return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % 2 == 0 else None
+
+
+MODELS = {
+    "Shard(0)": {},
+    "Shard(1)": {"shard_placement_fn": second_dim},
+    "Flat": {"placement": Flat()},
+    "Blocks": {"placement": Blocks(2)},
+    "Whole": {"placement": Whole()},
+}
+
+
+def grads_of(model):
+    return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+
+
+def clip_a_model(choices, replicas, order, names, max_norm=0.5):
+    """The norm on this rank, after a comparison of the gradients with those of an unsharded twin."""
+    mesh = None
+    if replicas:
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model, lone = pair(), pair()
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, mesh=mesh, **choices)
+    for each in (model, lone):
+        backward(each, 0, names)
+    expected = nn.utils.clip_grad_norm_(lone.parameters(), max_norm, order)
+    norm = clip_grad_norm_(model.parameters(), max_norm, order)
+    assert type(norm) is torch.Tensor
+    assert (norm.shape, norm.dtype) == ((), torch.float32)
+    torch.testing.assert_close(norm, expected)
+    assert_same(grads_of(model), grads_of(lone), rtol=1e-5, atol=1e-6)
+    return norm.item()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("placement", MODELS)
+def test_a_models_norm_is_that_of_the_unsharded_model(threads, placement, order):
+    for num_ranks, replicas in ((1, 0), (2, 0), (4, 2)):
+        norms = threads(num_ranks).run(clip_a_model, MODELS[placement], replicas, order, NAMES)
+        assert len(set(norms)) == 1
+    # So many ranks that most of them hold nothing of the small parameters.
+    if placement != "Shard(1)":
+        assert len(set(threads(8).run(clip_a_model, MODELS[placement], 0, order, NAMES))) == 1
+
+
+@pytest.mark.parametrize("placement", MODELS)
+def test_gradients_below_the_norm_are_left_as_they_are(threads, placement):
+    threads(2).run(clip_a_model, MODELS[placement], 0, 2.0, NAMES, max_norm=1e6)
+
+
+@pytest.mark.parametrize("placement", MODELS)
+def test_parameters_without_a_gradient_do_not_count(threads, placement):
+    threads(3 if placement != "Shard(1)" else 2).run(clip_a_model, MODELS[placement], 0, 2.0, NAMES[2:5])
+    threads(2).run(clip_a_model, MODELS[placement], 0, math.inf, [])
+
+
+def test_processes_agree_bit_by_bit(world):
+    for order in (2.0, math.inf):
+        assert len(set(world(2).run(clip_a_model, {"placement": Flat()}, 0, order, NAMES))) == 1
+
+
+def clip_two_models_of_other_meshes(order):
+    """One is sharded over all ranks, one over pairs of them; a frozen and a plain part are clipped with them."""
+    pairs = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    sharded, lone = [pair() for _ in range(3)], [pair() for _ in range(3)]
+    fully_shard(sharded[0], placement=Flat())
+    fully_shard(sharded[1], mesh=pairs)
+    for models in (sharded, lone):
+        models[2].first.w.requires_grad_(False)
+        for step, model in enumerate(models):
+            backward(model, step)
+    given = [[each for model in models for each in model.parameters()] for models in (sharded, lone)]
+    expected = nn.utils.clip_grad_norm_(given[1], 2.0, order)
+    torch.testing.assert_close(clip_grad_norm_(given[0], 2.0, order), expected)
+    for model, like in zip(sharded, lone, strict=True):
+        assert_same(grads_of(model), grads_of(like), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_meshes_frozen_and_plain_parameters_are_clipped_together(threads, order):
+    threads(4).run(clip_two_models_of_other_meshes, order)
+
+
+# Any DTensors
+
+
+def placed(both):
+    """Gradients on a (2, 2) mesh, on its axes, and on no mesh: the way each of `SHAPES` lies."""
+    columns, rows = (both[name] for name in both.mesh_dim_names)
+    return {
+        "a": (both, [Shard(0), Shard(1)]),
+        "b": (both, [Replicate(), Shard(2)]),
+        "c": (columns, [Shard(0)]),
+        "d": (rows, [Shard(0)]),
+        "e": (both, [Replicate(), Replicate()]),
+        "f": (both, [Shard(0), Shard(0)]),
+        "g": None,
+    }
+
+
+def parameter_with(grad, lies):
+    if lies is None:
+        parameter = nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = grad.clone()
+        return parameter
+    mesh, placements = lies
+    shard = distribute_tensor(grad, mesh, placements)
+    parameter = nn.Parameter(torch.zeros_like(shard))
+    parameter.grad = shard.clone()
+    return parameter
+
+
+def plain_with(grads):
+    return [parameter_with(each, None) for each in grads]
+
+
+def clip_anything(order, foreach, dtype=torch.float32, tolerance=None):
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grads = {name: numbers(shape, dtype) for name, shape in SHAPES.items()}
+    mine = [parameter_with(grads[name], lies) for name, lies in placed(meshes).items()]
+    for shape, cut in zip(SHAPES.values(), cuts("uneven", tuple(SHAPES.values()), 4), strict=True):
+        parameter = nn.Parameter(ragged(torch.zeros(shape, dtype=dtype), cut, line(4)))
+        parameter.grad = ragged(numbers(shape, dtype, seed=1), cut, line(4))
+        mine.append(parameter)
+    plain = plain_with([*grads.values(), *(numbers(shape, dtype, seed=1) for shape in SHAPES.values())])
+    in_float = plain_with([each.grad.to(torch.promote_types(dtype, torch.float32)) for each in plain])
+    expected = nn.utils.clip_grad_norm_(in_float, 1.5, order)
+    norm = clip_grad_norm_(mine, 1.5, order, foreach=foreach)
+    torch.testing.assert_close(norm, expected)
+    for each, like in zip(mine, in_float, strict=True):
+        assert each.grad.dtype is dtype
+        torch.testing.assert_close(whole(each.grad), like.grad.to(dtype), **(tolerance or {}))
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("order", [*ORDERS, 3])
+def test_any_mixture_of_dtensors_on_any_axes(threads, order, foreach):
+    threads(4).run(clip_anything, order, foreach)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_gradients_keep_their_dtype_and_the_norm_of_halves_is_in_float32(threads, dtype):
+    for foreach in (True, False):
+        threads(4).run(clip_anything, 2.0, foreach, dtype)
+
+
+def sum_of_many_small_ones(dtype):
+    """A norm that a sum in halves could not hold."""
+    mesh = line(dist.get_world_size())
+    given = [parameter_with(torch.full((64, 64), 2.0**-5, dtype=dtype), (mesh, [Shard(0)])) for _ in range(16)]
+    return clip_grad_norm_(given, 1.0).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_halves_is_exact(threads, dtype):
+    assert threads(2).run(sum_of_many_small_ones, dtype) == [8.0, 8.0]
+
+
+class Squares(nn.Module):
+    """A loss in which each parameter's gradient lies as the parameter does."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(each) for each in tensors)
+
+    def forward(self):
+        return sum(each.square().sum() for each in self.all)
+
+
+def clip_tensor_parallel(dim, order):
+    """Two matrices in columns and in rows over tp, a bias replicated there, and all of it sharded over dp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    values = [numbers((6, 4)), numbers((4, 6), seed=1), numbers((6,), seed=2)]
+    ways = zip(values, (Shard(0), Shard(1), Replicate()), strict=True)
+    model = Squares(distribute_tensor(each, mesh["tp"], [way]) for each, way in ways)
+    lone = Squares(each.clone() for each in values)
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda parameter: Shard(dim % parameter.ndim))
+    for each in (model, lone):
+        each().backward()
+    expected = nn.utils.clip_grad_norm_(lone.parameters(), 0.5, order)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5, order), expected)
+    for each, like in zip(model.all, lone.all, strict=True):
+        torch.testing.assert_close(whole(each.grad), like.grad)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_tensor_parallel_model_that_is_sharded_too(threads, dim, order):
+    threads(4).run(clip_tensor_parallel, dim, order)
+
+
+def count_elements():
+    mesh = line(dist.get_world_size())
+    grads = [torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0]), torch.zeros(4), torch.ones(3, 2)]
+    given = [parameter_with(grads[0], (mesh, [Shard(0)])), parameter_with(grads[1], (mesh, [Shard(0)]))]
+    norm = clip_grad_norm_([*given, parameter_with(grads[2], None)], 3.0, 0)
+    assert norm == torch.linalg.vector_norm(torch.cat([each.flatten() for each in grads]), 0)
+    torch.testing.assert_close(whole(given[0].grad), grads[0] / 3)
+
+
+def test_order_0_counts_elements_that_are_not_zero(threads):
+    threads(2).run(count_elements)
+
+
+def largest_magnitude():
+    given = [parameter_with(torch.tensor([3.0, -4.0]), (line(3), [Shard(0)]))]
+    if dist.get_rank() == 2:
+        with pytest.raises(RuntimeError, match=r"vector_norm"):
+            torch.linalg.vector_norm(given[0].grad.to_local(), math.inf)
+    return clip_grad_norm_(given, 8.0, math.inf).item()
+
+
+def test_the_largest_magnitude_is_known_where_torch_refuses_an_empty_shard(threads):
+    assert threads(3).run(largest_magnitude) == [4.0] * 3
+
+
+# Who takes part
+
+
+def clip_with_missing(order, drop):
+    """Gradients that some ranks lack."""
+    ranks = dist.get_world_size()
+    mesh = line(ranks)
+    given = [parameter_with(numbers((4, 3), seed=index), (mesh, [Shard(0)])) for index in range(3)]
+    given.append(parameter_with(torch.ones(2), None))
+    for index, each in enumerate(given[:3]):
+        if drop(index, dist.get_rank()):
+            each.grad = None
+    return clip_grad_norm_(given, 1.0, order).item()
+
+
+def on_all_but_one(index, rank):
+    return rank != 1
+
+
+def on_one(index, rank):
+    return rank == index
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("drop", [on_all_but_one, on_one])
+def test_gradients_that_some_ranks_lack_count_as_zeros(threads, drop, order):
+    rows = torch.stack([numbers((4, 3), seed=index) for index in range(3)])
+    for index in range(3):
+        for rank in range(4):
+            if drop(index, rank):
+                rows[index, rank] = 0
+    expected = torch.linalg.vector_norm(torch.cat([rows.flatten(), torch.ones(2)]), order).item()
+    assert threads(4).run(clip_with_missing, order, drop) == [pytest.approx(expected)] * 4
+
+
+def clip_none():
+    mesh = line(dist.get_world_size())
+    given = [nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])), nn.Parameter(torch.zeros(3))]
+    return [clip_grad_norm_(given, 1.0, order).item() for order in (0, 2, math.inf)] + [clip_grad_norm_([], 1).item()]
+
+
+def test_without_any_gradient_the_norm_is_zero(threads):
+    assert threads(2).run(clip_none) == [[0.0] * 4] * 2
+
+
+def all_reduces(on_each_axis):
+    """The axes of the all-reduces of one call, in order."""
+    mesh = mesh_of((2, 2))
+    axes = {mesh.get_group(axis): axis for axis in (0, 1)}
+    ways = placed(mesh).values() if on_each_axis else [(mesh, [Replicate(), Shard(0)]), None]
+    given = [parameter_with(torch.ones(4, 4, 4), lies) for lies in ways for _ in range(3)]
+    if dist.get_rank() == 3:
+        for each in given:
+            each.grad = None
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+        for order in (2.0, math.inf):
+            clip_grad_norm_(given, 1.0, order)
+    return [axes[call.kwargs["group"]] for call in called.call_args_list]
+
+
+def test_each_process_group_has_one_all_reduce_on_all_ranks(world):
+    assert world(4).run(all_reduces, True) == [[0, 1] * 2] * 4
+    assert world(4).run(all_reduces, False) == [[1] * 2] * 4
+
+
+def clip_stages():
+    """Each rank has a stage of its own, with another number of parameters."""
+    rank = dist.get_rank()
+    given = plain_with([torch.full((2,), 1.0 + rank)] * (rank + 1))
+    norms = [
+        clip_grad_norm_(given, 1e9, order, extra_groups=[dist.group.WORLD]).item() for order in (1.0, 2.0, math.inf)
+    ]
+    return norms, clip_grad_norm_([] if rank else given, 1e9, extra_groups=[dist.group.WORLD]).item()
+
+
+def test_extra_groups_join_the_norms_of_stages(threads):
+    # Rank 0 has two ones, rank 1 four twos, rank 2 six threes.
+    expected = [28.0, pytest.approx(math.sqrt(2 + 16 + 54)), 3.0], pytest.approx(math.sqrt(2))
+    assert threads(3).run(clip_stages) == [expected] * 3
+
+
+# What is given, and what is refused
+
+
+@pytest.mark.parametrize("order", [*ORDERS, 3, "inf"])
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_plain_tensors_without_any_process_group_are_clipped_as_by_torch(order, foreach):
+    given, like = (plain_with([numbers(shape) for shape in SHAPES.values()]) for _ in range(2))
+    expected = nn.utils.clip_grad_norm_(like, 0.5, order, False, foreach)
+    torch.testing.assert_close(clip_grad_norm_(given, 0.5, order, False, foreach), expected)
+    for each, other in zip(given, like, strict=True):
+        torch.testing.assert_close(each.grad, other.grad)
+
+
+def test_one_tensor_a_generator_and_one_given_twice():
+    def one():
+        return plain_with([torch.tensor([3.0, 4.0])])[0]
+
+    first, second, third = one(), one(), one()
+    assert clip_grad_norm_(first, 1.0) == 5
+    assert clip_grad_norm_((each for each in [second]), 1.0) == 5
+    assert clip_grad_norm_([third, third], 1.0) == 5
+    for each in (first, second, third):
+        torch.testing.assert_close(each.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_a_generator_that_was_used_up_is_told_of():
+    with pytest.warns(UserWarning, match="generator without parameters") as told:
+        assert clip_grad_norm_((each for each in []), 1.0) == 0
+    assert told[0].filename == __file__
+
+
+def test_the_norm_and_the_gradients_are_outside_autograd():
+    given = plain_with([torch.ones(4)])
+    assert not clip_grad_norm_(given, 1.0).requires_grad
+    assert given[0].grad.grad_fn is None
+
+
+def test_a_sparse_gradient_counts_an_index_that_is_there_twice_once():
+    parameter = nn.Parameter(torch.zeros(4))
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        parameter.grad = torch.sparse_coo_tensor([[0, 0, 2]], torch.tensor([1.0, 2.0, 4.0]), (4,))
+        assert clip_grad_norm_(parameter, 1.0) == 5
+    torch.testing.assert_close(parameter.grad.to_dense(), torch.tensor([0.6, 0.0, 0.8, 0.0]))
+
+
+def clip_bad_numbers(bad, order, strict):
+    """One element of rank 1's shard is `bad`."""
+    grad = torch.arange(8.0)
+    grad[-1] = bad
+    given = [parameter_with(grad, (line(dist.get_world_size()), [Shard(0)])), parameter_with(torch.ones(3), None)]
+    if strict:
+        with pytest.raises(
+            GradientError, match=f"norm of order {float(order)} of all gradients is .*overflows"
+        ) as told:
+            clip_grad_norm_(given, 1.0, order, error_if_nonfinite=True)
+        assert isinstance(told.value, RuntimeError)
+        assert torch.equal(whole(given[0].grad)[:-1], grad[:-1])
+        return None
+    like = plain_with([grad, torch.ones(3)])
+    expected = nn.utils.clip_grad_norm_(like, 1.0, order)
+    torch.testing.assert_close(clip_grad_norm_(given, 1.0, order), expected, equal_nan=True)
+    for each, other in zip(given, like, strict=True):
+        torch.testing.assert_close(whole(each.grad), other.grad, equal_nan=True)
+    return None
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(threads, world, order, bad):
+    for ranks in (threads(2), world(2)):
+        ranks.run(clip_bad_numbers, bad, order, True)
+        ranks.run(clip_bad_numbers, bad, order, False)
+
+
+@pytest.mark.parametrize("order", [-1, -math.inf, math.nan])
+def test_an_order_that_is_no_norms_is_refused(order):
+    with pytest.raises(PolicyError, match=r"norm_type=.*expected a number of 0 or more, or inf"):
+        clip_grad_norm_(plain_with([torch.ones(2)]), 1.0, order)
+
+
+def clip_a_partial_gradient():
+    mesh = line(dist.get_world_size())
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(2, 3), mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.ones(2, 3), mesh, [Partial()], run_check=False)
+    with pytest.raises(GradientError, match=r"parameter 1, of shape \(2, 3\): .*Partial.* reduce it before clipping"):
+        clip_grad_norm_([*plain_with([torch.ones(2)]), parameter], 1.0)
+    same = nn.Parameter(parameter.grad)
+    same.grad = parameter.grad
+    with pytest.raises(GradientError, match="Partial"):
+        clip_grad_norm_(same, 1.0)
+    parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    return clip_grad_norm_(parameter, 1.0).item()
+
+
+def test_a_partial_gradient_is_refused_until_it_is_reduced(threads):
+    assert threads(2).run(clip_a_partial_gradient) == [pytest.approx(2 * math.sqrt(6))] * 2
+
+
+def clip_a_gradient_that_is_cut_unlike_its_parameter():
+    mesh = line(dist.get_world_size())
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()]))
+    parameter.grad = distribute_tensor(numbers((4, 3)), mesh, [Shard(0)])
+    torch.testing.assert_close(clip_grad_norm_(parameter, 9.0), numbers((4, 3)).norm())
+
+
+def test_a_gradient_may_be_cut_where_its_parameter_is_not(threads):
+    threads(2).run(clip_a_gradient_that_is_cut_unlike_its_parameter)
+
+
+def clip_on_a_mesh_of_others():
+    mesh = DeviceMesh("cpu", [0, 1])
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+    if mesh.get_coordinate() is None:
+        with pytest.raises(MeshError, match=r"parameter 0, of shape .*: rank 2 is not in its mesh .*extra_groups"):
+            clip_grad_norm_(parameter, 1.0)
+    else:
+        parameter.grad = torch.ones_like(parameter)
+        assert clip_grad_norm_(parameter, 1.0) == 2
+
+
+def test_a_rank_outside_a_parameters_mesh_is_told_so(threads):
+    threads(3).run(clip_on_a_mesh_of_others)

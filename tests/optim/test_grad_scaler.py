@@ -1,0 +1,330 @@
+"""Do all ranks skip the step and lower the scale when one rank's shards hold what is not finite, and only then?"""
+
+import copy
+import inspect
+import math
+import pickle
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from sherd._torch import local_tensor
+from sherd.clip import clip_grad_norm_
+from sherd.errors import PolicyTypeError
+from sherd.grad_scaler import ShardedGradScaler
+from sherd.optim import flatten_optimizer
+from tests.optim.twins import NAMES, PLACEMENTS, assert_same, groups, pair, parameters_of, shard
+from tests.parity.training import mesh_of
+from tests.tensor.cuts import cuts, line, ragged
+
+SCALE = {"init_scale": 8.0, "growth_interval": 2}
+SCALERS = {"ours": ShardedGradScaler, "torch's": torch.amp.GradScaler}
+BAD_STEPS = {1: math.inf, 2: math.nan, 5: -math.inf}
+
+
+def adamw(model, fused=False):
+    return optim.AdamW(groups(model), lr=0.1, fused=fused, foreach=not fused)
+
+
+# Training
+
+
+def spoil(model, step):
+    """In some steps, one element of one gradient is not finite: of a sharded model, on the rank that holds it only."""
+    if step in BAD_STEPS:
+        grad = model.first.w.grad
+        if not isinstance(grad, DTensor):
+            grad.view(-1)[-1] = BAD_STEPS[step]
+        elif holds_the_end(grad):
+            grad.to_local().view(-1)[-1] = BAD_STEPS[step]
+
+
+def holds_the_end(tensor):
+    """Whether this rank is the last one that holds some of it; of replicas, the last one."""
+    numels = [None] * dist.get_world_size()
+    dist.all_gather_object(numels, tensor.to_local().numel())
+    return dist.get_rank() == max(rank for rank, numel in enumerate(numels) if numel)
+
+
+def train(model, optimizer, scaler, unscale, num_steps=8):
+    """The scale after each step."""
+    scales = []
+    for step in range(num_steps):
+        scaler.scale(model(step, NAMES)).backward()
+        spoil(model, step)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def train_alike(placement, scaler, kind, unscale):
+    model, lone = shard(pair(), placement), pair()
+    optimizer = adamw(model, kind == "fused")
+    if kind == "flat":
+        flatten_optimizer(optimizer)
+    scales = train(model, optimizer, SCALERS[scaler]("cpu", **SCALE), unscale)
+    assert scales == train(lone, adamw(lone), torch.amp.GradScaler("cpu", **SCALE), unscale)
+    assert scales == [8.0, 4.0, 2.0, 2.0, 4.0, 2.0, 2.0, 4.0]
+    assert_same(parameters_of(model), parameters_of(lone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("kind", ["foreach", "fused", "flat"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_training_with_bad_steps_is_that_of_one_process(threads, scaler, placement, kind, unscale):
+    threads(3).run(train_alike, placement, scaler, kind, unscale)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_processes_agree_too(world, placement):
+    for num_ranks, scaler in ((1, "ours"), (2, "ours"), (2, "torch's")):
+        world(num_ranks).run(train_alike, placement, scaler, "foreach", False)
+
+
+def train_replicas():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(pair(), "flat", mesh=mesh)
+    scales = train(model, adamw(model), ShardedGradScaler("cpu", process_group=mesh.get_group("shard"), **SCALE), True)
+    assert scales == [8.0, 4.0, 2.0, 2.0, 4.0, 2.0, 2.0, 4.0]
+
+
+def test_replicas_of_shards_step_together(threads):
+    """The last rank alone sees what is bad, so it must travel along both axes."""
+    threads(4).run(train_replicas)
+
+
+# One step
+
+
+def parameter_with(value, grad):
+    parameter = nn.Parameter(value)
+    parameter.grad = grad
+    return parameter
+
+
+def plain(value, dtype=torch.float32):
+    return parameter_with(torch.zeros(3, dtype=dtype), torch.full((3,), value, dtype=dtype))
+
+
+def even(value, mesh):
+    zeros = distribute_tensor(torch.zeros(5), mesh, [Shard(0)])
+    return parameter_with(zeros, torch.full_like(zeros, value))
+
+
+def uneven(value, mesh):
+    (cut,) = cuts("uneven", ((5,),), mesh.size())
+    return parameter_with(ragged(torch.zeros(5), cut, mesh), ragged(torch.full((5,), value), cut, mesh))
+
+
+def one_step(parameters, scaler, fused=False, unscale=False):
+    """What the first held element of each parameter is after a step of size 1 against its gradient, and the scale."""
+    scaler.scale(torch.zeros(()))
+    optimizer = optim.SGD(parameters, lr=1.0, fused=fused)
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    held = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
+    return [each.view(-1)[0].item() for each in held if each.numel()], scaler.get_scale()
+
+
+def step_a_mixture(bad, unscale):
+    mesh, rank = line(dist.get_world_size()), dist.get_rank()
+    parameters = [plain(16.0), even(16.0, mesh), uneven(16.0, mesh), plain(16.0, torch.float64)]
+    if bad is not None and rank == 1:
+        grad = parameters[bad].grad
+        (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = math.inf
+    values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), unscale=unscale)
+    return set(values), scale
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("bad", [None, 0, 1, 2, 3])
+def test_plain_even_and_ragged_gradients_of_two_dtypes_in_one_optimizer(threads, bad, unscale):
+    expected = ({-2.0}, 8.0) if bad is None else ({0.0}, 4.0)
+    assert threads(3).run(step_a_mixture, bad, unscale) == [expected] * 3
+
+
+def step_where_some_ranks_have_no_gradients(fused):
+    mesh, rank = line(dist.get_world_size()), dist.get_rank()
+    found = []
+    for bad in (False, True):
+        # torch's fused SGD takes no DTensors of torch.
+        parameters = [(uneven if fused else even)(math.inf if bad else 16.0, mesh), plain(16.0)]
+        if rank != 1:
+            for each in parameters:
+                each.grad = None
+        values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), fused)
+        assert set(values) == ({0.0} if bad or rank != 1 else {-2.0})
+        found.append(scale)
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ranks_without_gradients_agree_with_the_others(threads, fused):
+    assert threads(3).run(step_where_some_ranks_have_no_gradients, fused) == [[8.0, 4.0]] * 3
+
+
+def step_with_groups(narrow):
+    """The groups of the all-reduces of one step, and the scale."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    mesh = mesh_of((2, 2))
+    rank = dist.get_rank()
+    grad = torch.full((2,), math.inf if rank == 3 else 16.0)
+    shards = DTensor.from_local(torch.zeros(2), mesh, [Shard(0), Shard(0)], run_check=False)
+    parameter = parameter_with(shards, DTensor.from_local(grad, mesh, [Shard(0), Shard(0)], run_check=False))
+    scaler = ShardedGradScaler("cpu", process_group=alone if narrow else None, **SCALE)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+        _, scale = one_step([parameter], scaler)
+    names = {None: "all", alone: "alone", mesh.get_group(0): "axis 0", mesh.get_group(1): "axis 1"}
+    return [names[call.kwargs["group"]] for call in called.call_args_list], scale
+
+
+def test_the_axes_of_a_mesh_agree_when_the_process_group_leaves_ranks_out(world):
+    assert world(4).run(step_with_groups, False) == [(["all"], 4.0)] * 4
+    assert world(4).run(step_with_groups, True) == [(["alone", "axis 0", "axis 1"], 4.0)] * 4
+
+
+def clip_between():
+    mesh = line(dist.get_world_size())
+    parameters = [even(24.0, mesh), plain(32.0)]
+    scaler = ShardedGradScaler("cpu", **SCALE)
+    scaler.scale(torch.zeros(()))
+    optimizer = optim.SGD(parameters, lr=1.0)
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(parameters, 1.0).item()
+    scaler.step(optimizer)
+    return norm, parameters[1][0].item()
+
+
+def test_gradients_are_clipped_between_unscaling_and_the_step(threads):
+    norm = math.sqrt(5 * 3**2 + 3 * 4**2)
+    assert threads(2).run(clip_between) == [(pytest.approx(norm), pytest.approx(-4 / norm))] * 2
+
+
+# As torch's
+
+
+def test_it_is_called_as_torchs_sharded_scaler_is():
+    mine, theirs = (inspect.signature(each).parameters for each in (ShardedGradScaler, TorchsScaler))
+    assert list(mine) == list(theirs)
+    assert [each.default for each in mine.values()] == [each.default for each in theirs.values()]
+    scaler = ShardedGradScaler("cpu", 4.0, 0.25, 3.0, 7)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_factor(), scaler.get_growth_interval()) == (0.25, 3.0, 7)
+
+
+def test_torch_asks_for_the_flags_in_one_place():
+    """`_unscale_grads_` is not public: `unscale_` and the step of a fused optimizer must still go through it."""
+    asked = []
+
+    class Asked(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            asked.append(inv_scale.item())
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    for fused in (False, True):
+        one_step([plain(16.0)], Asked("cpu", **SCALE), fused)
+    assert asked == [0.125, 1.0]
+
+
+def test_half_gradients_are_unscaled():
+    parameter = plain(16.0, torch.float16)
+    assert one_step([parameter], ShardedGradScaler("cpu", **SCALE)) == ([-2.0], 8.0)
+    assert parameter.grad.dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bad", [False, True])
+def test_sparse_gradients_are_unscaled_as_by_torch(dtype, bad):
+    grads = []
+    for kind in (ShardedGradScaler, TorchsScaler):
+        table = nn.Embedding(4, 2, sparse=True, dtype=dtype)
+        scaler = kind("cpu", init_scale=8.0) if kind is ShardedGradScaler else local_copy_of_torchs()
+        with torch.sparse.check_sparse_tensor_invariants(True):
+            scaler.scale(table(torch.tensor([0, 2, 2])).sum()).backward()
+            if bad:
+                table.weight.grad._values()[-1] = math.inf
+            optimizer = optim.SGD(table.parameters(), lr=1.0)
+            scaler.unscale_(optimizer)
+        grads.append(table.weight.grad.to_dense())
+        found = scaler._found_inf_per_device(optimizer)
+        assert [bool(each) for each in found.values()] == [bad]
+    assert torch.equal(*grads)
+
+
+def local_copy_of_torchs():
+    """torch's sharded scaler in one process without a process group."""
+
+    class Lone(TorchsScaler):
+        def unscale_(self, optimizer):
+            with mock.patch.object(dist, "all_reduce"):
+                super().unscale_(optimizer)
+
+    return Lone("cpu", init_scale=8.0)
+
+
+def test_outputs_keep_their_dtype_and_structure():
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    half, single = torch.tensor(2.0, dtype=torch.float16), torch.ones(2)
+    scaled = scaler.scale([half, (single, [half])])
+    assert scaled[0].dtype is torch.float16
+    assert scaled[0] == 8
+    assert isinstance(scaled[1], tuple)
+    assert torch.equal(scaled[1][0], single * 4)
+    assert [each.item() for each in scaler.scale(each for each in [half, half])] == [8, 8]
+    with pytest.raises(PolicyTypeError, match="tensor or an iterable of tensors, got a int"):
+        scaler.scale(3)
+
+
+def test_a_disabled_scaler_does_nothing():
+    parameter, scaler = plain(16.0), ShardedGradScaler("cpu", enabled=False)
+    loss = torch.ones(())
+    assert scaler.scale(loss) is loss
+    assert one_step([parameter], scaler, unscale=True) == ([-16.0], 1.0)
+    assert scaler.state_dict() == {}
+
+
+def test_unscaling_twice_is_refused_as_by_torch():
+    scaler, optimizer = ShardedGradScaler("cpu"), optim.SGD([plain(1.0)], lr=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+
+
+def test_its_state_is_saved_loaded_copied_and_pickled():
+    scaler = ShardedGradScaler("cpu", **SCALE)
+    one_step([plain(math.inf)], scaler)
+    like = torch.amp.GradScaler("cpu", **SCALE)
+    one_step([plain(math.inf)], like)
+    assert scaler.state_dict() == like.state_dict()
+    other = ShardedGradScaler("cpu")
+    other.load_state_dict(scaler.state_dict())
+    for each in (other, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert each.state_dict() == scaler.state_dict()
+        assert one_step([plain(math.inf)], each) == ([0.0], 2.0)
+
+
+def memory_of_dropped_gradients():
+    mesh = line(dist.get_world_size())
+    parameter = even(16.0, mesh)
+    one_step([parameter], ShardedGradScaler("cpu", **SCALE))
+    local = weakref.ref(local_tensor(parameter.grad))
+    parameter.grad = None
+    return local() is None
+
+
+def test_a_gradient_that_was_unscaled_is_freed_when_it_is_dropped(threads):
+    assert threads(2).run(memory_of_dropped_gradients) == [True, True]
