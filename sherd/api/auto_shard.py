@@ -1,0 +1,236 @@
+"""`auto_shard`: `fully_shard` on every module that a policy, or else the model's own description of itself, makes a
+unit."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sherd.api.fully_shard import fully_shard
+from sherd.api.module import FSDPModule
+from sherd.engine.seal import unit_of
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError
+from sherd.wrap import WrapPolicy, choose, is_container, post_order
+
+
+def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard_args: Any) -> FSDPModule:
+    """Call `fully_shard` on the modules that `policy` chooses, children before their parents, and on `model` last.
+
+    Args:
+        model: what to shard, in place.
+        policy: one of `sherd.wrap`, one of torch's, or a function `policy(module, recurse, nonwrapped_numel) -> bool`.
+            The arguments that a `CustomPolicy` gives a module go over `fully_shard_args`. Containers without a forward
+            are passed over: what they hold is sharded with the unit above, where it is not a unit itself. None: the
+            model says it itself, as Hugging Face's do. Instances of the classes in `_no_split_modules`, of the model
+            and of models in it, are units, and so are the modules that `_fsdp_plan` names: "free_full_weight" means
+            `reshard_after_forward=True`, "keep_full_weight" False, unless `fully_shard_args` say otherwise. A plan's
+            last norm and `lm_head` are one unit; its rules that match no module are passed over; and what holds an
+            embedding whose weight is used outside too (tied to `lm_head`) is left to the root.
+        fully_shard_args: arguments of `fully_shard`, for every unit.
+
+    Returns:
+        `model`.
+
+    Raises:
+        PolicyError: no policy, and a model that does not describe itself, or whose plan asks for what there is not.
+            `PolicyTypeError` for something that is no policy, and for arguments that `fully_shard` does not take.
+        ModuleError: `model` or a chosen module is sharded already. What `fully_shard` raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise PolicyTypeError(f"auto_shard expects a module, got a {type(model).__name__}")
+    _check_arguments(fully_shard_args, "auto_shard")
+    units = _described(model, fully_shard_args) if policy is None else _chosen(model, policy, fully_shard_args)
+    _check_none_sharded(model, units)
+    for unit in units:
+        fully_shard(unit.modules, **unit.arguments)
+    return fully_shard(model, **fully_shard_args)
+
+
+@dataclass
+class _Unit:
+    """One call of `fully_shard`: its modules and the arguments."""
+
+    modules: list[nn.Module]
+    arguments: dict[str, Any]
+
+
+def _chosen(model: nn.Module, policy: WrapPolicy, arguments: dict[str, Any]) -> list[_Unit]:
+    """What `policy` chooses."""
+    chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
+    for name, module in post_order(model):
+        if module in chosen:
+            _check_arguments(chosen[module], f"the policy, for {name},")
+    return [_Unit([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
+
+
+# What a model says of itself
+
+RESHARDS = {"free_full_weight": True, "keep_full_weight": False}
+TAIL = {"norm", "lm_head"}
+
+
+def _described(model: nn.Module, arguments: dict[str, Any]) -> list[_Unit]:
+    """What the model's `_fsdp_plan` and `_no_split_modules` make units."""
+    unit_of_module: dict[nn.Module, _Unit] = {}
+    for owner, plan in _outermost_plans(model):
+        for planned in _planned(owner, plan, arguments):
+            for module in planned.modules:
+                unit_of_module.setdefault(module, planned)
+    classes = _no_split_classes(model)
+    for module in model.modules():
+        if classes & {each.__name__ for each in type(module).__mro__}:
+            unit_of_module.setdefault(module, _Unit([module], dict(arguments)))
+    unit_of_module.pop(model, None)
+    if not unit_of_module:
+        raise PolicyError(_says_nothing(model, classes))
+    return _bottom_up(model, unit_of_module)
+
+
+def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, _Unit]) -> list[_Unit]:
+    """Each unit once, after all that is below its modules, without those that belong to the root."""
+    tied = _tied_embeddings(model)
+    waiting = Counter(id(unit) for unit in unit_of_module.values())
+    units = []
+    for _, module in post_order(model):
+        unit = unit_of_module.get(module)
+        if unit is None:
+            continue
+        waiting[id(unit)] -= 1
+        if not waiting[id(unit)] and not any(_reaches_in(module, tied) for module in unit.modules):
+            units.append(unit)
+    return units
+
+
+def _no_split_classes(model: nn.Module) -> set[str]:
+    """The names of classes in every `_no_split_modules` at and below `model`."""
+    found: set[str] = set()
+    for module in model.modules():
+        names = getattr(module, "_no_split_modules", None) or ()
+        if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+            raise PolicyTypeError(
+                f"{type(module).__name__}._no_split_modules is {names!r}; expected a list of names of classes"
+            )
+        found.update(names)
+    return found
+
+
+def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """The plans at and below `module`, each with the module it is about. Models take the plans of models inside them
+    into their own, so there is no need to look below one that has a plan."""
+    plan = getattr(module, "_fsdp_plan", None)
+    if plan is not None:
+        yield module, plan
+        return
+    for child in module.children():
+        yield from _outermost_plans(child)
+
+
+def _planned(owner: nn.Module, plan: Any, arguments: dict[str, Any]) -> list[_Unit]:
+    """The units of one plan: a dict from names below `owner`, `*` for a number, to a strategy; a tuple of names is one
+    unit."""
+    if not isinstance(plan, Mapping):
+        raise PolicyTypeError(
+            f"{type(owner).__name__}._fsdp_plan is {plan!r}; expected a dict from names to strategies"
+        )
+    modules = {name: module for name, module in owner.named_modules() if name}
+    units: list[_Unit] = []
+    for rule, strategy in _with_one_tail(plan).items():
+        if strategy not in RESHARDS:
+            raise PolicyError(
+                f"{type(owner).__name__}._fsdp_plan asks for {strategy!r} for {rule}; sherd knows "
+                f"{' and '.join(RESHARDS)}. Correct the plan, or pass a policy"
+            )
+        of_unit = {"reshard_after_forward": RESHARDS[strategy], **arguments}
+        if isinstance(rule, tuple):
+            together = [module for name in rule for module in _matching(name, modules)]
+            units += [_Unit(together, of_unit)] if together else []
+        else:
+            units += [_Unit([module], dict(of_unit)) for module in _matching(rule, modules)]
+    for unit in units:
+        _check_no_container(owner, unit)
+    return units
+
+
+def _with_one_tail(plan: Mapping[Any, str]) -> dict[Any, str]:
+    """`plan` with the last norm and the head as one rule, if it keeps these two: they run one after the other, and one
+    gather serves both."""
+    kept = [rule for rule, strategy in plan.items() if strategy == "keep_full_weight" and isinstance(rule, str)]
+    if len(kept) != len(TAIL) or {rule.rpartition(".")[2] for rule in kept} != TAIL:
+        return dict(plan)
+    norm_first = sorted(kept, key=lambda rule: rule.endswith("lm_head"))
+    others = {rule: strategy for rule, strategy in plan.items() if rule not in kept}
+    return {**others, tuple(norm_first): "keep_full_weight"}
+
+
+def _matching(rule: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The modules that a plan's rule names: "layers.*" is every numbered module of `layers`."""
+    pattern = re.compile(re.escape(rule).replace(r"\*", r"\d+"))
+    return [module for name, module in modules.items() if pattern.fullmatch(name)]
+
+
+def _check_no_container(owner: nn.Module, unit: _Unit) -> None:
+    for module in unit.modules:
+        if is_container(module):
+            (name,) = (name for name, each in owner.named_modules() if each is module)
+            raise PolicyError(
+                f"{type(owner).__name__}._fsdp_plan names {name}, a {type(module).__name__}, which has no forward to "
+                f"gather parameters for; name what is in it, as {name}.*, or pass a policy"
+            )
+
+
+def _tied_embeddings(model: nn.Module) -> Counter[int]:
+    """By id, in how many places the weight of an embedding hangs, for those with more than one."""
+    hang_on = Counter(id(each) for module in model.modules() for each in _own(module))
+    of_embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return Counter({key: places for key, places in hang_on.items() if places > 1 and key in of_embeddings})
+
+
+def _reaches_in(module: nn.Module, tied: Counter[int]) -> bool:
+    """Whether `module` holds a tied embedding's weight that hangs on places outside too."""
+    inside = Counter(id(each) for below in module.modules() for each in _own(below) if id(each) in tied)
+    return any(places < tied[key] for key, places in inside.items())
+
+
+def _own(module: nn.Module) -> Iterable[nn.Parameter]:
+    return (each for each in module._parameters.values() if each is not None)
+
+
+def _says_nothing(model: nn.Module, classes: set[str]) -> str:
+    if classes:
+        found = f"has no module of the classes in its _no_split_modules ({', '.join(sorted(classes))})"
+    else:
+        found = "has no _no_split_modules, and no _fsdp_plan that names modules of it"
+    return (
+        f"auto_shard without a policy: {type(model).__name__} {found}; "
+        "say what becomes a unit, as policy=ModuleWrapPolicy({Block}) of sherd.wrap"
+    )
+
+
+# Mistakes that would otherwise be found with half of the model sharded
+
+_TAKES = tuple(name for name in inspect.signature(fully_shard).parameters if name != "module")
+
+
+def _check_arguments(arguments: Mapping[str, Any], who: str) -> None:
+    unknown = [name for name in arguments if name not in _TAKES]
+    if unknown:
+        raise PolicyTypeError(
+            f"{who} gives fully_shard {', '.join(map(str, unknown))}, which it does not take; it takes "
+            f"{', '.join(_TAKES)}"
+        )
+
+
+def _check_none_sharded(model: nn.Module, units: list[_Unit]) -> None:
+    asked = {module for unit in units for module in unit.modules} | {model}
+    sharded = [name or "the model" for name, each in model.named_modules() if each in asked and unit_of(each)]
+    if sharded:
+        raise ModuleError(
+            f"auto_shard would shard {', '.join(sharded)} of {type(model).__name__} again; leave to the policy what is "
+            "not sharded yet, or shard by hand alone"
+        )

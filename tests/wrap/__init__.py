@@ -1,0 +1,1 @@
+"""Which modules become units, and do they train?"""
