@@ -1,0 +1,179 @@
+"""The wrapper's static methods for optimizer state: FSDP1's names and signatures for `sherd.checkpoint`.
+
+Which form a state has is said by the wrappers' `set_state_dict_type`; a model without wrappers has FSDP1's default, the
+full state on all ranks in host memory. All ranks must call each of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd.api.state_dict_type import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+    get_state_dict_type,
+)
+from sherd.checkpoint import loading, rekeying, saving
+from sherd.checkpoint.rekeying import OptimStateKeyType
+
+StateDict = dict[str, Any]
+
+
+def _settings(model: nn.Module) -> tuple[bool, OptimStateDictConfig]:
+    """Whether the model's wrappers give full states, and how states are given."""
+    settings = get_state_dict_type(model)
+    if settings is None or settings.optim_state_dict_config is None:
+        return True, FullOptimStateDictConfig()
+    return settings.state_dict_type is StateDictType.FULL_STATE_DICT, settings.optim_state_dict_config
+
+
+def _rank0_only(config: OptimStateDictConfig) -> bool:
+    return isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_state_dict: StateDict | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> StateDict:
+    """The state of `optim` by the names of the user's own model, full or sharded as `set_state_dict_type` says.
+
+    Full: plain whole tensors. Sharded and local: DTensors that lie as the parameters do, sharing the optimizer's memory
+    if that is where they are wanted; `Shard(0)` with `_use_dtensor`.
+
+    Args:
+        model: sharded by wrappers, by `fully_shard`, by both, or not at all.
+        optim: any optimizer of some or all of its parameters.
+        optim_state_dict: what `optim.state_dict()` has returned, if it is not to be asked.
+        group: the ranks that are numbered where rank 0 alone gets the state. None: all.
+
+    Raises:
+        OptimStateError: the optimizer has a parameter that the model has not, or ranks have different states.
+    """
+    full, config = _settings(model)
+    return saving.optim_state_dict(
+        model,
+        optim,
+        optim_state_dict,
+        full=full,
+        rank0_only=_rank0_only(config),
+        offload_to_cpu=config.offload_to_cpu,
+        in_rows=isinstance(config, ShardedOptimStateDictConfig) and config._use_dtensor,
+        group=group,
+    )
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_state_dict: StateDict,
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> StateDict:
+    """What `optim.load_state_dict` takes on this rank, of a state by names: full, or sharded in any way.
+
+    It may have been saved under another wrapping, another front end, or on another number of ranks. With full states of
+    rank 0 alone (`set_state_dict_type`) only that rank's is looked at.
+
+    Args:
+        model: as for `optim_state_dict`.
+        optim: the optimizer it is for.
+        optim_state_dict: what `optim_state_dict` has returned.
+        is_named_optimizer: the optimizer keys its own state by `model.named_parameters()`.
+        load_directly: load it, too.
+        group: the ranks that rank 0 sends to. None: all.
+
+    Raises:
+        OptimStateError: it does not fit the model (a ValueError).
+    """
+    full, config = _settings(model)
+    return loading.optim_state_dict_to_load(
+        model,
+        optim,
+        optim_state_dict,
+        is_named=is_named_optimizer,
+        load_directly=load_directly,
+        from_rank_0=full and _rank0_only(config),
+        group=group,
+    )
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: Any = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> StateDict:
+    """`optim_state_dict` in its full form, in host memory, whatever the model is set to; for rank 0 unless told
+    otherwise. `optim_input` is not needed."""
+    return saving.optim_state_dict(model, optim, full=True, rank0_only=rank0_only, group=group)
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
+    """`optim_state_dict` in its sharded form, whatever the model is set to."""
+    return saving.optim_state_dict(model, optim, full=False, offload_to_cpu=False, group=group)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: StateDict, model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
+) -> StateDict:
+    """What an optimizer's `load_state_dict` takes on this rank, of a full state that every rank has.
+
+    Args:
+        full_optim_state_dict: as `full_optim_state_dict` has returned it.
+        model: the model.
+        optim_input: what the optimizer was built from, if it is not given: parameters, or dicts with "params", in any
+            iterable. None: all parameters of the model, in order.
+        optim: the optimizer.
+
+    Raises:
+        OptimStateError: it does not fit the model, or the optimizer input is empty (a ValueError).
+        PolicyTypeError: another optimizer input.
+    """
+    return loading.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
+) -> StateDict:
+    """What `optim.load_state_dict` takes on this rank, of a sharded state. Raises as `optim_state_dict_to_load`."""
+    return loading.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: StateDict | None,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> StateDict:
+    """As `shard_full_optim_state_dict`, of a full state that rank 0 of `group` has; the others pass None."""
+    return loading.optim_state_dict_to_load(
+        model, optim, full_optim_state_dict, optim_input=optim_input, from_rank_0=True, group=group
+    )
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: StateDict,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Optimizer | None = None,
+) -> StateDict:
+    """A full state keyed by names or by numbers, as asked for: itself, if it is so already.
+
+    `model` is the one that the optimizer was built from, as it was before it was wrapped, or with its own parameters.
+
+    Raises:
+        OptimStateError: names and numbers mixed, keys that the model does not have, or a flat parameter.
+    """
+    return rekeying.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)

@@ -1,0 +1,1 @@
+"""WHAT IS KEPT: the state of optimizers, by the names of parameters, whole or in parts."""
