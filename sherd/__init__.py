@@ -1,10 +1,32 @@
 """Fully sharded data parallel training for PyTorch. The names mirror `torch.distributed.fsdp`, so a changed import is a
 port."""
 
+from sherd.api.auto_shard import auto_shard
+from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
 from sherd.api.memory import memory_report, track_memory
+from sherd.api.migration import explain_migration
 from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from sherd.api.state_dict_type import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedForm,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from sherd.api.unsharded import unsharded
+from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.checkpoint.rekeying import OptimStateKeyType
+from sherd.clip import clip_grad_norm_
+from sherd.engine.flat import FlatParameter
 from sherd.errors import SherdError
+from sherd.grad_scaler import ShardedGradScaler
 from sherd.layout.runs import Blocks, Flat, Whole
 from sherd.optim import flatten_optimizer
 from sherd.policy import (
@@ -24,26 +46,49 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
     "Blocks",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
     "CommPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "Flat",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PrefetchPolicy",
     "RaggedDTensor",
     "ReduceScatter",
+    "ShardedForm",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
     "SherdError",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "Whole",
     "__version__",
+    "auto_shard",
+    "clip_grad_norm_",
+    "explain_migration",
     "flatten_optimizer",
     "fully_shard",
     "memory_report",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "track_memory",
+    "unsharded",
 ]

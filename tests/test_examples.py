@@ -68,6 +68,16 @@ def test_a_ported_program_trains_on_shards(tmp_path):
     assert losses(first)[-1] < losses(first)[0] / 2
 
 
+def test_a_program_ported_from_the_wrapper_trains_and_says_its_next_port(tmp_path):
+    first, second = run("port_from_fsdp1.py", tmp_path)
+    held = [int(re.search(r"holds (\d+) elements of 5 flat", text)[1]) for text in (first, second)]
+    assert f"rank 0 could save {sum(held)} elements in 26 tensors" in first
+    assert "rank 1 could save 0 elements" in second
+    assert losses(first)[-1] < losses(first)[0] / 2
+    assert "auto_shard(" in first
+    assert "auto_shard(" not in second
+
+
 def test_a_model_starts_on_meta_and_allocates_its_shards_alone(tmp_path):
     for text in run("meta_device_start.py", tmp_path):
         before, after = map(int, re.findall(r"(\d+) bytes allocated", text))

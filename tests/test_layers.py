@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
 # `sherd` is the package's own __init__, the public names.
 RULE = """
-errors, policy, _torch < layout | schedule | comm < tensor < engine < checkpoint, optim < api < sherd
-< interop, train, __main__
+errors, policy, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
+< checkpoint, optim, clip, grad_scaler < api < sherd < interop, train, __main__
 """
 SIMULATE_KNOWS = {"layout", "schedule", "policy"}
 KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}
@@ -131,6 +131,8 @@ def planted(tmp_path):
         ("engine/unit.py", "from sherd.simulate import replay", "engine may not know simulate"),
         ("simulate/replay.py", "from sherd.comm import mesh", "simulate may not know comm"),
         ("__init__.py", "from sherd.train import cli", "sherd may not know train"),
+        ("wrap.py", "from sherd.comm import mesh", "wrap may not know comm"),
+        ("wrap.py", "from sherd.engine.unit import Unit", "wrap may not know engine"),
         ("layout/extent.py", "import torch", "layout does without torch"),
         ("schedule/order.py", "from torch import Tensor", "schedule does without torch"),
         ("engine/unit.py", "from torch.distributed import fsdp", "torch's own FSDP"),
@@ -157,6 +159,8 @@ def test_a_planted_violation_is_found_and_explained(planted, path, source, why):
         ("schedule/order.py", "from ..policy import Prefetch"),
         ("engine/runtime.py", "from sherd import layout, schedule, comm, tensor, errors"),
         ("optim.py", "from sherd.checkpoint import files"),
+        ("wrap.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
+        ("api/auto_shard.py", "from sherd.wrap import choose"),
         ("simulate/replay.py", "from sherd import layout, schedule, policy"),
         ("train/cli.py", "from sherd import __version__, fully_shard\nfrom sherd.simulate import replay"),
         ("__init__.py", "from sherd.api.fully_shard import fully_shard\nfrom torch import __version__"),

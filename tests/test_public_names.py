@@ -1,6 +1,7 @@
 """Does `sherd` offer what `torch.distributed.fsdp` offers, under the same names and signatures?"""
 
 import dataclasses
+import enum
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ MIRRORED = {
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "FlatParameter",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -30,12 +32,18 @@ OURS = {
     "Flat",
     "PrefetchPolicy",
     "RaggedDTensor",
+    "ShardedForm",
+    "ShardedGradScaler",
     "SherdError",
     "Whole",
     "__version__",
+    "auto_shard",
+    "clip_grad_norm_",
+    "explain_migration",
     "flatten_optimizer",
     "memory_report",
     "track_memory",
+    "unsharded",
 }
 # The older, wrapping front end and its choices.
 OF_THE_WRAPPER = {
@@ -58,12 +66,22 @@ OF_THE_WRAPPER = {
 }
 
 # Parameters that sherd adds, all optional.
-EXTRA = {"fully_shard": {"comm_policy", "placement", "prefetch_policy"}}
+EXTRA = {
+    "fully_shard": {"comm_policy", "placement", "prefetch_policy"},
+    "MixedPrecisionPolicy": {"cast_root_forward_inputs", "full_precision_in_eval", "keep_low_precision_grads"},
+    "ShardedStateDictConfig": {"form"},
+}
 # Not made by users: one comes with a class for its methods, the other from `unshard`.
-MADE_BY_US = {"FSDPModule", "UnshardHandle"}
+MADE_BY_US = {"FSDPModule", "FlatParameter", "UnshardHandle"}
+ENUMS = {"BackwardPrefetch", "OptimStateKeyType", "ShardingStrategy", "StateDictType"}
 # Methods of torch's FSDPModule that a user may call; `_apply` is nn.Module's.
 METHODS = sorted(
     name for name, value in vars(torch_fsdp.FSDPModule).items() if inspect.isfunction(value) and name[0] != "_"
+)
+METHODS_OF_THE_WRAPPER = sorted(
+    name
+    for name, value in vars(torch_fsdp.FullyShardedDataParallel).items()
+    if (inspect.isfunction(value) or isinstance(value, staticmethod)) and name[0] != "_"
 )
 
 
@@ -73,8 +91,11 @@ def parameters(callable_: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def comparable(value: Any) -> Any:
     """A default as something that is equal when it means the same: torch's policies are not our classes."""
+    if isinstance(value, enum.Enum):
+        return type(value).__name__, value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__name__, dataclasses.asdict(value)
+        kind = type(value).__name__
+        return kind, {name: each for name, each in vars(value).items() if name not in EXTRA.get(kind, set())}
     return value
 
 
@@ -90,18 +111,32 @@ def assert_takes_all_that(theirs: Callable[..., Any], ours: Callable[..., Any], 
 
 
 def test_these_are_the_public_names():
-    assert set(sherd.__all__) == MIRRORED | FROM_A_PRIVATE_MODULE | OURS
+    assert set(sherd.__all__) == MIRRORED | FROM_A_PRIVATE_MODULE | OURS | OF_THE_WRAPPER
     assert sherd.__all__ == sorted(sherd.__all__)
     assert all(hasattr(sherd, name) for name in sherd.__all__)
 
 
 def test_every_name_of_torchs_composable_front_end_is_here_under_the_same_name():
-    assert set(torch_fsdp.__all__) - OF_THE_WRAPPER == MIRRORED
+    assert set(torch_fsdp.__all__) - OF_THE_WRAPPER == MIRRORED - {"FlatParameter"}
+    assert hasattr(torch_fsdp, "FlatParameter")
 
 
-@pytest.mark.parametrize("name", sorted(MIRRORED - MADE_BY_US))
+@pytest.mark.parametrize("name", sorted((MIRRORED | OF_THE_WRAPPER) - MADE_BY_US - ENUMS))
 def test_a_function_or_policy_takes_what_torchs_takes(name):
     assert_takes_all_that(getattr(torch_fsdp, name), getattr(sherd, name), EXTRA.get(name, set()))
+
+
+@pytest.mark.parametrize("name", sorted(ENUMS))
+def test_an_enum_has_torchs_members(name):
+    assert [each.name for each in getattr(sherd, name)] == [each.name for each in getattr(torch_fsdp, name)]
+
+
+@pytest.mark.parametrize("name", METHODS_OF_THE_WRAPPER)
+def test_a_method_of_the_wrapper_takes_what_torchs_takes(name):
+    theirs, ours = (getattr(module.FullyShardedDataParallel, name) for module in (torch_fsdp, sherd))
+    if isinstance(vars(torch_fsdp.FullyShardedDataParallel)[name], staticmethod):
+        assert isinstance(inspect.getattr_static(sherd.FullyShardedDataParallel, name), staticmethod)
+    assert_takes_all_that(theirs, ours, set())
 
 
 def test_torch_has_all_the_methods_that_are_compared_below():
@@ -134,6 +169,7 @@ def test_the_handle_of_an_unshard_waits():
 def test_the_fields_of_policies_are_torchs_in_name_order_and_default():
     for name in ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"):
         theirs, ours = (dataclasses.fields(getattr(module, name)) for module in (torch_fsdp, sherd))
+        ours = [each for each in ours if each.name not in EXTRA.get(name, set())]
         assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]
         assert getattr(sherd, name).__dataclass_params__.frozen
 

@@ -4,27 +4,21 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, overload
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.api.module import FSDPModule, checked_reshard, swap_class
-from sherd.comm.mesh import DataMesh, data_mesh
-from sherd.comm.streams import Streams, streams_for
-from sherd.engine import hooks
-from sherd.engine.adoption import watcher
-from sherd.engine.forms import AnyPlacement, forms_of
-from sherd.engine.ownership import Belongings, Found, belongings
-from sherd.engine.parameter import ShardedParameter
-from sherd.engine.pieces import piece_of
-from sherd.engine.seal import attach, unit_of
+from sherd.comm.mesh import data_mesh
+from sherd.engine.forms import AnyPlacement
+from sherd.engine.making import make_unit
+from sherd.engine.ownership import Found, belongings
+from sherd.engine.seal import unit_of
 from sherd.engine.unit import Unit
-from sherd.errors import ModuleError, OwnershipError, PlacementError, PolicyTypeError
+from sherd.errors import ModuleError, PlacementError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import RunPlacement
 from sherd.policy import (
@@ -35,7 +29,6 @@ from sherd.policy import (
     PrefetchPolicy,
     UnitPolicy,
 )
-from sherd.tensor.ragged import as_dtensor
 
 ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | None"]
 
@@ -144,34 +137,17 @@ def fully_shard(
     data = data_mesh(mesh, dp_mesh_dims, comm_policy)
     if reshard_after_forward is not None:
         reshard_after_forward = checked_reshard(reshard_after_forward, data.num_shards)
-    found = belongings(modules, ignored_params or (), lambda each: unit_of(each) is not None)
-    owners = _owners(found, data)
-    streams = streams_for(data.device)
-    records = _shard(found, data, streams, functools.partial(_placement, placement, shard_placement_fn))
-    _borrow(found)
-    unit = Unit(
+    make_unit(
         modules,
-        records,
-        owners,
+        belongings(modules, ignored_params or (), lambda each: unit_of(each) is not None),
         data,
-        streams,
+        functools.partial(_placement, placement, shard_placement_fn),
         mp_policy,
         offload_policy,
         UnitPolicy(reshard_after_forward=reshard_after_forward, prefetch=prefetch_policy),
     )
-    _bring_buffers(found.modules, data.device)
-    hooks.install(
-        unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())]
-    )
     for each in modules:
-        attach(each, unit)
         swap_class(each)
-    for each in found.modules:
-        # Dynamo then takes parameters as inputs of the graph instead of guarding each object, which changes on every
-        # gather.
-        each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-    watcher.install()
-    watcher.sharded_again()
     return module
 
 
@@ -216,36 +192,6 @@ def _check_types(**arguments: tuple[Any, Any]) -> None:
             )
 
 
-@torch.no_grad()
-def _shard(
-    found: Belongings, mesh: DataMesh, streams: Streams, placement_of: Callable[[Found], AnyPlacement | None]
-) -> list[ShardedParameter]:
-    """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
-    records = []
-    for each, form in zip(found.owned, forms_of(found.owned, mesh, streams, placement_of), strict=True):
-        # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
-        # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
-        part = piece_of(form.data.detach(), form.cut, mesh.shard_rank)
-        local = part.clone(memory_format=torch.contiguous_format)
-        shard = nn.Parameter(as_dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
-        record = ShardedParameter(
-            each.name,
-            form.data.shape,
-            form.data.dtype,
-            form.cut,
-            form.lot,
-            form.shard_spec,
-            form.whole_spec,
-            shard,
-            weakref.ref(each.holder),
-            each.places,
-        )
-        record.claim(each.parameter)
-        record.show(shard)
-        records.append(record)
-    return records
-
-
 def _placement(
     default: ShardSpec | RunPlacement | None, chosen_by: ShardPlacementFn | None, found: Found
 ) -> AnyPlacement | None:
@@ -269,41 +215,3 @@ _EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Block
 def _is_placement(value: Any) -> bool:
     # The class itself has all that makes a placement, but is none: `placement=Flat`.
     return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
-
-
-def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
-    """The units whose parameters this one's modules use too.
-
-    Raises:
-        OwnershipError: such a unit no longer exists, or is on another mesh, where one shard cannot serve both.
-    """
-    owners: dict[int, Unit] = {}
-    for each in found.borrowed:
-        owner = each.record.owner
-        if not isinstance(owner, Unit):
-            raise OwnershipError(
-                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; "
-                "build the model anew"
-            )
-        if owner.mesh.mesh != mesh.mesh:
-            raise OwnershipError(
-                f"{each.record.name} belongs to unit {owner.name}, which shards it over {owner.mesh.mesh}, and is used "
-                f"here under {mesh.mesh} (tied weights); shard both units over one mesh, or untie them"
-            )
-        owners[owner.id] = owner
-    return list(owners.values())
-
-
-def _borrow(found: Belongings) -> None:
-    """Hang other units' parameters on the places where this unit's modules use them too."""
-    for each in found.borrowed:
-        each.record.places.append(each.place)
-        each.place.show(each.record.shard)
-
-
-def _bring_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Buffers are used whole: they live where compute does."""
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)

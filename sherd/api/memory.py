@@ -31,6 +31,7 @@ from sherd.schedule.actions import (
     EndBackward,
     EndForward,
     GradientsReady,
+    GroupPassed,
 )
 from sherd.schedule.forecast import Arrival, Forecast, Kind, Moment
 
@@ -161,8 +162,9 @@ def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
             model(batch).sum().backward()
         print(peak)
 
-    From the last whole step in it `memory_report` knows in which order gradients arrive, and predicts exactly. Outside
-    of the block nothing is slower.
+    From the last whole step in it `memory_report` knows in which order gradients arrive, and predicts exactly. Watch
+    the second step or a later one, for in its first backward a unit keeps large tensors for longer. Outside of the
+    block nothing is slower.
 
     Args:
         model: what `fully_shard` was called on last, the root of the units, with data: a model on the meta device is
@@ -243,7 +245,7 @@ def _in_words(moment: Moment | None, names: Sequence[str]) -> str:
             return "when forward ends"
         case BeforeBackward(unit):
             return f"when backward reaches {names[unit]}"
-        case Arrival(unit):
+        case Arrival(unit) | GroupPassed(unit):
             return f"when a gradient of {names[unit]} arrives"
         case GradientsReady(unit) | AfterBackward(unit):
             return f"when gradients of {names[unit]} are reduced"

@@ -48,13 +48,6 @@ class FSDPModule:
     that take `recurse` change every unit at and below the module.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
-        """An instance of the original class: a sharded `Sequential[1:]` builds a plain `Sequential`."""
-        original = cls.__mro__[2]
-        plain = original.__new__(original, *args, **kwargs)
-        plain.__init__(*args, **kwargs)
-        return cast(FSDPModule, plain)
-
     # Whole and shard, by hand
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -343,10 +336,22 @@ def swap_class(module: nn.Module) -> None:
     """Make `module` an `FSDPModule` too, in place: its class becomes one that has both."""
     original = type(module)
     if original not in _classes:
-        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy, "__module__": original.__module__}
+        members: dict[str, Any] = {
+            "__new__": _new_of_the_original,
+            "__deepcopy__": _refuse_deepcopy,
+            "__module__": original.__module__,
+        }
         members |= {name: _explained(name, method) for name, method in _public_methods(original)}
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
     module.__class__ = _classes[original]
+
+
+def _new_of_the_original(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """An instance of the original class: a sharded `Sequential[1:]` builds a plain `Sequential`."""
+    original = cls.__mro__[2]
+    plain: nn.Module = original.__new__(original, *args, **kwargs)
+    plain.__init__(*args, **kwargs)  # type: ignore[misc]  # Python does it only for instances of `cls`
+    return plain
 
 
 def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:

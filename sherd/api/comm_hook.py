@@ -1,0 +1,144 @@
+"""How does a user's communication hook take the place of a unit's reduction? In the form that DDP and FSDP1 share.
+
+    rows that are sent     | gradient | padding | flags |     one part a rank
+    what the hook sees     | gradient |    0    |             in memory of its own, which it may write
+
+The flags tell a parameter without a gradient here from one that other ranks have no gradient of either. They are no
+gradients, and a hook would scale or compress them, so they are summed beside it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sherd.api.module import FSDPModule
+from sherd.engine.group import Group
+from sherd.engine.unit import Unit
+from sherd.errors import PolicyError, PolicyTypeError
+from sherd.policy import ReduceScatter
+
+Hook = Callable[..., Any]
+
+
+class _Hooked(ReduceScatter):
+    """A reduce-scatter done by `hook(state, whole_gradient, shard)`; over one rank `in_place`, by `hook(state,
+    gradient)`."""
+
+    def __init__(self, unit: Unit, state: object, hook: Hook, in_place: bool) -> None:
+        self._unit = weakref.ref(unit)  # whose policy holds this
+        self._state = state
+        self._hook = hook
+        self._in_place = in_place
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The usual memory."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Done when it returns."""
+        reduced = _reduced_group(self._unit)
+        numel = reduced.rest_numel
+        # The rows are used again, or are autograd's own gradient, which others may still read: the hook gets a copy.
+        parts = input_tensor.view(reduced.packing.num_ranks, -1)[:, :numel].clone()
+        for rank, part in enumerate(parts):
+            _clear_gaps(reduced, rank, part)
+        if self._in_place:
+            shard = parts.view(-1)
+            self._hook(self._state, shard)
+        else:
+            shard = output_tensor.new_empty(numel)
+            self._hook(self._state, parts.view(-1), shard)
+        output_tensor[:numel].copy_(shard)
+        output_tensor[numel:].copy_(input_tensor[numel : output_tensor.numel()])
+        _add_flags(output_tensor[numel:], group)
+        return None
+
+
+def _all_reduce(unit: Unit, state: object, hook: Hook) -> Callable[[torch.Tensor], None]:
+    """An all-reduce done by `hook(state, gradient)`."""
+    this = weakref.ref(unit)
+
+    def run(sums: torch.Tensor) -> None:
+        reduced = _reduced_group(this)
+        numel = reduced.rest_numel
+        gradient = sums[:numel]
+        _clear_gaps(reduced, 0, gradient)
+        hook(state, gradient)
+        if gradient.data_ptr() != sums.data_ptr():  # the hook has given it other memory, of another dtype say
+            sums[:numel].copy_(gradient)
+        _add_flags(sums[numel:], reduced.mesh.replicate_group)
+
+    return run
+
+
+def _reduced_group(this: weakref.ref[Unit]) -> Group:
+    """The one group of a unit that has gradients."""
+    unit = this()
+    assert unit is not None, "its gradients are being reduced"
+    (group,) = _trainable(unit)
+    return group
+
+
+def _trainable(unit: Unit) -> list[Group]:
+    groups = [gradients.group for gradients in unit.gradients]
+    return [group for group in groups if any(each.requires_grad for each in group.parameters)]
+
+
+def _clear_gaps(group: Group, rank: int, part: torch.Tensor) -> None:
+    """Padding holds whatever was there, and a hook that takes a norm would see it."""
+    for gap in group.packing.gaps_of(rank):
+        part[gap.start : gap.stop].zero_()
+
+
+def _add_flags(flags: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    if flags.numel() and group is not None and group.size() > 1:
+        dist.all_reduce(flags, group=group)
+
+
+def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place: Sequence[bool]) -> None:
+    """Reduce the gradients of all `modules`, wrappers, with `hook`, which divides them as well. `in_place`: for which
+    of them it is called with a gradient only.
+
+    Raises:
+        PolicyTypeError: it cannot be called.
+        PolicyError: there is one already; a unit both shards and replicates, or has parameters of several dtypes.
+    """
+    if not callable(hook):
+        raise PolicyTypeError(f"The communication hook must be callable but got {hook!r}")
+    units = [module._sherd_unit_and_module()[0] for module in modules]
+    for unit in units:
+        _require_room(unit)
+    for unit, copies in zip(units, in_place, strict=True):
+        if unit.mesh.num_replicas > 1:
+            unit.change(all_reduce=_all_reduce(unit, state, hook), divide_factor=1.0)
+        else:
+            unit.change(reduce_scatter=_Hooked(unit, state, hook, copies), divide_factor=1.0)
+
+
+def _require_room(unit: Unit) -> None:
+    if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
+        raise PolicyError(f"A communication hook is already registered for unit {unit.name}; register one, once")
+    if unit.mesh.num_replicas > 1 and unit.mesh.num_shards > 1:
+        raise PolicyError(
+            f"Communication hook is not supported for hybrid strategies: unit {unit.name} is sharded over "
+            f"{unit.mesh.num_shards} ranks and replicated over {unit.mesh.num_replicas}; use set_all_reduce_hook"
+        )
+    dtypes = {each.resting.dtype for each in unit.parameters if each.requires_grad}
+    if len(dtypes) > 1:
+        raise PolicyError(
+            f"register_comm_hook: unit {unit.name} has parameters of {len(dtypes)} dtypes "
+            f"({', '.join(sorted(map(str, dtypes)))}), which are reduced apart; wrap them apart, so that each hooked "
+            "unit has one"
+        )

@@ -1,0 +1,292 @@
+"""What a user of FSDP1 chooses, and what that means in the engine's terms.
+
+    process_group, device_mesh, sharding_strategy     which ranks shard and which hold copies: a `DataMesh`
+    sharding_strategy                                 `reshard_after_forward`
+    mixed_precision, full precision in eval           `MixedPrecisionPolicy`
+    cpu_offload                                       `OffloadPolicy`
+    backward_prefetch, forward_prefetch               `PrefetchPolicy`
+    use_orig_params                                   `Flat()`, merged into one flat parameter or not
+
+Names, fields, defaults and environment variables are those of torch 2.13's `torch.distributed.fsdp`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sherd.comm.mesh import DataMesh, default_device_type, mesh_of_groups, one_rank_group
+from sherd.errors import MeshError, PolicyError, PolicyTypeError
+from sherd.policy import (
+    CommPolicy,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PrefetchPolicy,
+)
+
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
+FAKE_ALL_GATHER = "FSDP_USE_FAKE_ALL_GATHER"
+FAKE_REDUCE = "FSDP_USE_FAKE_REDUCE"
+
+
+class ShardingStrategy(Enum):
+    """What is sharded, and over which ranks."""
+
+    FULL_SHARD = auto()
+    """Parameters, gradients and optimizer state; whole parameters are freed after forward and after backward."""
+    SHARD_GRAD_OP = auto()
+    """The same, but whole parameters are kept from forward to backward."""
+    NO_SHARD = auto()
+    """Nothing: every rank holds everything, gradients are all-reduced, as in `DistributedDataParallel`."""
+    HYBRID_SHARD = auto()
+    """`FULL_SHARD` within a group of ranks (a node), copies in the other groups."""
+    _HYBRID_SHARD_ZERO2 = auto()
+    """`SHARD_GRAD_OP` within a group of ranks, copies in the other groups."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are both shards and copies."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether whole parameters are freed between forward and backward."""
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+class BackwardPrefetch(Enum):
+    """When the parameters of the next unit of backward are gathered."""
+
+    BACKWARD_PRE = auto()
+    """Before the present unit's gradients are computed: most overlap."""
+    BACKWARD_POST = auto()
+    """After the present unit's parameters were freed: less memory."""
+
+
+@dataclass
+class MixedPrecision:
+    """Dtypes of a unit; None leaves each tensor's own.
+
+    Args:
+        param_dtype: of gathered parameters, hence of compute.
+        reduce_dtype: in which gradients are reduced; None takes `param_dtype`.
+        buffer_dtype: of floating-point buffers; a state dict has them in their own.
+        keep_low_precision_grads: leave gradients in the dtype they were reduced in.
+        cast_forward_inputs: cast the inputs of each unit's forward to `param_dtype`.
+        cast_root_forward_inputs: cast those of the root's forward, whatever is done with other units'.
+        _module_classes_to_ignore: modules of these classes become units of their own, in full precision, when there
+            is an `auto_wrap_policy`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+
+
+@dataclass
+class CPUOffload:
+    """Whether shards, gradients and so the optimizer's state rest in host memory."""
+
+    offload_params: bool = False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The arguments that describe one unit, as a user gave them.
+
+    Raises:
+        PolicyTypeError: an argument of the wrong type.
+        PolicyError: arguments that exclude each other.
+    """
+
+    process_group: Any = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: MixedPrecision | None = None
+    device_id: int | str | torch.device | None = None
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, tuple[type, ...]] = {
+            "sharding_strategy": (ShardingStrategy,),
+            "cpu_offload": (CPUOffload,),
+            "backward_prefetch": (BackwardPrefetch,),
+            "mixed_precision": (MixedPrecision,),
+            "device_id": (int, str, torch.device),
+            "forward_prefetch": (bool,),
+            "limit_all_gathers": (bool,),
+            "use_orig_params": (bool,),
+            "device_mesh": (DeviceMesh,),
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or bool in kind):
+                wanted = " or ".join(each.__name__ for each in kind)
+                raise PolicyTypeError(
+                    f"FullyShardedDataParallel({name}={value!r}): expected sherd's {wanted}, got a "
+                    f"{type(value).__module__}.{type(value).__name__}"
+                )
+        if self.process_group is not None and self.device_mesh is not None:
+            raise PolicyError(
+                "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
+            )
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        """`FULL_SHARD` unless another one was chosen."""
+        return self.sharding_strategy if self.sharding_strategy is not None else ShardingStrategy.FULL_SHARD
+
+    @property
+    def reshard_after_forward(self) -> bool | None:
+        """As `fully_shard` takes it: None frees all but the root's."""
+        return None if self.strategy.frees_after_forward else False
+
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        """The dtypes, full precision in eval included."""
+        chosen = self.mixed_precision if self.mixed_precision is not None else MixedPrecision()
+        return MixedPrecisionPolicy(
+            param_dtype=chosen.param_dtype,
+            reduce_dtype=chosen.reduce_dtype,
+            cast_forward_inputs=chosen.cast_forward_inputs,
+            cast_root_forward_inputs=chosen.cast_root_forward_inputs or chosen.cast_forward_inputs,
+            full_precision_in_eval=_is_on(FULL_PRECISION_IN_EVAL),
+            keep_low_precision_grads=chosen.keep_low_precision_grads,
+        )
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """Where shards rest."""
+        offloads = self.cpu_offload is not None and self.cpu_offload.offload_params
+        return CPUOffloadPolicy() if offloads else OffloadPolicy()
+
+    @property
+    def prefetch(self) -> PrefetchPolicy:
+        """How far gathers run ahead. `limit_all_gathers` has no counterpart: they never run further than this."""
+        return PrefetchPolicy(
+            forward_depth=int(self.forward_prefetch),
+            backward_depth=int(self.backward_prefetch is not None),
+            after_backward=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+        )
+
+    @property
+    def comm(self) -> CommPolicy:
+        """How bytes travel, or do not: the switches for ablation."""
+        return CommPolicy(fake_all_gather=_is_on(FAKE_ALL_GATHER), fake_reduce=_is_on(FAKE_REDUCE))
+
+    @property
+    def notices_replaced(self) -> bool:
+        """Whether values that the user puts in the place of shards are looked for before each gather."""
+        return not _is_on(SKIP_WRITEBACK_CHECK)
+
+    def mesh(self, has_policy: bool) -> DataMesh:
+        """The ranks that shard and those that hold copies. `has_policy`: units are made by an auto-wrap policy.
+
+        Raises:
+            MeshError: groups or axes that do not fit the strategy.
+        """
+        if self.strategy.is_hybrid:
+            return self._hybrid_mesh(has_policy)
+        if self.device_mesh is not None:
+            return self._mesh_of_axis(self.device_mesh)
+        group = self.process_group if self.process_group is not None else _default_group()
+        if not isinstance(group, dist.ProcessGroup):
+            raise MeshError(
+                f"{self.strategy.name} expects one process group, got {group!r}; a pair (shard group, replicate group) "
+                "is for HYBRID_SHARD"
+            )
+        return self._mesh_of_group(group)
+
+    def _mesh_of_group(self, group: dist.ProcessGroup) -> DataMesh:
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return mesh_of_groups(one_rank_group(), group, self._device_type(group), self.comm)
+        return mesh_of_groups(group, None, self._device_type(group), self.comm)
+
+    def _mesh_of_axis(self, mesh: DeviceMesh) -> DataMesh:
+        if mesh.ndim != 1:
+            raise MeshError(
+                f"{self.strategy.name} expects a 1-D device_mesh, got {mesh.ndim} axes: {mesh}; take one axis, "
+                "mesh['dp'], or HYBRID_SHARD for (replicate, shard)"
+            )
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return mesh_of_groups(one_rank_group(), mesh.get_group(), mesh.device_type, self.comm)
+        return DataMesh(mesh, shard_axis=0, replicate_axis=None, comm=self.comm)
+
+    def _hybrid_mesh(self, has_policy: bool) -> DataMesh:
+        if self.device_mesh is not None:
+            if self.device_mesh.ndim != 2:
+                raise MeshError(
+                    f"{self.strategy.name}: Expected device_mesh to have ndim=2 but got {self.device_mesh.ndim}; its "
+                    "axes are (replicate, shard)"
+                )
+            return DataMesh(self.device_mesh, shard_axis=1, replicate_axis=0, comm=self.comm)
+        if self.process_group is not None:
+            pair = self.process_group
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_group(each) for each in pair)):
+                raise MeshError(
+                    f"{self.strategy.name}: Expected process_group to be passed in as either None or "
+                    f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(pair)}; the pair is (shard group, "
+                    "replicate group)"
+                )
+            return mesh_of_groups(pair[0], pair[1], self._device_type(pair[0]), self.comm)
+        if not has_policy:
+            raise MeshError(
+                f"Manual wrapping with ShardingStrategy.{self.strategy.name} requires explicit specification of "
+                "process group or device_mesh; or give an auto_wrap_policy"
+            )
+        return self._mesh_of_nodes()
+
+    def _mesh_of_nodes(self) -> DataMesh:
+        """Shards within each node, copies on the others."""
+        world = dist.get_world_size(_default_group())
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or _devices_here() or world
+        if world % per_node:
+            raise MeshError(
+                f"{self.strategy.name}: {world} ranks are not a multiple of the {per_node} of a node "
+                "(LOCAL_WORLD_SIZE); pass process_group=(shard group, replicate group) or a 2-D device_mesh"
+            )
+        device_type = self._device_type(_default_group())
+        mesh = init_device_mesh(device_type, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+        return DataMesh(mesh, shard_axis=1, replicate_axis=0, comm=self.comm)
+
+    def _device_type(self, group: dist.ProcessGroup) -> str:
+        if self.device_id is not None and not isinstance(self.device_id, int):
+            return torch.device(self.device_id).type
+        return default_device_type(group)
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "") == "1"
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, dist.ProcessGroup)
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup), "it is initialized"
+    return group
+
+
+def _devices_here() -> int:
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -1,0 +1,74 @@
+"""What does a wrapper leave alone? The modules and parameters that a user named, in either of FSDP1's two arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sherd.api.module import FSDPModule
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """`modules` with all below them; `parameters`, theirs included; `buffers`, theirs."""
+
+    modules: frozenset[nn.Module]
+    parameters: frozenset[nn.Parameter]
+    buffers: frozenset[torch.Tensor]
+
+    @classmethod
+    def read(cls, root: nn.Module, modules: Any, states: Any) -> Ignored:
+        """`ignored_modules` and `ignored_states` of a wrapper around `root`.
+
+        Raises:
+            PolicyError: both were given, or one holds something else than it should.
+            ModuleError: one of the modules is a unit.
+        """
+        if modules is not None and states is not None:
+            raise PolicyError(
+                "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+            )
+        given = _listed("ignored_modules", modules, (nn.Module,))
+        others = _listed("ignored_states", states, (nn.Parameter, nn.Module))
+        if len({isinstance(each, nn.Module) for each in others}) > 1:
+            raise PolicyError("ignored_states expects all nn.Parameter or all nn.Module list elements but got both")
+        tops = [each for each in (*given, *others) if isinstance(each, nn.Module)]
+        if any(each is root for each in tops):
+            warnings.warn(
+                "the module that is wrapped is itself among the ignored ones, so nothing will be sharded", stacklevel=4
+            )
+        below = {inner for each in tops for inner in each.modules()}
+        for each in below:
+            if isinstance(each, FSDPModule):
+                raise ModuleError(
+                    f"`ignored_modules` should not include FSDP modules: a {type(each).__name__} is one already; "
+                    "ignore its parameters when it is wrapped"
+                )
+        parameters = {inner for each in tops for inner in each.parameters()}
+        parameters.update(each for each in others if isinstance(each, nn.Parameter))
+        buffers = {inner for each in tops for inner in each.buffers()}
+        return cls(frozenset(below), frozenset(parameters), frozenset(buffers))
+
+
+def _listed(name: str, given: Iterable[Any] | None, kinds: tuple[type, ...]) -> list[Any]:
+    if given is None:
+        return []
+    if not isinstance(given, Iterable) or isinstance(given, torch.Tensor):
+        raise PolicyTypeError(f"{name}={given!r}: expected a list or a set of {_names(kinds)}")
+    listed = list(given)
+    wrong = [each for each in listed if not isinstance(each, kinds)]
+    if wrong:
+        raise PolicyError(
+            f"{name} expects {_names(kinds)} list elements but got types {[type(each) for each in wrong]}"
+        )
+    return listed
+
+
+def _names(kinds: tuple[type, ...]) -> str:
+    return " or ".join(f"nn.{each.__name__}" for each in kinds)

@@ -1,0 +1,152 @@
+"""How does a module get what a wrapper needs: memory, the right device, equal values on all ranks, buffer dtypes?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sherd.api.fsdp1 import Choices
+from sherd.api.ignored import Ignored
+from sherd.comm.mesh import DataMesh
+from sherd.engine.seal import unit_of
+from sherd.engine.structures import map_tensors
+from sherd.errors import ModuleError, PolicyTypeError
+
+
+def _modules(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
+    """Breadth first: those at and below `root` that are in no unit yet and not ignored."""
+    queue, seen = [root], {root}
+    while queue:
+        module = queue.pop(0)
+        if unit_of(module) is not None or module in ignored.modules:
+            continue
+        yield module
+        new = [each for each in module.children() if each not in seen]
+        seen.update(new)
+        queue.extend(new)
+
+
+def _own(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
+    yield from (each for each in module.parameters(recurse=False) if each not in ignored.parameters)
+    yield from (each for each in module.buffers(recurse=False) if each not in ignored.buffers)
+
+
+def give_memory(
+    root: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: Ignored
+) -> None:
+    """Give what is on the meta device memory and values: by `param_init_fn(module)` for each module of `root`, or by
+    `to_empty` and the module's own `reset_parameters()`.
+
+    Raises:
+        PolicyTypeError: `param_init_fn` cannot be called.
+        ModuleError: there is no such method, or something is on the meta device still.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise PolicyTypeError(
+            f"param_init_fn={param_init_fn!r}: Expected it to be callable but got a {type(param_init_fn)}"
+        )
+    modules = list(_modules(root, ignored))
+    if not any(each.is_meta for module in modules for each in _own(module, ignored)):
+        return
+    for module in modules:
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif any(True for _ in _own(module, ignored)):
+            _reset(module, device)
+    for module in modules:
+        if any(each.is_meta for each in _own(module, ignored)):
+            raise ModuleError(
+                f"a {type(module).__name__} is on the meta device still: param_init_fn must give memory and values to "
+                "the parameters and buffers of each module it is called with"
+            )
+
+
+@torch.no_grad()
+def _reset(module: nn.Module, device: torch.device) -> None:
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ModuleError(
+            f"a {type(module).__name__} is on the meta device and has no `reset_parameters()` method to give it "
+            "values; write one, or pass param_init_fn"
+        )
+    module.to_empty(device=device, recurse=False)
+    reset()
+
+
+def move(root: nn.Module, device_id: int | str | torch.device | None, ignored: Ignored) -> None:
+    """Bring parameters and buffers to `device_id`, if one was given."""
+    if device_id is None:
+        return
+    for module in _modules(root, ignored):
+        if any(each.device != torch.device(device_id) for each in _own(module, ignored)):
+            module._apply(lambda each: each.to(device_id), recurse=False)
+
+
+@torch.no_grad()
+def take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
+    """Let all ranks have the parameters and buffers of rank 0: along the replicate axis, then along the shard axis."""
+    tensors = {id(each): each for module in _modules(root, ignored) for each in _own(module, ignored)}
+    for group in (mesh.replicate_group, mesh.shard_group):
+        if group is None or dist.get_world_size(group) == 1:
+            continue
+        for tensor in tensors.values():
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, group_src=0, group=group)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
+
+
+def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tuple[nn.Module, str], torch.dtype]:
+    """Give the unit's floating-point buffers the dtype that was chosen; what they had before, by module and name.
+
+    `root` is the wrapper, a unit itself; nested units see to their own.
+    """
+    before: dict[tuple[nn.Module, str], torch.dtype] = {}
+    wanted = choices.mixed_precision.buffer_dtype if choices.mixed_precision is not None else None
+    if wanted is None:
+        return before
+    for module in (each for child in root.children() for each in _modules(child, ignored)):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer not in ignored.buffers:
+                before[module, name] = buffer.dtype
+                module._buffers[name] = buffer.to(wanted)
+    return before
+
+
+def recast_buffers(before: dict[tuple[nn.Module, str], torch.dtype], wanted: torch.dtype | None) -> None:
+    """Give the buffers that `cast_buffers` has cast the dtype `wanted`, or that which they had `before` it (None)."""
+    for (module, name), dtype in before.items():
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.dtype != (wanted or dtype):
+            module._buffers[name] = buffer.to(wanted or dtype)
+
+
+def compute_in_full_precision(module: nn.Module) -> None:
+    """Cast what goes into `module` to float32, and what comes out back to what went in."""
+    dtypes: list[torch.dtype | None] = []
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        dtypes[-1] = dtypes[-1] or tensor.dtype
+        return tensor.float()
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtypes.append(None)
+        return map_tensors(widen, (args, kwargs))
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        dtype = dtypes.pop()
+        return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,394 @@
+"""What does a wrapper's `state_dict()` give, and what does its `load_state_dict()` take?
+
+Both go through nn.Module's own machinery, which finds shards where parameters hang. Around it:
+
+    before      parameters of a unit with a flat parameter are registered under their own names; for a load, clean names
+                become the modules' paths, and legacy values DTensors or whole tensors
+    after       paths become clean names, shards what was asked for (`state_dict_type.py`); the flat parameter is the
+                registered one again
+
+`sherd/engine/loading.py` cuts whole tensors, and shards of other layouts, on the way in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from sherd._torch import (
+    asked_by_checkpointing,
+    dtensor_spec,
+    local_tensor,
+    sharded_tensor_of_rows,
+    spec_of,
+    whole_of_sharded_tensor,
+)
+from sherd.api.fsdp1 import ShardingStrategy
+from sherd.api.state_dict_type import (
+    SETTINGS,
+    FullStateDictConfig,
+    ShardedForm,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    default_settings,
+    settings_of,
+)
+from sherd.engine.loan import whole_copies
+from sherd.engine.parameter import WRAPPED, ShardedParameter, plain_name
+from sherd.engine.pieces import piece_of
+from sherd.engine.seal import unit_of
+from sherd.engine.unit import Unit
+from sherd.errors import PlacementError
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor
+
+FLAT_PARAM = "_flat_param"
+"""What a wrapper calls its flat parameter, in itself and in a local state dict."""
+
+_SHOWING = "_sherd_showing_names"
+_ERRORS = "_sherd_load_errors"
+
+
+def install(wrapper: nn.Module) -> None:
+    """Let `wrapper` have state dicts: full ones, until told otherwise."""
+    wrapper.__dict__[SETTINGS] = default_settings()
+    wrapper.register_state_dict_pre_hook(_before_save)
+    wrapper.register_state_dict_post_hook(_after_save)
+    wrapper.register_load_state_dict_pre_hook(_before_load)
+    wrapper.register_load_state_dict_post_hook(_after_load)
+
+
+# Names instead of a flat parameter
+
+
+def _unit(wrapper: nn.Module) -> Unit:
+    unit = unit_of(wrapper)
+    assert unit is not None, "a wrapper is a unit from its making on"
+    return unit
+
+
+def _show_names(wrapper: nn.Module) -> None:
+    """Register the parameters of the wrapper's unit, and those of others that hang here too, under their names.
+
+    Raises:
+        StateError: in the middle of a forward or backward.
+    """
+    unit = _unit(wrapper)
+    unit.show_shards()
+    settle(wrapper)
+    switched = [each for each in (unit, *unit.companions) if not _shows_names(each)]
+    for each in switched:
+        each.register_parameters(True)
+    wrapper.__dict__[_SHOWING] = switched
+
+
+def _shows_names(unit: Unit) -> bool:
+    return all(place.registered for record in unit.parameters for place in record.places)
+
+
+def settle(wrapper: nn.Module) -> None:
+    """Have flat parameters registered again, if a state dict, ended or broken off, has left the names."""
+    for each in wrapper.__dict__.pop(_SHOWING, ()):
+        each.register_parameters(each.loan is not None)
+
+
+# Whose is what
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What of a wrapper's state dict is not a nested wrapper's, by key: records, and buffers with their dtype."""
+
+    parameters: dict[str, ShardedParameter]
+    buffers: dict[str, torch.dtype | None]
+
+    @classmethod
+    def of(cls, wrapper: nn.Module, prefix: str) -> _Contents:
+        unit = _unit(wrapper)
+        hanging = {
+            (place.module_id, place.attribute): record
+            for each in (unit, *unit.companions)
+            for record in each.parameters
+            for place in record.places
+        }
+        found = cls({}, {})
+        dtypes = wrapper.__dict__["_sherd_buffers"]
+        for path, module in _own_modules(wrapper, prefix):
+            for name in module._parameters:
+                record = hanging.get((id(module), name))
+                if record is not None:
+                    found.parameters[path + name] = record
+            for name in module._buffers:
+                found.buffers[path + name] = dtypes.get((module, name))
+        return found
+
+
+def _own_modules(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules below `wrapper` in no nested one, with what their keys begin with; a shared one each time it occurs."""
+    stack = [("", wrapper)]
+    while stack:
+        path, module = stack.pop()
+        yield prefix + plain_name(path), module
+        for name, child in module._modules.items():
+            if child is not None and SETTINGS not in child.__dict__:
+                stack.append((f"{path}{name}.", child))
+
+
+# Saving
+
+
+def _before_save(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _show_names(wrapper)
+
+
+@torch.no_grad()
+def _after_save(wrapper: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Give the keys clean names and the values the kind that was asked for."""
+    _strip(state_dict, prefix)
+    unit, contents, settings = _unit(wrapper), _Contents.of(wrapper, prefix), settings_of(wrapper)
+    for record in contents.parameters.values():
+        if record.lent is not None:
+            _keep_lent_shards(state_dict, contents)
+            break
+    if asked_by_checkpointing():
+        # It gathers or offloads by itself what it is given; told nothing, it would be given whole tensors.
+        return
+    config, kind = settings.state_dict_config, _kind_of(unit, wrapper, settings)
+    assert config is not None, "a wrapper has a config"
+    hidden: set[str] = set()
+    if kind is StateDictType.FULL_STATE_DICT:
+        rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+        shown = not _lends_elsewhere(unit) and (not rank0_only or wrapper.rank == 0)
+        _put_whole(state_dict, unit, contents, shown, config.offload_to_cpu)
+        hidden = set() if shown else {*contents.parameters, *contents.buffers}
+    elif kind is StateDictType.LOCAL_STATE_DICT:
+        hidden = _put_flat(state_dict, unit, contents, prefix)
+    elif isinstance(config, ShardedStateDictConfig) and config.wanted is not ShardedForm.RUNS:
+        _put_rows(state_dict, unit, contents, config.wanted, config.offload_to_cpu)
+    for key in hidden:
+        state_dict.pop(key, None)
+    _finish_buffers(state_dict, contents, kind)
+    if config.offload_to_cpu:
+        _bring_to_host(state_dict, unit, contents, prefix)
+
+
+def _strip(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take the child's name out of the keys below `prefix`, in their order: they are the last ones by now."""
+    inner = f"{prefix}{WRAPPED}."
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict.pop(key)
+        state_dict[prefix + key[len(inner) :] if key.startswith(inner) else key] = value
+    # Modules that look at versions find them under both names: the wrapper's, when it loads, and the user's own.
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        for path in [path for path in metadata if f"{path}.".startswith(inner)]:
+            metadata.setdefault(plain_name(path), metadata[path])
+
+
+def _kind_of(unit: Unit, wrapper: nn.Module, settings: StateDictSettings) -> StateDictType:
+    """The kind that was asked for, or a full one where nothing is sharded, as in FSDP1."""
+    kind = settings.state_dict_type
+    assert kind is not None, "a wrapper has a kind"
+    if kind is not StateDictType.FULL_STATE_DICT and _is_not_sharded(wrapper):
+        warnings.warn(
+            f"unit {unit.name} is NO_SHARD, so a full state dict is given, though {kind.name} was asked for",
+            stacklevel=4,
+        )
+        return StateDictType.FULL_STATE_DICT
+    return kind
+
+
+def _lends_elsewhere(unit: Unit) -> bool:
+    """Whether the parameters are lent on rank 0 only, and this is another one: rank 0 may be alone in asking."""
+    return unit.loan is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
+
+
+def _is_not_sharded(wrapper: Any) -> bool:
+    return wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
+
+
+def _put_whole(state_dict: dict[str, Any], unit: Unit, contents: _Contents, shown: bool, on_host: bool) -> None:
+    """Whole tensors in the place of shards. Collective over the shard axis, if the parameters are not lent."""
+    for record, whole in _wholes(unit, contents, shown, on_host).items():
+        plain = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        for key in (key for key, its in contents.parameters.items() if its is record and key in state_dict):
+            state_dict[key] = plain
+
+
+def _wholes(unit: Unit, contents: _Contents, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
+    if unit.loan is None:
+        wholes = whole_copies(unit, shown, on_host)
+    else:
+        wholes = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}
+    for record in dict.fromkeys(contents.parameters.values()):
+        if record.owner is not unit:
+            # Another wrapper's, used here too; all ranks go through them in one order.
+            shard: Any = record.shard.detach()
+            wholes[record] = shard.full_tensor() if record.lent is None else record.lent.detach().clone()
+    return wholes
+
+
+def _keep_lent_shards(state_dict: dict[str, Any], contents: _Contents) -> None:
+    """This rank's parts of parameters that are lent, as shards: what is in the shards themselves may be out of date."""
+    for key, record in contents.parameters.items():
+        if record.lent is not None and key in state_dict:
+            rank = _rank_of(record)
+            part = piece_of(_plain(record.lent), record.cut, rank).detach().clone()
+            state_dict[key] = as_dtensor(part, record.shard_spec)
+
+
+def _rank_of(record: ShardedParameter) -> int:
+    owner = record.owner
+    assert isinstance(owner, Unit), "it hangs on a unit's module, which that unit or a companion owns"
+    return owner.mesh.shard_rank
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> set[str]:
+    """The flat parameter ahead of the rest; returns the names that it stands for. Of a unit without one, nothing."""
+    if not unit.parameters or unit.parameters[0].flat is None:
+        return set()
+    flat: Any = unit.parameters[0].leaf
+    after = [(key, state_dict.pop(key)) for key in list(state_dict) if key.startswith(prefix)]
+    state_dict[prefix + FLAT_PARAM] = as_dtensor(local_tensor(flat).detach(), spec_of(flat))
+    state_dict.update(after)
+    return {key for key, record in contents.parameters.items() if record.flat is not None}
+
+
+def _put_rows(state_dict: dict[str, Any], unit: Unit, contents: _Contents, form: ShardedForm, on_host: bool) -> None:
+    """Rows of each parameter, cut as `torch.chunk` does. Collective over the shard axis."""
+    for record, whole in _wholes(unit, contents, True, on_host).items():
+        if isinstance(whole, DTensor):
+            continue  # tensor parallel: the shard says so, and is a DTensor already
+        rows = _rows_of(record, whole, unit, form)
+        for key in (key for key, its in contents.parameters.items() if its is record and key in state_dict):
+            state_dict[key] = rows
+
+
+def _rows_of(record: ShardedParameter, whole: torch.Tensor, unit: Unit, form: ShardedForm) -> Any:
+    mesh = unit.mesh
+    if form is ShardedForm.SHARDED_TENSOR:
+        assert mesh.shard_group is not None, "a wrapper that is sharded has a shard axis"
+        return sharded_tensor_of_rows(whole, mesh.shard_group) if whole.dim() else whole
+    placements: list[Placement] = [Replicate()] * mesh.mesh.ndim
+    chunk = whole
+    if whole.dim():
+        assert mesh.shard_axis is not None, "a wrapper that is sharded has a shard axis"
+        placements[mesh.shard_axis] = Shard(0)
+        chunks = whole.chunk(mesh.num_shards)
+        chunk = chunks[mesh.shard_rank].clone() if mesh.shard_rank < len(chunks) else whole[:0].clone()
+    return as_dtensor(chunk, dtensor_spec(mesh.mesh, tuple(placements), whole.shape, whole.dtype))
+
+
+def _finish_buffers(state_dict: dict[str, Any], contents: _Contents, kind: StateDictType) -> None:
+    """Buffers in the dtype that the user's model has them in; in a local state dict as they are."""
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        return
+    for key, dtype in contents.buffers.items():
+        if dtype is not None and key in state_dict:
+            state_dict[key] = state_dict[key].to(dtype)
+
+
+def _bring_to_host(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> None:
+    for key in (*contents.parameters, *contents.buffers, prefix + FLAT_PARAM):
+        value: Any = state_dict.get(key)
+        # Not a ShardedTensor, which was made of tensors on the host, and warns if it is asked anything.
+        is_ours = type(value) is torch.Tensor or isinstance(value, DTensor | nn.Parameter)
+        if is_ours and value.device.type != "cpu":
+            state_dict[key] = value.cpu()
+
+
+# Loading
+
+
+def _before_load(
+    wrapper: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Make of what is given what the modules below look for. `state_dict` is nn.Module's own copy."""
+    _show_names(wrapper)
+    wrapper.__dict__[_ERRORS] = error_msgs
+    unit = _unit(wrapper)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[prefix + plain_name(key[len(prefix) :])] = state_dict.pop(key)
+    contents = _Contents.of(wrapper, prefix)
+    _take_flat(state_dict, unit, contents, prefix)
+    for key in contents.parameters:
+        whole = whole_of_sharded_tensor(state_dict.get(key), unit.mesh.device)
+        if whole is not None:
+            state_dict[key] = whole
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> None:
+    """Cut a flat parameter into the shards that it stands for, views of it.
+
+    Raises:
+        PlacementError: it is that of a unit that is wrapped otherwise, or of another number of ranks.
+    """
+    flat = unit.parameters[0].flat if unit.parameters else None
+    if flat is None or prefix + FLAT_PARAM not in state_dict:
+        return
+    given = state_dict.pop(prefix + FLAT_PARAM)
+    if any(key in state_dict for key in contents.parameters):
+        return  # torch's checkpointing gives back both, of which it has only changed the names'
+    own: Any = flat.parameter
+    if not isinstance(given, RaggedDTensor) or given.placements != own.placements or given.shape != own.shape:
+        found = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
+        raise PlacementError(
+            f"{prefix}{FLAT_PARAM} of unit {unit.name} is {tuple(own.shape)} with {own.placements}, and {found} in the "
+            "state dict; a LOCAL_STATE_DICT loads into the wrapping and the number of ranks that it comes from, a "
+            "SHARDED_STATE_DICT into any"
+        )
+    (group,) = (weights.group for weights in unit.weights)
+    vector = local_tensor(given)
+    for record, slot in zip(group.parameters, group.packing.slots, strict=True):
+        held, spec = slot.held(group.mesh.shard_rank), record.shard_spec
+        part = vector[held.start : held.stop].view(slot.cut.local_shape(group.mesh.shard_rank))
+        shard = as_dtensor(part, dtensor_spec(spec.mesh, spec.placements, spec.shape, vector.dtype))
+        for key in (key for key, its in contents.parameters.items() if its is record):
+            state_dict[key] = shard
+
+
+def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:
+    """Say clean names where something did not fit."""
+    _clean(incompatible_keys.missing_keys, plain_name)
+    _clean(incompatible_keys.unexpected_keys, plain_name)
+    _clean(wrapper.__dict__.pop(_ERRORS, []), lambda text: text.replace(f"{WRAPPED}.", ""))
+    settle(wrapper)
+
+
+def _clean(texts: list[str], cleaned: Callable[[str], str]) -> None:
+    texts[:] = [cleaned(text) for text in texts]
+
+
+# torch's checkpointing
+
+
+def named_for_checkpointing(wrapper: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """What torch's checkpointing is to find on `wrapper` besides a flat parameter: the parameters that it stands for.
+
+    It walks over modules to learn which values it is to distribute (`full_state_dict`, `broadcast_from_rank0`), and
+    there would be none under these names.
+    """
+    unit = _unit(wrapper)
+    if unit.parameters and unit.parameters[0].flat is not None and not _shows_names(unit):
+        for name, record in _Contents.of(wrapper, "").parameters.items():
+            yield name, record.shard

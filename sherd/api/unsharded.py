@@ -1,0 +1,94 @@
+"""How does a user work with whole parameters outside forward and backward? `unsharded`, for both front ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from sherd.engine.loan import Loan, Terms, require_lendable
+from sherd.engine.seal import unit_of
+from sherd.engine.unit import Unit
+from sherd.errors import PolicyTypeError, UnsupportedError
+
+
+@contextmanager
+def unsharded(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within this context the parameters below `module` are whole, in full precision, and the modules' own.
+
+    All ranks must enter it together. The parameters are copies: after the context modules show shards again, with what
+    was changed if `writeback`, also when the body raises. Contexts may be nested; the outermost that lends a unit's
+    parameters is the one that writes them back. No forward of a unit whose parameters are lent may run inside, and no
+    optimizer may step them; forwards of other units may. Changing parameters between a forward and its backward makes
+    the backward raise, as it does for plain parameters that are changed in place.
+
+    Args:
+        module: any module: a unit, one that contains units, or neither.
+        recurse: the units below too; False lends only the parameters of the unit that `module` is. Units that own a
+            tied parameter of these are lent with them.
+        writeback: keep changes: values, replaced parameters of the same shape (`module.weight = nn.Parameter(...)`),
+            `requires_grad`, and, with `with_grads`, gradients.
+        rank0_only: only rank 0 of the shard axis sees whole parameters, others see their shards.
+        offload_to_cpu: the whole parameters are in host memory, one unit at a time on its way there.
+        with_grads: `.grad` of each parameter is whole too; None where it has none. Otherwise it is None inside.
+
+    Raises:
+        UnsupportedError: `rank0_only` with `writeback`, which would leave ranks with different values; `offload_to_cpu`
+            with `with_grads`.
+        StateError: one of the units is in the middle of a forward or backward, is lent by a context around this one
+            that gives less, or has gradients that wait for a reduction and were asked for. Nothing is lent then.
+        PlacementError: on leaving with `writeback`, a parameter has another shape.
+    """
+    _check(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    terms = Terms(writeback, rank0_only, offload_to_cpu, with_grads)
+    to_lend = []
+    for unit in _units(module, recurse):
+        if unit.loan is None:
+            require_lendable(unit, terms)
+            to_lend.append(unit)
+        else:
+            unit.loan.require_covers(terms)
+    with ExitStack() as lent:  # takes each back, even if another one cannot be
+        for unit in to_lend:
+            lent.callback(Loan(unit, terms).end)
+        yield
+
+
+def _check(module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, on_host: bool, grads: bool) -> None:
+    if not isinstance(module, nn.Module):
+        raise PolicyTypeError(f"unsharded expects a module, got a {type(module).__name__}")
+    flags = {
+        "recurse": recurse,
+        "writeback": writeback,
+        "rank0_only": rank0_only,
+        "offload_to_cpu": on_host,
+        "with_grads": grads,
+    }
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise PolicyTypeError(f"unsharded({name}={value!r}): expected a bool")
+    if writeback and rank0_only:
+        raise UnsupportedError(
+            "writeback=True and rank0_only=True is not supported: the other ranks would keep their old parts; pass "
+            "writeback=False, or change the parameters on all ranks"
+        )
+    if on_host and grads:
+        raise UnsupportedError(
+            "offload_to_cpu=True and with_grads=True is not supported: a gradient lies where its parameter does; leave "
+            "one of them out"
+        )
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    """Those at and below `module`, and those that own tied parameters of theirs: each once, outermost first."""
+    found = [unit for each in (module.modules() if recurse else (module,)) if (unit := unit_of(each)) is not None]
+    owners = [owner for unit in found for owner in unit.companions]
+    return list({unit.id: unit for unit in (*found, *owners)}.values())

@@ -1,0 +1,450 @@
+"""`FullyShardedDataParallel`: a wrapper around a module that makes one unit of it. FSDP1's front end, same engine.
+
+The wrapper has one child, the user's module. Its arguments are read in `fsdp1.py`; the engine knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sherd._torch import asked_by_checkpointing
+from sherd.api import comm_hook, materialize, optim_states, state_dict_type, state_dicts
+from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
+from sherd.api.ignored import Ignored
+from sherd.api.module import FSDPModule
+from sherd.api.unsharded import unsharded
+from sherd.clip import clip_grad_norm_
+from sherd.comm.mesh import DataMesh
+from sherd.engine.flat import FlatParameter
+from sherd.engine.making import make_unit
+from sherd.engine.ownership import Belongings, belongings
+from sherd.engine.parameter import WRAPPED, plain_name
+from sherd.engine.seal import runtime_of, unit_of
+from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, UnsupportedError, WrapperStateError
+from sherd.layout.runs import Flat
+from sherd.policy import UnitPolicy
+from sherd.wrap import apply_wraps, check_frozen, check_none_wrapped, choose
+
+
+class FullyShardedDataParallel(FSDPModule, nn.Module):
+    """Shards the parameters of `module` over the data-parallel ranks; gathers them for its forward and backward.
+
+    Each instance is one unit: of the parameters below `module` that no nested instance has. Arguments, attributes and
+    methods are those of torch 2.13's class of this name; it runs on CPU and gloo without being told. It is an
+    `FSDPModule` as well, so all methods of those are there too.
+
+    Args:
+        module: the module to wrap.
+        process_group: the ranks that shard; for hybrid strategies a pair: those that shard, and those that hold copies.
+            None: all ranks.
+        sharding_strategy: what is sharded, and when whole parameters are freed. None: `FULL_SHARD`.
+        cpu_offload: keep shards, gradients and optimizer state in host memory.
+        auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
+        backward_prefetch: when to gather the next unit in backward; None: when it is needed.
+        mixed_precision: dtypes of compute, of reduction and of buffers.
+        ignored_modules: modules whose parameters stay as they are, with all below them.
+        param_init_fn: called with each module that has parameters or buffers on the meta device, to give them memory
+            and values; None: `to_empty`, then `reset_parameters()`.
+        device_id: the device to move the module to before it is sharded.
+        sync_module_states: take rank 0's parameters and buffers on all ranks.
+        forward_prefetch: gather the next unit while the present one computes.
+        limit_all_gathers: accepted; gathers never run further ahead than the prefetch arguments say.
+        use_orig_params: what the optimizer sees. True: the module's own parameters, as `RaggedDTensor`s, of which each
+            rank holds a run, some of them empty. False: one `FlatParameter` per unit.
+        ignored_states: parameters, or modules, that stay as they are.
+        device_mesh: instead of `process_group`: a 1-D mesh, or for hybrid strategies a 2-D one `(replicate, shard)`.
+
+    Raises:
+        MeshError: groups or a mesh that do not fit the strategy.
+        ModuleError: a module that is wrapped already, below an `auto_wrap_policy`.
+        PlacementError: an integer parameter, or a flat parameter among the parameters.
+        PolicyError: choices that exclude each other; `PolicyTypeError` for wrong types.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise PolicyTypeError(f"FullyShardedDataParallel expects a module, got a {type(module).__name__}")
+        choices = Choices(
+            process_group,
+            sharding_strategy,
+            cpu_offload,
+            backward_prefetch,
+            mixed_precision,
+            device_id,
+            forward_prefetch,
+            limit_all_gathers,
+            use_orig_params,
+            device_mesh,
+        )
+        ignored = Ignored.read(module, ignored_modules, ignored_states)
+        mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
+        self.sharding_strategy = choices.strategy
+        self.mixed_precision = choices.mixed_precision or MixedPrecision()
+        self.cpu_offload = choices.cpu_offload or CPUOffload()
+        self.backward_prefetch = choices.backward_prefetch
+        self.forward_prefetch = choices.forward_prefetch
+        self.limit_all_gathers = choices.limit_all_gathers
+        self._sherd_choices = choices
+        if auto_wrap_policy is not None:
+            # Before anything is wrapped: what no unit can have leaves the module as it was.
+            everything = belongings([module], ignored.parameters, lambda each: unit_of(each) is not None)
+            _check_parameters(everything, use_orig_params=True)
+            below = {"param_init_fn": param_init_fn, "sync_module_states": sync_module_states}
+            _wrap_below(module, auto_wrap_policy, choices, mesh, ignored, below)
+        materialize.give_memory(module, mesh.device, param_init_fn, ignored)
+        materialize.move(module, device_id, ignored)
+        if sync_module_states:
+            materialize.take_from_rank0(module, mesh, ignored)
+        self.add_module(WRAPPED, module)
+        self._sherd_shard(mesh, ignored)
+        self._sherd_buffers = materialize.cast_buffers(self, choices, ignored)
+        state_dicts.install(self)
+
+    def _sherd_shard(self, mesh: DataMesh, ignored: Ignored) -> None:
+        """Make the unit, and the flat parameter."""
+        choices = self._sherd_choices
+        found = belongings([self], ignored.parameters, lambda each: unit_of(each) is not None)
+        _check_parameters(found, choices.use_orig_params)
+        unit = make_unit(
+            [self],
+            found,
+            mesh,
+            lambda _: Flat(together=not choices.use_orig_params),
+            choices.precision,
+            choices.offload,
+            UnitPolicy(
+                reshard_after_forward=choices.reshard_after_forward,
+                prefetch=choices.prefetch,
+                notices_replaced=choices.notices_replaced,
+            ),
+        )
+        if found.owned and not choices.use_orig_params:
+            unit.flatten(self, state_dicts.FLAT_PARAM)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither a deep copy nor a pickle: it would be of process groups, and of one rank's shards."""
+        raise ModuleError(
+            f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be deep-copied or pickled; copy or "
+            "pickle the module before it is wrapped, or build a second one and load this one's state_dict()"
+        )
+
+    # The wrapped module
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without wrappers of activation checkpointing around it."""
+        found: Any = self._modules[WRAPPED]
+        while not isinstance(found, FullyShardedDataParallel) and WRAPPED in found._modules:
+            found = found._modules[WRAPPED]
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that shard, or under `NO_SHARD` those that hold copies."""
+        mesh = self._sherd_unit_and_module()[0].mesh
+        group = mesh.replicate_group if self.sharding_strategy is ShardingStrategy.NO_SHARD else mesh.shard_group
+        assert group is not None, "NO_SHARD has a replicate axis, the others a shard axis"
+        return group
+
+    @property
+    def rank(self) -> int:
+        """This rank within `process_group`."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of `process_group`."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        return self._sherd_unit_and_module()[0].mesh.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward; parameters are whole inside."""
+        state_dicts.settle(self)
+        unit = self._sherd_unit_and_module()[0]
+        if self._sherd_buffers and unit.precision.full_precision_in_eval:
+            wanted = None if unit.in_full_precision else self.mixed_precision.buffer_dtype
+            materialize.recast_buffers(self._sherd_buffers, wanted)
+        wrapped: Any = self._modules[WRAPPED]
+        return wrapped(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have, the wrapped module is asked for."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            wrapped = self.__dict__.get("_modules", {}).get(WRAPPED)
+            if wrapped is None:
+                raise
+            return getattr(wrapped, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """`wrapped[key]`, for a wrapped container."""
+        return self.module.__getitem__(key)  # type: ignore[operator]  # where it has none, the error says so
+
+    # Names
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's, with the names that the user's own model has."""
+        found = ((plain_name(name), each) for name, each in super().named_parameters(*args, **kwargs))
+        if asked_by_checkpointing(directly=True) and kwargs.get("recurse", True) is False:
+            return itertools.chain(found, state_dicts.named_for_checkpointing(self))
+        return found
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As nn.Module's, with the names that the user's own model has."""
+        return ((plain_name(name), each) for name, each in super().named_buffers(*args, **kwargs))
+
+    # Which instances there are
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The instances at and below `module`, outermost first; only those that are in no other if `root_only`."""
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        nested = {id(each) for outer in found for each in outer.modules() if each is not outer}
+        return [each for each in found if id(each) not in nested]
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost unit. Asked before the first forward, it is until a unit above runs."""
+        unit, module = self._sherd_unit_and_module()
+        return runtime_of(unit, module).root is unit
+
+    # Whole parameters
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """`sherd.unsharded`, refused where FSDP1 refuses it.
+
+        Raises:
+            UnsupportedError: `with_grads` for a unit with a flat parameter, or with `offload_to_cpu`; `writeback` with
+                `rank0_only`; `offload_to_cpu` under `NO_SHARD`.
+        """
+        return _summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """As nn.Module's: `fn` sees each module with its parameters whole, and what it changes is kept."""
+        if self._sherd_unit_and_module()[0].loan is not None:
+            raise WrapperStateError(
+                "apply() inside an unshard context that lends this unit's parameters; call it outside, or on "
+                "the wrapped module"
+            )
+        with unsharded(self, recurse=False):
+            return super().apply(fn)
+
+    # Gradients
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Backwards inside do not reduce: gradients are kept whole and added up, until a backward outside.
+
+        Raises:
+            RuntimeError: on an instance that is not the root (a `StateError`).
+        """
+        self._sherd_require_root("no_sync")
+        units = self._sherd_units(recurse=True)
+        before = [(unit, unit.policy.reduce_gradients, unit.policy.all_reduce_gradients) for unit in units]
+        for unit in units:
+            unit.change(reduce_gradients=False, all_reduce_gradients=False)
+        try:
+            yield
+        finally:
+            for unit, reduces, all_reduces in before:
+                unit.change(reduce_gradients=reduces, all_reduce_gradients=all_reduces)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | torch.Tensor, norm_type: float | str = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, over all ranks and parameters, is at most `max_norm`.
+
+        Returns:
+            The norm before, 0-D, the same on every rank.
+
+        Raises:
+            StateError: on an instance that is not the root.
+        """
+        self._sherd_require_root("clip_grad_norm_")
+        return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients with `hook`: `hook(state, gradient)` for `NO_SHARD`, in place; otherwise `hook(state,
+        whole_gradient, shard)`, which fills `shard`. Both 1-D, in the reduce dtype, padding included, of which the
+        gradient is 0; the hook divides, too. `sherd.comm_hooks` has ready-made ones.
+
+        Raises:
+            PolicyError: not callable, registered before, a hybrid strategy, or a unit of several dtypes.
+            StateError: on an instance that is not the root.
+        """
+        self._sherd_require_root("register_comm_hook")
+        wrappers = self.fsdp_modules(self)
+        copies = [each.sharding_strategy is ShardingStrategy.NO_SHARD for each in wrappers]
+        comm_hook.register(wrappers, state, hook, copies)
+
+    def _sherd_require_root(self, method: str) -> None:
+        unit = self._sherd_unit_and_module()[0]
+        if not self.check_is_root():
+            runtime = unit.runtime
+            root = runtime.root.name if runtime is not None else "?"
+            raise WrapperStateError(
+                f"`{method}()` on inner FSDP instances is not supported. Please call `{method}()` on root FSDP module: "
+                f"this is {unit.name}, the root is {root}"
+            )
+        if unit.loan is not None:
+            raise WrapperStateError(f"{method}() inside an unshard context; leave it first")
+
+    # State dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module's, with the names that the user's own model has, of the kind that `set_state_dict_type` says.
+
+        Values of other ranks are gathered where the kind wants them: all ranks must call it.
+
+        Raises:
+            StateError: in the middle of a forward or backward.
+        """
+        try:
+            return super().state_dict(*args, **kwargs)
+        finally:
+            state_dicts.settle(self)
+
+    set_state_dict_type = staticmethod(state_dict_type.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_dict_type.get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type.state_dict_type)
+
+    # Optimizer state
+
+    optim_state_dict = staticmethod(optim_states.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_states.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_states.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_states.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_states.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_states.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
+
+
+@contextmanager
+def _summoned(
+    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    within = module.modules() if recurse else (module,)
+    for each in (each for each in within if isinstance(each, FullyShardedDataParallel)):
+        choices = each._sherd_choices
+        if with_grads and (offload_to_cpu or not choices.use_orig_params):
+            raise UnsupportedError(
+                f"with_grads={with_grads}, use_orig_params={choices.use_orig_params}, offload_to_cpu={offload_to_cpu} "
+                "is not supported yet; gradients of single parameters need use_orig_params=True, and stay on the device"
+            )
+        if offload_to_cpu and choices.strategy is ShardingStrategy.NO_SHARD:
+            raise UnsupportedError(
+                "offload_to_cpu=True and NO_SHARD is not supported yet; copy the parameters, which every rank has"
+            )
+    with unsharded(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+        yield
+
+
+def _wrap_below(
+    module: nn.Module, policy: Any, choices: Choices, mesh: DataMesh, ignored: Ignored, more: dict[str, Any]
+) -> None:
+    """Wrap the modules below `module` that `policy` chooses."""
+    check_none_wrapped(module, lambda each: isinstance(each, FullyShardedDataParallel))
+    kwargs = {
+        **{each.name: getattr(choices, each.name) for each in dataclasses.fields(choices)},
+        **more,
+        "ignored_states": ignored.parameters,
+    }
+    if choices.strategy.is_hybrid and choices.device_mesh is None:
+        # One mesh for all, made once; a unit that makes its own would make groups of its own too.
+        kwargs.update(process_group=None, device_mesh=mesh.mesh)
+    precise: tuple[type[nn.Module], ...] = ()
+    if choices.mixed_precision is not None:
+        precise = tuple(choices.mixed_precision._module_classes_to_ignore)
+    chosen = choose(
+        module,
+        policy,
+        ignored.modules,
+        ignored.parameters,
+        kwargs,
+        apart=precise,
+        apart_kwargs={"mixed_precision": None},
+    )
+    if not choices.use_orig_params:
+        check_frozen(module, chosen, ignored.parameters)
+    apply_wraps(module, chosen, lambda each, its: _wrapped(each, its, precise))
+
+
+def _wrapped(module: nn.Module, kwargs: dict[str, Any], precise: tuple[type[nn.Module], ...]) -> nn.Module:
+    if isinstance(module, precise):
+        materialize.compute_in_full_precision(module)
+    return FullyShardedDataParallel(module, **kwargs)
+
+
+def _check_parameters(found: Belongings, use_orig_params: bool) -> None:
+    """Raise for what cannot be cut as one line of numbers."""
+    for borrowed in found.borrowed:
+        if isinstance(borrowed.place.shown, FlatParameter):
+            raise PlacementError(
+                f"Cannot flatten a `FlatParameter`: {borrowed.place.attribute} is another wrapper's; leave it there"
+            )
+    for each in found.owned:
+        dtype = each.parameter.dtype
+        if isinstance(each.parameter, FlatParameter):
+            raise PlacementError(
+                f"Cannot flatten a `FlatParameter`: {each.name} is one already; wrap the module it came from only once"
+            )
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise PlacementError(
+                f"Cannot flatten integer dtype tensors: {each.name} is {dtype}; make it a buffer, or put it into "
+                "ignored_states"
+            )
+    if use_orig_params:
+        return
+    for what, values in (
+        ("dtype", {each.name: each.parameter.dtype for each in found.owned}),
+        ("`requires_grad`", {each.name: each.parameter.requires_grad for each in found.owned}),
+    ):
+        if len(set(values.values())) > 1:
+            first = next(iter(values))
+            other = next(name for name in values if values[name] != values[first])
+            raise PolicyError(
+                f"Must flatten tensors with uniform {what} when `use_orig_params=False`: {first} has {values[first]}, "
+                f"{other} has {values[other]}; pass use_orig_params=True, or wrap them apart"
+            )

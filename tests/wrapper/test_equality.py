@@ -1,0 +1,471 @@
+"""Does a model under `FullyShardedDataParallel` train as in one process, whatever its arguments are?"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.nn.utils.parametrizations import weight_norm
+
+from sherd.api.fsdp1 import BackwardPrefetch
+from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.models import MODELS, WIDTH, Block, build, noise
+from tests.models.stacks import LowRank
+from tests.parity.test_precision import train_plain_bfloat16
+from tests.parity.training import Recipe, make_optimizer, mesh_of, tolerance, whole_grads
+from tests.wrapper.training import (
+    BFLOAT16,
+    BFLOAT16_REDUCED_IN_FLOAT32,
+    FULL_SHARD,
+    HYBRID_SHARD,
+    HYBRID_SHARD_ZERO2,
+    NO_SHARD,
+    OFFLOAD,
+    SHARD_GRAD_OP,
+    assert_all_trained_plainly,
+    assert_trained_as,
+    plain_runs,
+    replace,
+    seeded,
+    train_wrapped,
+    whole_values,
+    wrap_units,
+)
+
+# One flat parameter has one dtype, and is trained or frozen as one.
+MIXED_UNITS = {"adapted", "frozen", "mixed_double", "mixed_bfloat"}
+# A flat parameter's gradient is zero where plain training has none; weight decay and momentum can tell these apart.
+WITHOUT_GRADIENTS = {"branching", "unused", "shared_and_reentrant"}
+
+
+def recipe_of(model, **more):
+    if model in WITHOUT_GRADIENTS:
+        return Recipe(model, optimizer="sgd", steps=2, max_norm=0.5, **more)
+    if model == "mixed_bfloat":
+        # SGD's update in bfloat16 rounds differently in a vector's tail, and where tails are depends on the pieces.
+        # torch rounds each tensor's norm to bfloat16, and ours are of other pieces.
+        return Recipe(model, optimizer="adamw", steps=2, **more)
+    return Recipe(model, optimizer="momentum", steps=2, max_norm=0.5, **more)
+
+
+def train_each(recipe, setups):
+    return {name: train_wrapped(recipe, **setup) for name, setup in setups.items()}
+
+
+def check_each(ranks, recipe, setups, **how_close):
+    """Train under every one of `setups`, one after the other on the same ranks; each equals plain training."""
+    runs = ranks.run(train_each, recipe, setups)
+    for name in setups:
+        assert_all_trained_plainly([run[name] for run in runs], recipe, **how_close)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_trains_as_in_one_process(threads, model):
+    setups = {"full_shard": {"use_orig_params": model in MIXED_UNITS}}
+    check_each(threads(2), recipe_of(model), setups, **tolerance(model, 2))
+
+
+DIFFICULT = [
+    "tied_across",
+    "tied_to_root",
+    "several_forwards",
+    "frozen",
+    "mixed_double",
+    "unused",
+    "buffers",
+    "shared_module",
+    "reentrant_outside",
+]
+
+
+@pytest.mark.parametrize("model", DIFFICULT)
+def test_difficult_models_train_under_every_strategy(threads, model):
+    setups = {
+        "shard_grad_op": {"sharding_strategy": SHARD_GRAD_OP, "use_orig_params": True},
+        "no_shard": {"sharding_strategy": NO_SHARD, "use_orig_params": model in MIXED_UNITS},
+        "no_shard_orig": {"sharding_strategy": NO_SHARD, "use_orig_params": True},
+    }
+    check_each(threads(2), recipe_of(model), setups)
+
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+
+SETUPS = {
+    "full_flat": {"backward_prefetch": POST, "forward_prefetch": True},
+    "full_orig": {"backward_prefetch": None, "use_orig_params": True, "limit_all_gathers": False},
+    "grad_op_flat": {"sharding_strategy": SHARD_GRAD_OP, "backward_prefetch": PRE, "forward_prefetch": True},
+    "grad_op_orig_offloaded": {"sharding_strategy": SHARD_GRAD_OP, "use_orig_params": True, "cpu_offload": OFFLOAD},
+    "none_orig": {"sharding_strategy": NO_SHARD, "use_orig_params": True, "backward_prefetch": POST},
+    "none_flat_offloaded": {"sharding_strategy": NO_SHARD, "cpu_offload": OFFLOAD},
+    "full_flat_offloaded": {"cpu_offload": OFFLOAD, "backward_prefetch": POST},
+}
+
+
+def test_prefetch_and_offload_change_no_number(world):
+    check_each(world(3), recipe_of("nested"), SETUPS)
+
+
+FEW = ["full_flat", "full_orig", "grad_op_orig_offloaded", "none_flat_offloaded"]
+
+
+@pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "synced_each_time"])
+def test_gradients_accumulate_with_and_without_reductions(world, no_sync):
+    setups = {name: {**SETUPS[name], "no_sync": no_sync} for name in FEW}
+    check_each(world(2), recipe_of("tied_inside", micro_batches=3), setups)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, float("inf"), 3])
+def test_every_norm_is_that_of_the_whole_model(threads, norm_type):
+    setups = {name: SETUPS[name] for name in ("full_flat", "full_orig", "none_orig")}
+    check_each(threads(3), Recipe("uneven", steps=1, max_norm=0.1, norm_type=norm_type), setups)
+
+
+def averaged_plainly(make, loss, num_ranks, steps=2):
+    """The parameters of `make()` after steps of SGD on the mean of all ranks' losses."""
+    model = seeded(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        for rank in range(num_ranks):
+            (loss(model, step, rank) / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.detach() for name, each in model.named_parameters()}
+
+
+def averaged_wrapped(make, loss, wrap, orig, steps=2):
+    wrapped = wrap(seeded(make), use_orig_params=orig)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(steps):
+        loss(wrapped, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=bool(step))
+    return whole_values(wrapped)
+
+
+class ReadsParametersOddly(nn.Module):
+    """Modules that keep lists of their parameters, read a child's, or compute one from others."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.scales = nn.ParameterList(nn.Parameter(torch.rand(WIDTH)) for _ in range(2))
+        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.rand(WIDTH)), "b": nn.Parameter(torch.rand(1))})
+        self.normed = weight_norm(nn.Linear(WIDTH, 3))
+
+    def forward(self, x):
+        x, _ = self.recurrent(x)
+        x, _ = self.attention(x, x, x)
+        for scale in self.scales:
+            x = torch.tanh(x * scale)
+        return self.normed(x + self.shifts["a"] * self.shifts["b"])
+
+
+def loss_of_sequences(model, step, rank):
+    return model(noise(step, rank, 3, 5, WIDTH)).square().mean()
+
+
+def wrap_odd(model, **options):
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({nn.LSTM, nn.MultiheadAttention}), **options
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_modules_that_read_their_parameters_oddly_train_as_in_one_process(threads, orig):
+    expected = averaged_plainly(ReadsParametersOddly, loss_of_sequences, 2)
+    for found in threads(2).run(averaged_wrapped, ReadsParametersOddly, loss_of_sequences, wrap_odd, orig):
+        torch.testing.assert_close(found, expected)
+
+
+class TakesOneOfTwo(nn.Module):
+    """Of two blocks in one unit each call uses one; a further layer is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.spare = nn.Linear(3, 3)
+
+    def forward(self, x, which):
+        return self.blocks[which](self.stem(x))
+
+
+def loss_of_another_block_on_each_rank(model, step, rank):
+    return model(noise(step, rank), rank).square().mean()
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_ranks_may_use_different_parameters_of_a_unit(threads, orig):
+    expected = averaged_plainly(TakesOneOfTwo, loss_of_another_block_on_each_rank, 2)
+    for strategy in (FULL_SHARD, NO_SHARD):
+        wrap = functools.partial(FullyShardedDataParallel, sharding_strategy=strategy)
+        runs = threads(2).run(averaged_wrapped, TakesOneOfTwo, loss_of_another_block_on_each_rank, wrap, orig)
+        for found in runs:
+            torch.testing.assert_close(found, expected)
+
+
+def loss_after_evaluation_and_an_error(model, step, rank):
+    model.eval()
+    with torch.no_grad():
+        model(noise(9, rank))
+    with torch.inference_mode():
+        model(noise(9, rank))
+    with pytest.raises(TypeError):
+        model("not a tensor")
+    return model.train()(noise(step, rank)).square().mean()
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_evaluation_and_errors_between_steps_change_no_number(threads, orig):
+    make = functools.partial(build, "mlp")
+
+    def expected_loss(model, step, rank):
+        return model(noise(step, rank)).square().mean()
+
+    expected = averaged_plainly(make, expected_loss, 2)
+    wrap = functools.partial(wrap_units, sharding_strategy=SHARD_GRAD_OP)
+    for found in threads(2).run(averaged_wrapped, make, loss_after_evaluation_and_an_error, wrap, orig):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
+def test_flat_parameters_are_stepped_in_lists(threads, optimizer):
+    recipe = Recipe("mlp", optimizer=optimizer, steps=2)
+    check_each(threads(2), recipe, {name: SETUPS[name] for name in ("full_flat", "full_orig", "none_flat_offloaded")})
+
+
+# Low precision
+
+
+def test_bfloat16_reduced_in_float32_is_a_cast_model_with_float32_masters(world):
+    recipe = Recipe("mlp", steps=2)
+    setups = {name: {**SETUPS[name], "mixed_precision": BFLOAT16_REDUCED_IN_FLOAT32} for name in FEW}
+    runs = world(2).run(train_each, recipe, setups)
+    for rank, plain in enumerate(train_plain_bfloat16(recipe, 2)):
+        for name in setups:
+            assert_trained_as(runs[rank][name], plain)
+
+
+def test_bfloat16_throughout_stays_near_float32_masters(world):
+    recipe = Recipe("mlp", steps=2)
+    setups = {name: {**SETUPS[name], "mixed_precision": BFLOAT16} for name in FEW}
+    runs = world(2).run(train_each, recipe, setups)
+    for rank, plain in enumerate(train_plain_bfloat16(recipe, 2)):
+        for name in setups:
+            assert_trained_as(runs[rank][name], plain, rtol=2e-2, atol=1e-3)
+
+
+# Hybrid
+
+
+def hybrid_setups():
+    """Two copies of two shards: a mesh, and a pair of groups."""
+    pair = pair_of_groups()
+    mesh = mesh_of((2, 2))
+    return {
+        "mesh_flat": {"sharding_strategy": HYBRID_SHARD, "device_mesh": mesh},
+        "mesh_zero2_orig": {"sharding_strategy": HYBRID_SHARD_ZERO2, "device_mesh": mesh, "use_orig_params": True},
+        "pair_orig": {"sharding_strategy": HYBRID_SHARD, "process_group": pair, "use_orig_params": True},
+        "pair_zero2_flat": {"sharding_strategy": HYBRID_SHARD_ZERO2, "process_group": pair, "cpu_offload": OFFLOAD},
+    }
+
+
+def pair_of_groups():
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return shards[rank // 2], copies[rank % 2]
+
+
+def train_hybrid(recipe, no_sync):
+    return {
+        name: train_wrapped(recipe, no_sync=no_sync, wrap=wrap_blocks, **setup)
+        for name, setup in hybrid_setups().items()
+    }
+
+
+def wrap_blocks(model, **options):
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+@pytest.mark.parametrize(("model", "micro_batches"), [("mlp", 2), ("uneven", 1)])
+def test_copies_of_shards_train_as_in_one_process(world, model, micro_batches):
+    recipe = recipe_of(model, micro_batches=micro_batches)
+    runs = world(4).run(train_hybrid, recipe, micro_batches > 1)
+    for name in runs[0]:
+        assert_all_trained_plainly([run[name] for run in runs], recipe)
+
+
+# Which modules are units
+
+
+def wrap_by(policy, model, **options):
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+
+
+POLICIES = {
+    "classes": ModuleWrapPolicy({Block, LowRank, nn.Embedding}),
+    "size": functools.partial(size_based_auto_wrap_policy, min_num_params=100),
+    "custom": CustomPolicy(lambda module: isinstance(module, Block) and {"sharding_strategy": SHARD_GRAD_OP}),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", ["nested", "transformer", "adapted", "tied_inside"])
+def test_units_that_a_policy_chooses_train_as_in_one_process(threads, model, policy):
+    wrap = functools.partial(wrap_by, POLICIES[policy])
+    setups = {name: {**SETUPS[name], "wrap": wrap} for name in ("full_flat", "full_orig")}
+    if model in MIXED_UNITS:
+        del setups["full_flat"]
+    check_each(threads(2), recipe_of(model), setups)
+
+
+def wrap_frozen_apart(model, **options):
+    """What is frozen is wrapped by itself, so that each flat parameter is trained or is not."""
+    replace(model, model.first, FullyShardedDataParallel(model.first, **options))
+    return wrap_units(model, **options)
+
+
+def test_frozen_units_may_be_flat(threads):
+    check_each(threads(2), recipe_of("frozen"), {"flat": {"wrap": wrap_frozen_apart}})
+
+
+# Recomputation
+
+
+def recomputed_blocks(model, outside, kind, **options):
+    """Every block wrapped and recomputed: the unit around the recomputation, or inside it."""
+    recomputed = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+    for block in list(model.blocks):
+        unit = recomputed(block) if outside else block
+        wrapped = FullyShardedDataParallel(unit, **options)
+        replace(model, block, wrapped if outside else recomputed(wrapped))
+    return FullyShardedDataParallel(model, **options)
+
+
+def recomputed_after_wrapping(model, **options):
+    wrapped = wrap_by(POLICIES["classes"], model, **options)
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, Block))
+    return wrapped
+
+
+@pytest.mark.parametrize("kind", CheckpointImpl, ids=lambda kind: kind.name.lower())
+def test_recomputed_units_train_as_in_one_process(threads, kind):
+    setups = {"after": {"wrap": recomputed_after_wrapping, "use_orig_params": True}}
+    for outside in (True, False):
+        wrap = functools.partial(recomputed_blocks, outside=outside, kind=kind)
+        for name in ("full_flat", "full_orig"):
+            setups[name, outside] = {**SETUPS[name], "wrap": wrap}
+    check_each(threads(2), recipe_of("mlp"), setups)
+
+
+# What is left out
+
+
+def train_beside_ignored(recipe, how, orig):
+    """`first` is ignored and its gradient averaged by hand; what the rest has is the wrapper's."""
+    model = build(recipe.model)
+    ignored = {
+        "modules": {"ignored_modules": [model.first]},
+        "states": {"ignored_states": list(model.first.parameters())},
+        "modules_as_states": {"ignored_states": (each for each in [model.first])},
+    }[how]
+    wrapped = wrap_blocks(model, use_orig_params=orig, **ignored)
+    assert type(model.first.weight) is nn.Parameter
+    optimizer, rank = make_optimizer(recipe.optimizer, wrapped), dist.get_rank()
+    losses, norms = [], []
+    for step in range(recipe.steps):
+        loss = wrapped.loss(wrapped(*wrapped.make_inputs(step, rank)))
+        loss.backward()
+        for each in model.first.parameters():
+            dist.all_reduce(each.grad)
+            each.grad /= dist.get_world_size()
+        losses.append(loss.item())
+        norms.append(wrapped.clip_grad_norm_(recipe.max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, whole_values(wrapped)
+
+
+@pytest.mark.parametrize(("how", "orig"), [("modules", False), ("states", True), ("modules_as_states", False)])
+def test_ignored_parameters_stay_plain_beside_the_sharded(threads, how, orig):
+    recipe = recipe_of("mlp")
+    runs = threads(2).run(train_beside_ignored, recipe, how, orig)
+    for (losses, norms, params), plain in zip(runs, plain_runs(recipe, 2), strict=True):
+        torch.testing.assert_close(losses, plain.losses)
+        torch.testing.assert_close(norms, plain.norms)
+        torch.testing.assert_close(params, plain.params, rtol=1e-5, atol=1e-6)
+
+
+# Other moments
+
+
+def accumulate_in_two_ways(orig):
+    """Synced, then not, then synced: the gradients of three backwards; and of two forwards with one backward."""
+    model = wrap_blocks(build("mlp"), use_orig_params=orig)
+    rank = dist.get_rank()
+
+    def loss(seed):
+        return model.loss(model(*model.make_inputs(seed, rank)))
+
+    loss(0).backward()
+    with model.no_sync():
+        loss(1).backward()
+    loss(2).backward()
+    three = norm_and_step(model)
+    (loss(0) + loss(1)).backward()
+    return three, norm_and_step(model)
+
+
+def norm_and_step(model):
+    norm = model.clip_grad_norm_(1e9).item()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+    return norm, whole_values(model)
+
+
+def accumulate_plainly(num_ranks):
+    model = build("mlp")
+    found = []
+    for seeds in ((0, 1, 2), (0, 1)):
+        for rank in range(num_ranks):
+            for seed in seeds:
+                (model.loss(model(*model.make_inputs(seed, rank))) / num_ranks).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+        found.append((norm, {name: each.detach().clone() for name, each in model.named_parameters()}))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_backwards_may_reduce_or_not_in_any_order_and_take_two_forwards(threads, orig):
+    for found in threads(2).run(accumulate_in_two_ways, orig):
+        torch.testing.assert_close(found, accumulate_plainly(2), rtol=1e-5, atol=1e-6)
+
+
+def gradients_of_frozen_and_unfrozen():
+    """A parameter frozen and unfrozen between steps, with original parameters."""
+    model = wrap_units(build("mlp"), use_orig_params=True)
+    found = []
+    for trained in (True, False, True):
+        model.first.weight.requires_grad_(trained)
+        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+        found.append(whole_grads(model))
+        model.zero_grad()
+    return found
+
+
+def test_a_parameter_may_be_frozen_for_a_while(threads):
+    for first, frozen, last in threads(2).run(gradients_of_frozen_and_unfrozen):
+        assert frozen.pop("first.weight") is None
+        torch.testing.assert_close(first, last)
+        torch.testing.assert_close(frozen, {name: first[name] for name in frozen})

@@ -1,0 +1,532 @@
+"""Is a flat parameter right whatever a user does to it, to its gradient and to the parameters it is made of?"""
+
+import copy
+import io
+import pickle
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd import FlatParameter, FullyShardedDataParallel, RaggedDTensor, ShardingStrategy, unsharded
+from sherd.errors import OptimizerError, PlacementError, SherdError, StateError
+from tests.models import Block
+from tests.wrapper.nets import NAMES, Net, assert_equal, made, own, sharded, values, wholes, words
+
+FLAT = ("flat_param", "flat_kept", "flat_copied")
+ORIGINAL = ("orig_params", "orig_kept", "orig_copied")
+
+
+def batch_of(seed, rank):
+    return torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def backward(model, seed):
+    loss_of(model, words(seed)).backward()
+
+
+def backward_plain(net, seed):
+    ranks = dist.get_world_size()
+    for rank in range(ranks):
+        (loss_of(net, batch_of(seed, rank)) / ranks).backward()
+
+
+def trained(model):
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def assert_close(model, plain):
+    found = wholes(model)
+    for name, value in values(plain).items():
+        torch.testing.assert_close(found[name], value, msg=lambda said, name=name: f"{name}: {said}")
+
+
+# What it is
+
+
+def look_at_it(way):
+    plain, model = made(), sharded(way)
+    assert [name for name, _ in model.named_parameters()] == ["_flat_param", "block._flat_param", "frozen._flat_param"]
+    for flat in model.parameters():
+        for kind in (FlatParameter, RaggedDTensor, DTensor, nn.Parameter):
+            assert isinstance(flat, kind)
+        assert flat.is_leaf
+        assert flat.dim() == 1
+        assert sum(flat.numels) <= flat.numel()
+    assert model._flat_param is next(model.parameters())
+    assert not model.frozen._flat_param.requires_grad
+    block = model.block._flat_param
+    assert block.names == ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert block.shapes == tuple(each.shape for each in plain.block.parameters())
+    assert block.numels == (30, 5, 30, 6)
+    assert model._flat_param.names == ("scale", "embed.weight", "head.bias"), "a tied one once"
+    for net in (own(model), own(model.block)):
+        assert not any(each is not None for each in net._parameters.values())
+    assert isinstance(model.block.up.weight, RaggedDTensor), "outside forward its shard is there"
+    assert model.head.weight is model.embed.weight
+    assert_equal(wholes(model), values(plain))
+    return block.shard_metadata(), model._flat_param.to_local().tolist()
+
+
+def test_each_unit_has_one_vector_which_knows_what_it_is_made_of(world):
+    for way in FLAT:
+        ranks = world(2).run(look_at_it, way)
+        copied = way == "flat_copied"
+        assert (ranks[0] == ranks[1]) == copied
+        for metadata, _ in ranks:
+            assert not copied or metadata.param_offsets == ((0, 29), (0, 4), (0, 29), (0, 5))
+
+
+def metadata_by_both():
+    torch.manual_seed(0)
+    block = Block(6, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = torch_fsdp.FullyShardedDataParallel(copy.deepcopy(block), device_id=torch.device("cpu"))
+    ours = FullyShardedDataParallel(block)
+    held = ours._flat_param.shard_metadata()
+    for name, (first, last) in zip(held.param_names, held.param_offsets, strict=True):
+        module, attribute = name.split(".")
+        assert getattr(getattr(ours, module), attribute).to_local().numel() == last - first + 1
+    return tuple(theirs._handle.shard_metadata()), tuple(held)
+
+
+def merged(ranks):
+    """Of what each rank holds: shape, stride, contiguity and size by name, and the ranges by name."""
+    fixed, ranges = {}, {}
+    for names, *columns, offsets in ranks:
+        for name, *told in zip(names, *columns, strict=True):
+            assert fixed.setdefault(name, told) == told
+        for name, offset in zip(names, offsets, strict=True):
+            ranges.setdefault(name, []).append(offset)
+    return fixed, ranges
+
+
+def test_ranks_hold_every_element_once_and_say_so_as_torch_does(world):
+    theirs, ours = zip(*world(2).run(metadata_by_both), strict=True)
+    assert merged(ours)[0] == merged(theirs)[0]
+    for held in (merged(ours)[1], merged(theirs)[1]):
+        for name, offsets in held.items():
+            assert offsets[0][0] == 0
+            assert all(after[0] == before[1] + 1 for before, after in pairwise(offsets))
+            assert offsets[-1][1] == merged(ours)[0][name][3] - 1
+
+
+def hold_nothing():
+    model = FullyShardedDataParallel(nn.Linear(1, 1))
+    flat = model._flat_param
+    assert flat.shape[0] >= 2
+    return flat.shard_metadata().param_names, flat.to_local().numel()
+
+
+def test_a_rank_may_hold_nothing(threads):
+    ranks = threads(4).run(hold_nothing)
+    assert sorted(name for names, _ in ranks for name in names) == ["bias", "weight"]
+    assert ((), 0) in ranks
+
+
+def train_with_padding():
+    plain, model = made(), sharded("flat_param")
+    assert any(sum(each.numels) < each.numel() for each in model.parameters()), "there is padding"
+    optimizers = [torch.optim.AdamW(trained(each), lr=0.1, weight_decay=0.5) for each in (plain, model)]
+    for seed in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(model, seed)
+        backward_plain(plain, seed)
+        for each in model.parameters():
+            whole = each.detach().full_tensor()
+            assert whole.count_nonzero() <= sum(each.numels)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in trained(each)]) for each in (plain, model)]
+        torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+    squares = [sum(p.detach().square().sum() for p in each.parameters()) for each in (plain, model)]
+    torch.testing.assert_close(squares[1].full_tensor(), squares[0])
+    assert_close(model, plain)
+
+
+def test_padding_has_no_part_in_norms_and_is_never_trained(threads):
+    threads(2).run(train_with_padding)
+
+
+# What a user writes into it
+
+
+@torch.no_grad()
+def doubled(model, how):
+    for flat in model.parameters():
+        if how == "in_place":
+            flat.mul_(2)
+        elif how == "data_in_place":
+            flat.data.mul_(2)
+        elif how == "data":
+            flat.data = flat.data * 2
+        elif how == "whole_data":
+            flat.data = flat.detach().full_tensor() * 2
+        else:
+            flat.data = flat.to_local() * 2
+
+
+def double_it(way):
+    for how in ("in_place", "data_in_place", "data", "whole_data", "local_data"):
+        plain, model = made(), sharded(way)
+        for seed in range(2):
+            doubled(model, how)
+            for each in plain.parameters():
+                each.data.mul_(2)
+            torch.testing.assert_close(model(words(seed)), plain(words(seed)))
+            backward(model, seed)
+        assert_equal(wholes(model), values(plain))
+
+
+def test_values_written_into_it_are_computed_with(threads):
+    for way in ("flat_param", "flat_kept", "orig_params", "orig_copied"):
+        threads(2).run(double_it, way)
+
+
+def replacements(way):
+    """What a user may put in a parameter's place, or into its `.data`, between steps."""
+    plain, model = made(), sharded(way)
+    net = own(model)
+    for seed in range(2):
+        whole = torch.full((5, 6), 0.1 + seed)
+        net.block.up.weight.data = whole
+        plain.block.up.weight.data = whole
+        bias = net.block.up.bias
+        bias.data = 2 * bias.to_local().detach()
+        plain.block.up.bias.data.mul_(2)
+        net.head.weight.data = torch.ones(11, 6)
+        plain.head.weight.data = torch.ones(11, 6)
+        torch.testing.assert_close(model(words(seed)), plain(words(seed)))
+        backward(model, seed)
+    assert_equal(wholes(model), values(plain))
+    with pytest.raises(PlacementError, match=r"\.data = a tensor of shape \(7,\): this one is \(5, 6\)"):
+        net.block.up.weight.data = torch.ones(7)
+    assert_equal(wholes(model), values(plain))
+
+
+def test_values_written_into_the_parameters_it_is_made_of_are_computed_with(threads):
+    for way in (*FLAT, *ORIGINAL):
+        threads(2).run(replacements, way)
+
+
+def put_parameters_in_place(way):
+    plain, model = made(), sharded(way)
+    before = [id(each) for each in model.parameters()]
+    for seed in range(2):
+        whole = torch.full((6, 5), 0.1 + seed)
+        local = torch.full_like(own(model).block.up.bias.to_local(), 0.3)
+        own(model).block.down.weight = nn.Parameter(whole.clone())
+        own(model).block.up.bias = nn.Parameter(local)
+        own(model).head.weight = nn.Parameter(torch.ones(11, 6))
+        plain.block.down.weight = nn.Parameter(whole)
+        plain.block.up.bias.data.fill_(0.3)
+        plain.head.weight.data = torch.ones(11, 6)
+        torch.testing.assert_close(model(words(seed)), plain(words(seed)))
+        backward(model, seed)
+    assert_equal(wholes(model), values(plain))
+    assert [id(each) for each in model.parameters()] == before, "the optimizer's are the model's still"
+    own(model).block.up.weight = nn.Parameter(torch.ones(7))
+    with pytest.raises(PlacementError, match=r"up.weight was replaced by a tensor of shape \(7,\); it is \(5, 6\)"):
+        model(words())
+
+
+@pytest.mark.parametrize("way", ORIGINAL)
+def test_a_parameter_put_in_place_is_taken_up_at_the_next_forward(threads, way):
+    threads(2).run(put_parameters_in_place, way)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_so_it_is_where_a_flat_parameter_stands_for_it(threads, way):
+    threads(2).run(put_parameters_in_place, way)
+
+
+def ignore_what_is_put_in_place(monkeypatch):
+    plain, model = made(), sharded("orig_params")
+    model.block.up.bias = nn.Parameter(torch.ones(5))
+    torch.testing.assert_close(model(words()), plain(words()))
+
+
+def test_the_check_for_replaced_parameters_can_be_switched_off(threads, monkeypatch):
+    monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
+    threads(2).run(ignore_what_is_put_in_place, monkeypatch)
+
+
+# Gradients
+
+
+def edit_gradients(way):
+    plain, model = made(), sharded(way)
+    optimizers = [torch.optim.SGD(trained(each), lr=0.1, momentum=0.9) for each in (plain, model)]
+    for seed in range(4):
+        backward(model, seed)
+        backward_plain(plain, seed)
+        if seed == 0:  # read and scaled in place
+            for each in (*trained(plain), *trained(model)):
+                each.grad.mul_(0.5)
+        elif seed == 1:  # another tensor
+            for each in (*trained(plain), *trained(model)):
+                each.grad = each.grad * 2
+        elif seed == 2:  # dropped
+            for each in (*trained(plain), *trained(model)):
+                each.grad = None
+            backward(model, 7)
+            backward_plain(plain, 7)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=seed % 2 == 0)
+        for each in trained(model):
+            assert each.grad is None if seed % 2 == 0 else not each.grad.full_tensor().any()
+    assert_close(model, plain)
+
+
+@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
+def test_gradients_may_be_changed_replaced_dropped_and_zeroed(threads, way):
+    threads(2).run(edit_gradients, way)
+
+
+def drop_one_gradient():
+    plain, model = made(), sharded("orig_params")
+    for seed in range(2):
+        backward(model, seed)
+        backward_plain(plain, seed)
+        if seed == 0:
+            model.block.up.weight.grad = plain.block.up.weight.grad = None
+            model.module.scale.grad = torch.zeros_like(model.scale)
+            plain.scale.grad = torch.zeros(1)
+    for (name, each), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if each.requires_grad:
+            torch.testing.assert_close(
+                each.grad.full_tensor(), other.grad, msg=lambda said, name=name: f"{name}: {said}"
+            )
+
+
+def test_a_gradient_dropped_for_one_parameter_starts_anew_and_the_others_add_up(threads):
+    threads(2).run(drop_one_gradient)
+
+
+def toggle(way):
+    plain, model = made(), sharded(way)
+    optimizers = [torch.optim.SGD([*each.parameters()], lr=0.1) for each in (plain, model)]
+    for seed in range(4):
+        wanted = seed in (0, 3)
+        plain.block.requires_grad_(wanted)
+        if "flat" in way:
+            model.block._flat_param.requires_grad_(wanted)
+        else:
+            model.block.requires_grad_(wanted)
+        backward(model, seed)
+        backward_plain(plain, seed)
+        assert all((each.grad is None) != wanted for each in model.block.parameters())
+        assert model._flat_param.grad is not None if "flat" in way else model.scale.grad is not None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model, plain)
+
+
+@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
+def test_parameters_may_be_frozen_and_thawed_between_steps(threads, way):
+    threads(2).run(toggle, way)
+
+
+def freeze_one():
+    plain, model = made(), sharded("orig_params")
+    for seed, wanted in enumerate((False, True)):
+        for each in (plain, model):
+            each.block.up.weight.requires_grad_(wanted)
+        backward(model, seed)
+        backward_plain(plain, seed)
+        assert (model.block.up.weight.grad is None) != wanted
+    for each, other in zip(trained(model), trained(plain), strict=True):
+        torch.testing.assert_close(each.grad.full_tensor(), other.grad)
+
+
+def test_one_of_many_may_be_frozen_for_a_step(threads):
+    threads(2).run(freeze_one)
+
+
+class Branches(nn.Module):
+    """Two linear layers of which a rank may leave one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, which):
+        for each in which:
+            x = getattr(self, each)(x)
+        return x
+
+
+CHOICES = {"all_left": ("left", "left"), "differing": ("left", "right")}
+
+
+def leave_out(use_orig_params):
+    """Parameters that are unused on all ranks, or on one."""
+    for choice in CHOICES.values():
+        torch.manual_seed(0)
+        model = Branches()
+        plain = copy.deepcopy(model)
+        model = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
+        mine = choice[dist.get_rank()]
+        x = torch.ones(2, 3, requires_grad=True)
+        model(x, [mine] if mine else []).sum().backward()
+        for each in choice:
+            (plain(torch.ones(2, 3, requires_grad=True), [each] if each else []).sum() / 2).backward()
+        expected = {name: each.grad for name, each in plain.named_parameters()}
+        if use_orig_params:
+            for name, each in model.named_parameters():
+                assert (each.grad is None) == (expected[name] is None), (choice, name)
+                if each.grad is not None:
+                    torch.testing.assert_close(each.grad.full_tensor(), expected[name])
+            continue
+        # One vector has one gradient: zero where plain training has none.
+        with unsharded(model, with_grads=True, writeback=False):
+            for name, each in model.named_parameters():
+                other = torch.zeros_like(each) if expected[name] is None else expected[name]
+                torch.testing.assert_close(each.grad, other)
+
+
+def test_parameters_unused_on_all_or_on_some_ranks(world):
+    for use_orig_params in (True, False):
+        world(2).run(leave_out, use_orig_params)
+
+
+def give_plain_gradients():
+    """Of another kind than the parameter: named, with the remedy, and on all ranks."""
+    model = sharded("flat_param")
+    model._flat_param.grad = torch.zeros(model._flat_param.shape)
+    with pytest.raises(SherdError, match=r"embed.weight|scale.* its .grad is a Tensor, not a DTensor"):
+        backward(model, 0)
+    model.zero_grad()
+    backward(model, 0)
+
+
+def test_a_gradient_of_another_kind_is_refused_by_name(world):
+    world(2).run(give_plain_gradients)
+
+
+# Optimizers
+
+OPTIMIZERS = {
+    "sgd": lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False),
+    "adamw": lambda each: torch.optim.AdamW(each, lr=0.1),
+    "sgd_foreach": lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, foreach=True),
+    "adamw_foreach": lambda each: torch.optim.AdamW(each, lr=0.1, foreach=True),
+    "adamw_fused": lambda each: torch.optim.AdamW(each, lr=0.1, fused=True),
+}
+
+
+def optimize(way, name):
+    plain, model = made(), sharded(way)
+    optimizers = [OPTIMIZERS[name](trained(each)) for each in (plain, model)]
+    for seed in range(3):
+        backward(model, seed)
+        backward_plain(plain, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = wholes(model)
+    for each, value in values(plain).items():
+        torch.testing.assert_close(found[each], value, rtol=1e-4, atol=1e-5)
+    saved = optimizers[1].state_dict()
+    again = OPTIMIZERS[name](trained(model))
+    again.load_state_dict(saved)
+    backward(model, 9)
+    again.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_the_original_parameters_as_plain_ones(threads, name):
+    threads(2).run(optimize, "orig_params", name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_it_as_they_step_the_parameters(threads, name):
+    threads(2).run(optimize, "flat_param", name)
+
+
+def optimize_what_was_there_before():
+    net = made()
+    optimizer = torch.optim.SGD(trained(net), lr=0.1)
+    model = sharded("flat_param", net)
+    backward(model, 0)
+    with pytest.raises(OptimizerError, match=r"part of a flat parameter now; build .* use_orig_params=True"):
+        optimizer.step()
+
+
+def test_an_optimizer_built_before_wrapping_is_told_so(threads):
+    threads(2).run(optimize_what_was_there_before)
+
+
+# Copies and conversions
+
+
+def copy_it():
+    model = sharded("flat_param")
+    flat = model._flat_param
+    file = io.BytesIO()
+    torch.save(flat, file)
+    file.seek(0)
+    for other in (copy.deepcopy(flat), pickle.loads(pickle.dumps(flat)), torch.load(file)):
+        assert isinstance(other, FlatParameter)
+        assert isinstance(other, nn.Parameter)
+        torch.testing.assert_close(other.to_local(), flat.to_local())
+        with torch.no_grad():
+            other.add_(1)
+        with pytest.raises(StateError, match="this FlatParameter is a copy"):
+            other.shard_metadata()
+    assert flat.shard_metadata().param_names, "it knows still"
+
+
+def test_a_copy_or_what_comes_out_of_a_file_is_a_vector_like_it(threads):
+    threads(2).run(copy_it)
+
+
+def convert(way):
+    plain, model = made(), sharded(way)
+    backward(model, 0)
+    model.zero_grad()
+    kept = list(model.parameters())
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float64):
+        plain.to(dtype)
+        assert model.to(dtype) is model
+        assert all(new is old for new, old in zip(model.parameters(), kept, strict=True)), "the optimizer has them"
+        assert {each.dtype for each in model.parameters()} == {dtype}
+        assert_equal(wholes(model), values(plain))
+        if way == "flat_param":
+            assert all(isinstance(each, FlatParameter) for each in kept)
+            assert model.block._flat_param.shard_metadata().param_names
+    backward(model, 1)
+    torch.optim.SGD(trained(model), lr=0.1).step()
+    backward_plain(plain, 1)
+    torch.optim.SGD(trained(plain), lr=0.1).step()
+    assert_close(model, plain)
+
+
+def test_a_wrapped_model_may_be_converted(threads):
+    for way in ("flat_param", "orig_params", "flat_copied"):
+        threads(2).run(convert, way)
+
+
+def one_alone():
+    plain = Net()
+    model = sharded("flat_param", copy.deepcopy(plain), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    assert_equal(wholes(model), values(plain))
+    assert len(NAMES) == len(wholes(model))
+    torch.testing.assert_close(model(words()), plain(words()))
+
+
+def test_one_rank_alone_has_all_of_it(threads):
+    threads(1).run(one_alone)

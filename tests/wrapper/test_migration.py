@@ -1,0 +1,351 @@
+"""Does the program that `explain_migration` writes train as the wrapper does, and what does it say?"""
+
+import contextlib
+import functools
+import io
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import wrap as torch_wrap
+
+import sherd
+from sherd import FullyShardedDataParallel, flatten_optimizer, unsharded
+from sherd.api.migration import explain_migration
+from sherd.errors import PolicyError, PolicyTypeError
+from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.models.specimen import WIDTH, Block
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+class Net(nn.Module):
+    """Blocks, a norm that FSDP1 leaves in full precision, a part to ignore, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.aside = Block()
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("scale", torch.linspace(0.1, 1.0, WIDTH))
+
+    def forward(self, x):
+        x = self.blocks(x * self.scale)
+        x = self.norm(x).to(x.dtype)
+        return self.head(x) + self.aside(x).sum()
+
+
+def fill(module):
+    """The same values on every rank and in every order."""
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        with torch.no_grad():
+            tensor.fill_(len(name) / 20)
+
+
+def give_and_fill(module):
+    """As FSDP1 wants it: memory first."""
+    module.to_empty(device="cpu", recurse=False)
+    fill(module)
+
+
+def strategy(api, name, **more):
+    return {"sharding_strategy": api.ShardingStrategy[name], **more}
+
+
+def pair():
+    """Each rank is a shard group of its own, and both are copies; as a user makes them."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return alone[dist.get_rank()], dist.new_group(range(dist.get_world_size()))
+
+
+# By name: what FullyShardedDataParallel is given, of the module and of what holds the enums (sherd, or torch's module).
+CASES = {
+    "nothing": lambda model, api: {},
+    "a_policy": lambda model, api: {"auto_wrap_policy": torch_wrap.ModuleWrapPolicy({Block})},
+    "a_policy_by_size": lambda model, api: {
+        "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=200)
+    },
+    "a_policy_without_a_name": lambda model, api: {
+        "auto_wrap_policy": lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)
+    },
+    "a_policy_with_other_arguments": lambda model, api: {
+        "auto_wrap_policy": CustomPolicy(
+            lambda each: strategy(api, "SHARD_GRAD_OP") if each is model.blocks[1] else isinstance(each, Block)
+        ),
+        "use_orig_params": True,
+    },
+    "no_shard": lambda model, api: strategy(api, "NO_SHARD", auto_wrap_policy=BLOCKS),
+    "no_shard_of_a_group": lambda model, api: strategy(api, "NO_SHARD", process_group=dist.new_group([0, 1])),
+    "no_shard_of_a_mesh": lambda model, api: strategy(api, "NO_SHARD", device_mesh=init_device_mesh("cpu", (2,))),
+    "hybrid_over_nodes": lambda model, api: strategy(api, "HYBRID_SHARD", auto_wrap_policy=BLOCKS),
+    "hybrid_over_a_pair": lambda model, api: strategy(api, "HYBRID_SHARD", process_group=pair()),
+    "hybrid_over_a_mesh": lambda model, api: strategy(
+        api, "_HYBRID_SHARD_ZERO2", device_mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
+    ),
+    "hybrid_over_a_mesh_without_names": lambda model, api: strategy(
+        api, "HYBRID_SHARD", device_mesh=DeviceMesh("cpu", [[0], [1]])
+    ),
+    "a_group": lambda model, api: {
+        "process_group": dist.new_group([0, 1]),
+        "auto_wrap_policy": BLOCKS,
+        "use_orig_params": True,
+    },
+    "the_default_group": lambda model, api: {
+        "process_group": dist.group.WORLD,
+        "device_id": torch.device("cpu"),
+        "backward_prefetch": None,
+        "auto_wrap_policy": BLOCKS,
+    },
+    "mixed_precision": lambda model, api: {
+        "mixed_precision": api.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+        "auto_wrap_policy": BLOCKS,
+        "use_orig_params": True,
+    },
+    "mixed_precision_of_all_inputs": lambda model, api: {
+        "mixed_precision": api.MixedPrecision(
+            torch.bfloat16, cast_forward_inputs=True, _module_classes_to_ignore=(nn.BatchNorm1d, nn.Linear)
+        ),
+        "auto_wrap_policy": BLOCKS,
+    },
+    "mixed_precision_without_a_policy": lambda model, api: {
+        "mixed_precision": api.MixedPrecision(reduce_dtype=torch.bfloat16, keep_low_precision_grads=False)
+    },
+    "offload_on_a_mesh": lambda model, api: {
+        "cpu_offload": api.CPUOffload(offload_params=True),
+        "device_mesh": init_device_mesh("cpu", (2,)),
+        "auto_wrap_policy": BLOCKS,
+    },
+    "prefetch": lambda model, api: strategy(
+        api,
+        "SHARD_GRAD_OP",
+        backward_prefetch=api.BackwardPrefetch.BACKWARD_POST,
+        forward_prefetch=True,
+        limit_all_gathers=False,
+        auto_wrap_policy=BLOCKS,
+    ),
+    "ignored_modules": lambda model, api: {"ignored_modules": [model.aside], "auto_wrap_policy": BLOCKS},
+    "ignored_parameters": lambda model, api: {
+        "ignored_states": (model.aside.up.weight, model.aside.down.bias),
+        "use_orig_params": True,
+    },
+    "ranks_that_differ": lambda model, api: {
+        "sync_module_states": True,
+        "ignored_states": [model.aside],
+        "auto_wrap_policy": BLOCKS,
+    },
+    "ranks_that_differ_hybrid": lambda model, api: strategy(
+        api, "HYBRID_SHARD", sync_module_states=True, auto_wrap_policy=BLOCKS
+    ),
+    "meta": lambda model, api: {"param_init_fn": give_and_fill, "auto_wrap_policy": BLOCKS},
+    "meta_with_ignored_modules": lambda model, api: {
+        "ignored_modules": [model.aside],
+        "param_init_fn": give_and_fill,
+        "auto_wrap_policy": BLOCKS,
+    },
+    "meta_with_ranks_that_differ": lambda model, api: {
+        "param_init_fn": give_and_fill,
+        "sync_module_states": True,
+        "use_orig_params": True,
+    },
+}
+
+
+def built(name):
+    """The model of a case, before it is sharded."""
+    torch.manual_seed(dist.get_rank() if "differ" in name else 0)
+    with torch.device("meta" if name.startswith("meta") else "cpu"):
+        model = Net()
+    if name == "meta_with_ignored_modules":
+        model.aside.to_empty(device="cpu")
+    if "ignored" in name or "differ" in name:
+        fill(model.aside.up)  # nobody reduces its gradients, so that ranks would part here
+        fill(model.aside.down)
+        model.aside.requires_grad_(False)
+    return model
+
+
+def trained(model, flat):
+    """The losses of two steps, and the whole parameters and buffers after them."""
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, eps=1e-3)
+    if flat:
+        flatten_optimizer(optimizer)
+    data = torch.Generator().manual_seed(7 + dist.get_rank())
+    losses = []
+    for _ in range(2):
+        loss = model(torch.randn(6, WIDTH, generator=data)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with unsharded(model):
+        parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
+    return losses, parameters, {name: each.clone() for name, each in model.named_buffers()}
+
+
+def both_ways(name, know_the_module):
+    """Training by the wrapper, and by the program that `explain_migration` writes."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    model = built(name)
+    wrapped = trained(FullyShardedDataParallel(model, **CASES[name](model, sherd)), flat=False)
+    model = built(name)
+    arguments = CASES[name](model, torch_fsdp if "other_arguments" not in name else sherd)
+    text = explain_migration(model if know_the_module else None, **arguments)
+    exec(compile(text, "explained", "exec"), {"model": model, **arguments})
+    return wrapped, trained(model, flat=not arguments.get("use_orig_params", False))
+
+
+def assert_same(results):
+    for (losses, parameters, buffers), ported in results:
+        assert ported[0] == pytest.approx(losses, rel=1e-6)
+        assert sorted(ported[1]) == sorted(parameters)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            torch.testing.assert_close((ported[1] | ported[2])[name], tensor, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_explained_program_trains_as_the_wrapper_does(world, name):
+    assert_same(world(2).run(both_ways, name, know_the_module=True))
+
+
+# What does not depend on the module is the same without it.
+WITHOUT_A_MODULE = ("a_policy_by_size", "ignored_parameters", "meta")
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_MODULE)
+def test_the_program_is_the_same_where_the_module_does_not_matter(world, name):
+    assert_same(world(2).run(both_ways, name, know_the_module=False))
+
+
+def reset_on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    exec(explain_migration(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})), {"model": model})
+    model(torch.ones(1, 4)).sum().backward()
+    return [each.full_tensor() for each in model.parameters()]
+
+
+def test_without_a_function_modules_on_meta_reset_themselves(world):
+    first, second = world(2).run(reset_on_meta)
+    for mine, other in zip(first, second, strict=True):
+        assert torch.equal(mine, other)
+        assert 0 < mine.abs().max() <= 0.5  # a Linear of 4 inputs draws from -0.5 to 0.5
+
+
+# What it says
+
+
+def said(**arguments):
+    return explain_migration(**arguments)
+
+
+def test_the_program_is_printed_and_returned(capsys):
+    text = said()
+    assert capsys.readouterr().out == text + "\n"
+    assert "fully_shard(model, prefetch_policy=PrefetchPolicy(forward_depth=0), placement=Flat())" in text
+
+
+def test_rank_0_alone_prints(world):
+    assert world(2).run(printed) == [True, False]
+
+
+def printed():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        explain_migration()
+    return "fully_shard(" in out.getvalue()
+
+
+def test_torchs_values_are_said_as_sherds_are():
+    def arguments(api):
+        return {
+            "sharding_strategy": api.ShardingStrategy.SHARD_GRAD_OP,
+            "backward_prefetch": api.BackwardPrefetch.BACKWARD_POST,
+            "mixed_precision": api.MixedPrecision(torch.bfloat16, cast_forward_inputs=True),
+            "cpu_offload": api.CPUOffload(True),
+        }
+
+    text = said(**arguments(torch_fsdp))
+    assert text == said(**arguments(sherd))
+    for each in (
+        "reshard_after_forward=False",
+        "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_root_forward_inputs=True)",
+        "offload_policy=CPUOffloadPolicy()",
+        "prefetch_policy=PrefetchPolicy(forward_depth=0, after_backward=True)",
+    ):
+        assert f"    {each},\n" in text
+
+
+@pytest.mark.parametrize(
+    ("policy", "source"),
+    [
+        (torch_wrap.ModuleWrapPolicy({nn.Linear}), "ModuleWrapPolicy({nn.Linear})"),
+        (torch_wrap.always_wrap_policy, "always_wrap_policy"),
+        (
+            functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.Linear}),
+            "functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.Linear})",
+        ),
+        (
+            functools.partial(torch_wrap._or_policy, policies=[torch_wrap.always_wrap_policy]),
+            "functools.partial(or_policy, policies=[always_wrap_policy])",
+        ),
+        (lambda module, recurse, nonwrapped_numel: True, "auto_wrap_policy"),
+    ],
+)
+def test_a_policy_is_written_out_or_called_by_its_argument(policy, source):
+    text = said(auto_wrap_policy=policy)
+    names = {"model": nn.Linear(2, 2), "auto_wrap_policy": policy}
+    lines = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
+    exec("\n".join([*lines, f"found = {source}"]), names)
+    assert callable(names["found"])
+    assert f"model,\n    {source},\n" in text or f"auto_shard(model, {source}, " in text
+
+
+def test_two_classes_of_one_name_are_not_imported_over_each_other():
+    policy = ModuleWrapPolicy({Block, type("Block", (nn.Module,), {"__module__": "__main__"})})
+    text = said(auto_wrap_policy=policy)
+    assert "auto_shard(model, auto_wrap_policy, " in text
+    assert "# - auto_wrap_policy: what you pass to FSDP1 under this name." in text
+
+
+def test_what_has_no_counterpart_is_told():
+    text = said(
+        limit_all_gathers=True, auto_wrap_policy=CustomPolicy(fill), mixed_precision=sherd.MixedPrecision(torch.float16)
+    )
+    for each in ("limit_all_gathers: nothing to say", "_BatchNorm units of their own", "flatten_optimizer(optimizer)"):
+        assert each in text
+
+
+def test_switches_of_the_environment_are_said(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
+    text = said(mixed_precision=sherd.MixedPrecision(torch.float16))
+    assert "full_precision_in_eval=True" in text
+    assert "comm_policy=CommPolicy(fake_reduce=True)" in text
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"sharding_stategy": 1}, "did you mean sharding_strategy?"),
+        ({"zzz": 1}, "it takes module, process_group, sharding_strategy"),
+        ({"sharding_strategy": "FULL_SHARD"}, "expected sherd's ShardingStrategy"),
+        ({"module": 3}, "expected a module, got a int"),
+        ({"ignored_modules": 3}, "expected a list or a set of nn.Module"),
+    ],
+)
+def test_what_fsdp1_would_not_take_is_named(arguments, text):
+    with pytest.raises(PolicyTypeError, match=re.escape(text)):
+        explain_migration(**arguments)
+
+
+def test_both_kinds_of_ignored_states_are_refused():
+    with pytest.raises(PolicyError, match="Cannot pass both"):
+        explain_migration(ignored_modules=[], ignored_states=[])

@@ -1,0 +1,652 @@
+"""Is what an optimizer keeps the same by name in every wrapping, and does it go from any into any other?"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import sherd
+from sherd import Flat, RaggedDTensor, flatten_optimizer, fully_shard
+from sherd import FullyShardedDataParallel as FSDP
+from sherd.api.state_dict_type import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from sherd.checkpoint.rekeying import OptimStateKeyType
+from sherd.errors import OptimStateError
+from tests.models import noise
+
+WIDTH = 5
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.down = nn.Linear(7, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x) * self.gain))
+
+
+class Net(nn.Module):
+    """A tied weight, two blocks, a frozen layer and one to ignore."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def gain_free(self):
+        """Without scalars, which torch's FSDP1 refuses."""
+        for block in self.blocks:
+            block.gain = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.own(x) + self.fixed(x))
+
+
+def wrapped(form, seed=0):
+    """The model in one of the forms: how it is wrapped, and by which front end."""
+    torch.manual_seed(seed)
+    model = Net()
+    own = list(model.own.parameters())
+    if form in ("rows", "runs"):
+        for unit in (model.blocks[0], model.blocks[1], model):
+            fully_shard(unit, placement=Flat() if form == "runs" else None, ignored_params=set(own))
+    elif form == "mixed":
+        fully_shard(model.blocks[0])
+        model.blocks[1] = FSDP(model.blocks[1], use_orig_params=False)
+        model = FSDP(model, use_orig_params=True, ignored_modules=[model.own])
+    elif form.endswith("nested"):
+        orig = form.startswith("orig")
+        model.blocks = nn.ModuleList([FSDP(each, use_orig_params=orig) for each in model.blocks])
+        model.fixed = FSDP(model.fixed, use_orig_params=orig)
+        model = FSDP(model, use_orig_params=orig, ignored_modules=[model.own])
+    elif form != "plain":
+        left = [*own, *model.fixed.parameters()]
+        model = FSDP(model, use_orig_params=form.startswith("orig"), ignored_states=left)
+    return model
+
+
+FORMS = ("rows", "runs", "mixed", "orig nested", "orig as one", "flat nested", "flat as one")
+
+
+def adam(groups):
+    return torch.optim.Adam(groups, lr=0.02, eps=1e-2)
+
+
+def momentum(groups):
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def optimizer_of(model, kind):
+    """In two groups: what is ignored by all, and the rest, the frozen layer too."""
+    named = dict(model.named_parameters())
+    apart = [each for name, each in named.items() if name.startswith("own.")]
+    rest = [each for name, each in named.items() if not name.startswith("own.")]
+    return kind([{"params": rest}, {"params": apart, "lr": 0.05}])
+
+
+def loss_of(model, step):
+    tokens = (noise(step, 0, 3, 4).abs() * 1000).long() % 11
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def train(model, optimizer, steps):
+    """The losses of these steps; every rank has the same batch, so they are those of one process."""
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def made(form, kind, seed=0, steps=range(0)):
+    model = wrapped(form, seed)
+    optimizer = optimizer_of(model, kind)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def plain_state(kind, steps):
+    """What an optimizer of one process keeps, by name, and its groups."""
+    model, optimizer = made("plain", kind, steps=steps)
+    names = {id(each): name for name, each in model.named_parameters()}
+    state = {names[id(each)]: state for each, state in optimizer.state.items()}
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[id(each)] for each in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def whole(value):
+    if isinstance(value, dict):
+        return {key: whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [whole(each) for each in value]
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same(found, expected, exact=True):
+    """By names, in any order; exactly, or as near as sums in another order are."""
+    assert set(found["state"]) == set(expected["state"])
+    close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    for name, state in expected["state"].items():
+        assert set(found["state"][name]) == set(state), name
+        for key, value in state.items():
+            got = found["state"][name][key]
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(got, value, **close, msg=lambda m, n=name: f"{n}: {m}")
+            else:
+                assert got == value, (name, key)
+    assert grouped(found) == grouped(expected)
+
+
+def grouped(state):
+    return [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
+
+
+# The matrix
+
+BEFORE, AFTER = range(2), range(2, 4)
+
+
+def save_all(kind, folder):
+    """Full states in a file; sharded ones, with the models, in a distributed checkpoint; and the losses that follow."""
+    full, sharded, losses = {}, {}, {}
+    expected = plain_state(kind, BEFORE)
+    for form in FORMS:
+        model, optimizer = made(form, kind, steps=BEFORE)
+        full[form] = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        assert_same(full[form], expected, exact=False)
+        states = FSDP.sharded_optim_state_dict(model, optimizer)
+        assert_same(whole(states), full[form])
+        for parameter, state in states["state"].items():
+            for key, value in state.items():
+                assert isinstance(value, DTensor) == (key != "step" and not parameter.startswith("own."))
+        sharded[form] = copy.deepcopy({"model": model.state_dict(), "optim": states})
+        losses[form] = train(model, optimizer, AFTER)
+    dcp.save(sharded, checkpoint_id=f"{folder}/dcp")
+    if dist.get_rank() == 0:
+        torch.save((full, losses), f"{folder}/full.pt")
+
+
+def load_all(kind, folder, turns):
+    """In each turn every form takes another form's state: sharded, with the model; and in all turns the full ones."""
+    full, losses = torch.load(f"{folder}/full.pt", weights_only=False)
+    targets = {form: made(form, kind, seed=1, steps=range(1)) for form in FORMS}
+    for turn in range(len(FORMS)):
+        pairs = {FORMS[(at + turn) % len(FORMS)]: form for at, form in enumerate(FORMS)}
+        for saved, form in pairs.items():
+            FSDP.optim_state_dict_to_load(*targets[form], full[saved], load_directly=True)
+            assert_same(FSDP.optim_state_dict(*targets[form]), full[saved])
+        if turn not in turns:
+            continue
+        states = {saved: sharded_state(*targets[form]) for saved, form in pairs.items()}
+        for state in states.values():
+            spoil(state["optim"]["state"])
+        dcp.load(states, checkpoint_id=f"{folder}/dcp")
+        for saved, form in pairs.items():
+            model, optimizer = targets[form]
+            model.load_state_dict(states[saved]["model"])
+            loaded = FSDP.flatten_sharded_optim_state_dict(states[saved]["optim"], model, optimizer)
+            optimizer.load_state_dict(loaded)
+            assert_same(FSDP.optim_state_dict(model, optimizer), full[saved])
+            torch.testing.assert_close(train(model, optimizer, AFTER), losses[saved], rtol=1e-4, atol=1e-5)
+
+
+def sharded_state(model, optimizer):
+    return {"model": model.state_dict(), "optim": FSDP.sharded_optim_state_dict(model, optimizer)}
+
+
+def spoil(states):
+    with torch.no_grad():
+        for state in states.values():
+            for value in state.values():
+                value.fill_(-77)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saving", "loading", "turns"), [(adam, 2, 3, (3,)), (momentum, 3, 2, ())], ids=["adam", "momentum"]
+)
+def test_every_wrapping_loads_what_every_other_has_saved(world, tmp_path, kind, saving, loading, turns):
+    world(saving).run(save_all, kind, str(tmp_path), timeout=120)
+    world(loading).run(load_all, kind, str(tmp_path), turns, timeout=120)
+
+
+# Any optimizer
+
+
+class Odd(torch.optim.Optimizer):
+    """State of every sort: elements as a plain tensor of this rank's part, another shape, a number, none, a flag."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            grad = parameter.grad.to_local() if isinstance(parameter, DTensor) else parameter.grad
+            if not local.numel():
+                continue  # as one may who writes for shards
+            state = self.state[parameter]
+            if not state:
+                state.update(seen=torch.zeros_like(local), table=torch.arange(3.0), count=0, none=None, flag=True)
+            state["seen"] += grad
+            state["count"] += 1
+            with torch.no_grad():
+                local -= 0.1 * grad
+
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, amsgrad=True, eps=1e-2),
+    "foreach": lambda groups: torch.optim.AdamW(groups, eps=1e-2, foreach=True),
+    "fused": lambda groups: torch.optim.AdamW(groups, eps=1e-2, fused=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, eps=1e-2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, momentum=0.9, centered=True, eps=1e-2),
+    "rprop": torch.optim.Rprop,
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "odd": Odd,
+}
+
+
+def any_optimizer():
+    for name, kind in OPTIMIZERS.items():
+        expected = plain_state(kind, BEFORE)
+        for form in ("flat nested", "mixed") if name in ("adamw", "odd") else ("flat nested", "orig nested"):
+            model, optimizer = made(form, kind, steps=BEFORE)
+            state = FSDP.optim_state_dict(model, optimizer)
+            assert_same(state, expected, exact=False)
+            again, other = made(form, kind, seed=1, steps=range(1))
+            other.load_state_dict(FSDP.optim_state_dict_to_load(again, other, state))
+            assert_same(FSDP.optim_state_dict(again, other), state)
+            again.load_state_dict(model.state_dict())
+            steps = (train(*each, AFTER) for each in ((model, optimizer), (again, other)))
+            torch.testing.assert_close(*steps, msg=lambda m, name=name, form=form: f"{name}, {form}: {m}")
+
+
+def test_any_optimizer_keeps_what_it_keeps_in_one_process(world):
+    world(2).run(any_optimizer)
+
+
+def flattened():
+    expected = plain_state(adam, BEFORE)
+    for form in ("runs", "orig nested", "flat nested"):
+        model, optimizer = made(form, adam)
+        flatten_optimizer(optimizer)
+        train(model, optimizer, BEFORE)
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert_same(state, expected, exact=False)
+        again, other = made(form, adam, seed=1)
+        flatten_optimizer(other)
+        FSDP.optim_state_dict_to_load(again, other, state, load_directly=True)
+        again.load_state_dict(model.state_dict())
+        torch.testing.assert_close(train(again, other, AFTER), train(model, optimizer, AFTER))
+
+
+def test_a_flattened_optimizer_has_the_same_state(world):
+    world(2).run(flattened)
+
+
+def parts_of_models():
+    for form in FORMS:
+        model, optimizer = made(form, adam)
+        assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
+        empty = FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
+        optimizer.load_state_dict(empty)
+        train(model, optimizer, BEFORE)
+        all_of_it = FSDP.optim_state_dict(model, optimizer)
+        within = FSDP.optim_state_dict(nn.ModuleDict({"net": model}), optimizer)
+        assert set(within["state"]) == {f"net.{name}" for name in all_of_it["state"]}
+        apart = [each for name, each in model.named_parameters() if name.startswith("own.")]
+        subset = adam([apart[0]])
+        loaded = FSDP.optim_state_dict_to_load(model, subset, all_of_it, load_directly=True)
+        assert loaded["param_groups"][0]["lr"] == 0.05
+        found = FSDP.optim_state_dict(model, subset)
+        assert list(found["state"]) == ["own.weight"] == found["param_groups"][0]["params"]
+        torch.testing.assert_close(found["state"]["own.weight"], all_of_it["state"]["own.weight"])
+        with sherd.unsharded(model):
+            assert_same(FSDP.optim_state_dict(model, optimizer), all_of_it)
+
+
+def test_subsets_outer_models_and_optimizers_without_state(world):
+    world(2).run(parts_of_models)
+
+
+# Which ranks have it, and in which form
+
+
+def of_rank0():
+    rank = dist.get_rank()
+    for form in ("flat nested", "orig as one", "rows"):
+        model, optimizer = made(form, adam, steps=BEFORE)
+        expected = FSDP.optim_state_dict(model, optimizer)
+        full = FSDP.full_optim_state_dict(model, optimizer)
+        assert (full == {}) == (rank > 0)
+        wanted = FSDP.optim_state_dict_to_load(model, optimizer, expected)
+        given = (full if rank == 0 else None, model)
+        assert_loads_alike(FSDP.scatter_full_optim_state_dict(*given, optim=optimizer), wanted)
+        if form != "rows":
+            config = FullOptimStateDictConfig(rank0_only=True)
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config):
+                assert (FSDP.optim_state_dict(model, optimizer) == {}) == (rank > 0)
+                assert_loads_alike(FSDP.optim_state_dict_to_load(model, optimizer, full), wanted)
+        for wrong, text in (({}, 'must have the keys "state"'), ({"state": {0: {}}}, "keyed by numbers")):
+            with pytest.raises(OptimStateError, match=text):
+                FSDP.scatter_full_optim_state_dict(wrong if rank == 0 else None, model, optim=optimizer)
+        parts = FSDP.sharded_optim_state_dict(model, optimizer)
+        with pytest.raises(OptimStateError, match="rank 0 has DTensors"):
+            FSDP.scatter_full_optim_state_dict(parts if rank == 0 else None, model, optim=optimizer)
+
+
+def assert_loads_alike(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert_same(whole(found), whole(expected))
+
+
+def test_rank_0_alone_may_have_the_state(world):
+    world(2).run(of_rank0)
+
+
+def forms_asked_for():
+    model, optimizer = made("flat nested", adam, steps=BEFORE)
+    full = FSDP.optim_state_dict(model, optimizer)
+    runs = FSDP.sharded_optim_state_dict(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        assert_loads_alike(FSDP.optim_state_dict(model, optimizer), runs)
+    config = ShardedOptimStateDictConfig(_use_dtensor=True)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), config):
+        rows = FSDP.optim_state_dict(model, optimizer)
+    for found, kind in ((runs, RaggedDTensor), (rows, DTensor)):
+        value = found["state"]["blocks.0.up.weight"]["exp_avg"]
+        assert type(value) is kind
+        assert value.shape == (7, WIDTH)
+        assert_same(whole(found), full)
+        assert_loads_alike(
+            FSDP.optim_state_dict_to_load(model, optimizer, found),
+            FSDP.optim_state_dict_to_load(model, optimizer, full),
+        )
+    # The sharded form shares the optimizer's memory, the full one does not.
+    for state in optimizer.state.values():
+        state["exp_avg"].fill_(3.0)
+        state["step"].fill_(7.0)
+    assert all((state["exp_avg"] == 3).all() for state in whole(runs)["state"].values())
+    assert full["state"]["own.weight"]["step"] == 2
+    assert not any((state["exp_avg"] == 3).all() for state in full["state"].values())
+    loaded = FSDP.optim_state_dict_to_load(model, optimizer, full, load_directly=True)
+    for state in loaded["state"].values():
+        state["exp_avg"].fill_(5.0)
+    assert not any((state["exp_avg"] == 5).all() for state in full["state"].values())
+
+
+def test_a_state_has_the_form_that_the_model_is_set_to(world):
+    world(2).run(forms_asked_for)
+
+
+def on_other_meshes():
+    expected = plain_state(adam, BEFORE)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for strategy in ("HYBRID_SHARD", "NO_SHARD"):
+        for orig in (True, False):
+            torch.manual_seed(0)
+            chosen = {"sharding_strategy": sherd.ShardingStrategy[strategy], "use_orig_params": orig}
+            chosen["device_mesh"] = mesh if strategy == "HYBRID_SHARD" else None
+            model = Net()
+            model.fixed = FSDP(model.fixed, **chosen)
+            model = FSDP(model, ignored_modules=[model.own], **chosen)
+            optimizer = optimizer_of(model, adam)
+            train(model, optimizer, BEFORE)
+            state = FSDP.optim_state_dict(model, optimizer)
+            assert_same(state, expected, exact=False)
+            again, other = made("flat nested", adam, seed=1)
+            for form in (state, FSDP.sharded_optim_state_dict(model, optimizer)):
+                FSDP.optim_state_dict_to_load(again, other, form, load_directly=True)
+                assert_same(FSDP.optim_state_dict(again, other), state)
+            theirs = FSDP.sharded_optim_state_dict(again, other)
+            FSDP.optim_state_dict_to_load(model, optimizer, theirs, load_directly=True)
+            assert_same(FSDP.optim_state_dict(model, optimizer), state)
+
+
+def test_every_strategy_exchanges_states_with_a_fully_sharded_model(world):
+    world(4).run(on_other_meshes)
+
+
+# Keys, and what an optimizer was built from
+
+
+def inputs():
+    for form in ("flat nested", "orig nested", "rows"):
+        model = wrapped(form)
+        optimizer = adam(model.parameters())
+        train(model, optimizer, BEFORE)
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        expected = FSDP.optim_state_dict_to_load(model, optimizer, full)
+        parameters = list(model.parameters())
+        for given in (None, parameters, (each for each in parameters), [{"params": parameters}]):
+            assert_loads_alike(FSDP.shard_full_optim_state_dict(full, model, given), expected)
+        groups = [{"params": parameters[:1], "lr": 0.5}, {"params": iter(parameters[1:])}]
+        full = {"state": full["state"]}
+        loaded = FSDP.shard_full_optim_state_dict(full, model, groups)
+        assert_same(whole({**loaded, "param_groups": []}), whole({**expected, "param_groups": []}))
+        rest = list(range(1, len(parameters)))
+        assert loaded["param_groups"] == [{"lr": 0.5, "params": [0]}, {"params": rest}]
+        kept = FSDP.optim_state_dict_to_load(model, optimizer, full)["param_groups"]
+        assert kept == optimizer.state_dict()["param_groups"]
+        for wrong, kind, text in (
+            ([], ValueError, "should not be empty"),
+            (3, TypeError, "but got 3"),
+            ([3], TypeError, "not of"),
+            ([{"lr": 1}], AssertionError, 'map "params"'),
+            ([torch.zeros(2)], ValueError, r"parameter 0 in group 0 of optim_input.*\(2,\)"),
+        ):
+            with pytest.raises(kind, match=text) as caught:
+                FSDP.shard_full_optim_state_dict(full, model, wrong)
+            assert isinstance(caught.value, sherd.SherdError)
+
+
+def test_an_optimizer_may_be_given_as_what_it_was_built_from(world):
+    world(2).run(inputs)
+
+
+def named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what else torch imports
+        from torch.distributed.optim import _NamedOptimizer
+
+    for form in ("flat nested", "orig as one", "rows"):
+        model, _ = made(form, adam)
+        names = dict(model.named_parameters())
+        trained = {name: each for name, each in names.items() if each.requires_grad}
+        keyed = _NamedOptimizer(trained.items(), torch.optim.Adam, lr=0.02, eps=1e-2)
+        keyed.zero_grad = model.zero_grad  # its own fails
+        train(model, keyed, BEFORE)
+        state = FSDP.optim_state_dict(model, keyed)
+        # From what it has returned, as from itself.
+        assert_same(FSDP.optim_state_dict(model, keyed, keyed.state_dict()), state)
+        loaded = FSDP.optim_state_dict_to_load(model, keyed, state, is_named_optimizer=True)
+        assert set(loaded["state"]) == set(trained)
+        assert "blocks.0._flat_param" in trained or form != "flat nested"
+        keyed.load_state_dict(loaded)
+        assert_same(FSDP.optim_state_dict(model, keyed), state)
+        # Names that torch's optimizers keep themselves.
+        plain = torch.optim.Adam(trained.items(), lr=0.02)
+        FSDP.optim_state_dict_to_load(model, plain, state, load_directly=True)
+        assert plain.param_groups[0]["param_names"] == list(trained)
+        assert "param_names" not in FSDP.optim_state_dict(model, plain)["param_groups"][0]
+        assert_same(FSDP.optim_state_dict(model, plain), state)
+
+
+def test_optimizers_that_know_names_are_keyed_by_them(world):
+    world(2).run(named)
+
+
+def rekeyed():
+    model, optimizer = made("flat nested", adam, steps=BEFORE)
+    full = FSDP.optim_state_dict(model, optimizer)
+    plain = wrapped("plain")
+    single = optimizer_of(plain, adam)
+    ids = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=single)
+    single.load_state_dict(ids)
+    names = FSDP.rekey_optim_state_dict(single.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=single)
+    assert_same(names, full)
+    assert names["param_groups"][0]["params"] == sorted(names["param_groups"][0]["params"])
+    assert FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_NAME, plain) is full
+    empty = {"state": {}, "param_groups": []}
+    assert FSDP.rekey_optim_state_dict(empty, OptimStateKeyType.PARAM_ID, plain) is empty
+    given = [{"params": group["params"]} for group in single.param_groups]
+    assert_same(FSDP.rekey_optim_state_dict(ids, OptimStateKeyType.PARAM_NAME, plain, given), full)
+    orig = wrapped("orig nested")
+    assert_same(
+        FSDP.rekey_optim_state_dict(ids, OptimStateKeyType.PARAM_NAME, orig, optim=optimizer_of(orig, adam)), full
+    )
+    mixed = {"state": {0: {}, "own.weight": {}}, "param_groups": []}
+    gone = {"state": {"away": {}}, "param_groups": []}
+    for state, kind, of, error, text in (
+        (mixed, OptimStateKeyType.PARAM_ID, plain, ValueError, "Invalid parameter keys"),
+        (gone, OptimStateKeyType.PARAM_ID, plain, ValueError, "'away'"),
+        (full, 3, plain, AssertionError, "PARAM_NAME or PARAM_ID, got 3"),
+        (full, OptimStateKeyType.PARAM_ID, model, RuntimeError, "only map to one parameter name but got"),
+    ):
+        with pytest.raises(error, match=text):
+            FSDP.rekey_optim_state_dict(state, kind, of)
+
+
+def test_names_and_numbers_are_exchanged_on_the_plain_model(world):
+    world(2).run(rekeyed)
+
+
+# What does not fit
+
+
+def misfits():
+    model, optimizer = made("flat nested", adam, steps=BEFORE)
+    full = FSDP.optim_state_dict(model, optimizer)
+    orig = made("orig nested", adam)
+
+    def spoilt(name, **changes):
+        state = {**full["state"][name], **changes}
+        return {
+            **full,
+            "state": {**full["state"], name: {key: each for key, each in state.items() if each is not None}},
+        }
+
+    def without(name):
+        return {**full, "state": {key: each for key, each in full["state"].items() if key != name}}
+
+    up = "blocks.0.up.bias"
+    cases = [
+        ({"param_groups": []}, 'must have the keys "state"'),
+        (without(up), r"scalar state with the same value.*none for \['blocks.0.up.bias'\]"),
+        (spoilt(up, step=torch.tensor(9.0)), r"same value and dtype but got .*9.0.*for state step"),
+        (spoilt(up, exp_avg=torch.zeros(7, dtype=torch.float64)), r"same value and dtype but got .*float64.*exp_avg"),
+        (spoilt(up, exp_avg=torch.zeros(9)), r"same shape as its parameter: \(9,\) \(7,\).*blocks.0.up.bias"),
+        (spoilt(up, exp_avg=None), r"Differing optimizer state names.*blocks.0.up.bias"),
+    ]
+    for state, text in cases:
+        with pytest.raises(ValueError, match=text):
+            FSDP.optim_state_dict_to_load(model, optimizer, state)
+    # With parameters of their own a missing one has no entry.
+    loaded = FSDP.optim_state_dict_to_load(*orig, without(up))
+    assert len(loaded["state"]) == len(full["state"]) - 1
+    with pytest.raises(ValueError, match="same shape as its parameter"):
+        FSDP.optim_state_dict_to_load(*orig, cases[4][0])
+    # A whole unit may be missing.
+    names = [name for name in full["state"] if name.startswith("blocks.0.")]
+    state = {**full, "state": {key: each for key, each in full["state"].items() if key not in names}}
+    assert len(FSDP.optim_state_dict_to_load(model, optimizer, state)["state"]) == 4
+    groups = copy.deepcopy(full["param_groups"])
+    groups[1]["params"].append(groups[0]["params"].pop())
+    with pytest.raises(ValueError, match="in 2 groups when they were saved"):
+        FSDP.optim_state_dict_to_load(*orig, {**full, "param_groups": groups})
+    groups[1]["params"].append("away")
+    state = {"state": {**full["state"], "away": full["state"][up]}, "param_groups": groups}
+    with pytest.raises(ValueError, match=r"'away'.*does not have"):
+        FSDP.optim_state_dict_to_load(*orig, state)
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        FSDP.optim_state_dict(nn.Linear(2, 2), optimizer)
+    # Ranks that have stepped differently.
+    model, optimizer = made("orig nested", adam, steps=BEFORE)
+    if dist.get_rank() == 1:
+        optimizer.state[model.head.weight]["step"] += 1
+    with pytest.raises(AssertionError, match=r"embed.weight: Rank 1 has different values for step: 3.0"):
+        FSDP.optim_state_dict(model, optimizer)
+    if dist.get_rank() == 1:
+        del optimizer.state[model.head.weight]
+    with pytest.raises(ValueError, match=r"embed.weight: rank 1 keeps no 'step' for it"):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+def test_what_does_not_fit_is_named(world):
+    world(2).run(misfits)
+
+
+def strangers():
+    model, optimizer = made("flat nested", adam, steps=BEFORE)
+    optimizer.state["mine"] = {"table": torch.ones(2)}
+    with pytest.warns(UserWarning, match="Found a optim state, mine"):
+        state = FSDP.optim_state_dict(model, optimizer)
+    assert state["state"]["mine"]["table"].tolist() == [1, 1]
+    loaded = FSDP.optim_state_dict_to_load(model, optimizer, state)
+    assert loaded["state"]["mine"]["table"].tolist() == [1, 1]
+
+
+def test_what_a_user_keeps_among_the_states_goes_along(world):
+    world(2).run(strangers)
+
+
+# The oracle
+
+
+def against_torch():
+    """With flat parameters: without, torch's own on CPU gathers each key over the one before it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
+
+    def made_by(kind, **chosen):
+        torch.manual_seed(0)
+        net = Net()
+        net.gain_free()
+        model = kind(net, ignored_states=[*net.own.parameters(), *net.fixed.parameters()], **chosen)
+        return model, adam([each for each in model.parameters() if each.requires_grad])
+
+    theirs, mine = made_by(Theirs, device_id=torch.device("cpu")), made_by(FSDP)
+    train(*theirs, BEFORE)
+    expected = Theirs.optim_state_dict(*theirs)
+    train(*mine, BEFORE)
+    state = FSDP.optim_state_dict(*mine)
+    assert_same(state, expected, exact=False)
+    theirs[1].load_state_dict(Theirs.optim_state_dict_to_load(*theirs, state))
+    assert_same(Theirs.optim_state_dict(*theirs), state)
+    for given in (expected, Theirs.sharded_optim_state_dict(*theirs)):
+        model, optimizer = made_by(FSDP, use_orig_params=True)
+        FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
+        assert_same(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_states_go_to_torchs_fsdp1_and_come_back(world):
+    world(2).run(against_torch)

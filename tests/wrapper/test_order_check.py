@@ -1,0 +1,230 @@
+"""Do ranks that are about to start different collectives all learn so at debug level DETAIL, before bytes are mixed?"""
+
+import contextlib
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from sherd.engine import order_check
+from sherd.engine.order_check import MOST_SHOWN, Deed, checked
+from sherd.engine.runtime import DO
+from sherd.engine.seal import runtime_of, unit_of
+from sherd.errors import CommError
+from sherd.schedule.actions import Gather, Reduce
+
+
+@contextlib.contextmanager
+def detail(level=dist.DebugLevel.DETAIL):
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+class Branching(nn.Module):
+    """Its caller says which of its blocks runs."""
+
+    def __init__(self, out=4, bias=True, frozen=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, out, bias=bias)
+        self.last.requires_grad_(not frozen)
+
+    def forward(self, x, block):
+        return getattr(self, block)(x)
+
+
+def wrapped(model, **options):
+    model.first = FullyShardedDataParallel(model.first, **options)
+    model.last = FullyShardedDataParallel(model.last, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def fully_sharded(model):
+    for each in (model.first, model.last, model):
+        fully_shard(each)
+    return model
+
+
+FRONT_ENDS = {
+    "wrapper": wrapped,
+    "wrapper with original parameters": lambda model: wrapped(model, use_orig_params=True),
+    "fully_shard": fully_sharded,
+}
+BLOCKS = ("first", "last")
+
+
+def step(model, block):
+    model(torch.ones(2, 4), block).sum().backward()
+
+
+def error_of(run):
+    """What the error that `run` raises says, without this rank's number in front."""
+    with pytest.raises(CommError) as raised:
+        run()
+    return raised.value.args[0]
+
+
+# Ranks that differ
+
+
+def branch_on_the_rank(front_end, steps_before):
+    rank = dist.get_rank()
+    with detail():
+        model = FRONT_ENDS[front_end](Branching())
+        for _ in range(steps_before):
+            step(model, "first")
+        return error_of(lambda: step(model, BLOCKS[rank]))
+
+
+@pytest.mark.parametrize(("front_end", "steps_before"), [(each, 0) for each in FRONT_ENDS] + [("wrapper", 2)])
+def test_a_forward_that_branches_on_the_rank_is_named_on_all_ranks(world, front_end, steps_before):
+    said = world(2).run(branch_on_the_rank, front_end, steps_before)
+    assert said[0] == said[1]
+    assert "rank 0 gathers unit first (first.weight 4x4 float32, first.bias 4 float32);" in said[0]
+    assert "rank 1 gathers unit last (last.weight 4x4 float32, last.bias 4 float32)." in said[0]
+    assert "same order" in said[0]
+
+
+def one_rank_does_not_reduce():
+    rank = dist.get_rank()
+    with detail():
+        model = wrapped(Branching())
+
+        def two_steps():
+            for _ in range(2):
+                with model.no_sync() if rank == 1 else contextlib.nullcontext():
+                    step(model, "last")
+
+        return error_of(two_steps)
+
+
+def test_a_reduction_that_meets_a_gather_is_named(world):
+    said = world(2).run(one_rank_does_not_reduce)
+    assert said[0] == said[1]
+    assert "rank 0 reduces the gradients of unit last" in said[0]
+    assert "rank 1 gathers unit" in said[0]
+
+
+def made_differently(what):
+    rank = dist.get_rank()
+    kwargs = {"shape": {"out": 4 + rank}, "list": {"bias": rank == 0}, "frozen": {"frozen": rank == 1}}.get(what, {})
+    with detail():
+        model = wrapped(Branching(**kwargs), use_orig_params=True)
+        return error_of(lambda: step(model, "last"))
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("shape", "(last.weight 4x4 float32, last.bias 4 float32)", "(last.weight 5x4 float32, last.bias 5 float32)"),
+        ("list", "(last.bias 4 float32)", "(last.weight 4x4 float32)"),
+        ("frozen", "(last.weight 4x4 float32, last", "(last.weight 4x4 float32 frozen, last"),
+    ],
+)
+def test_units_that_were_made_differently_are_told_by_what_differs(world, what, first, second):
+    said = world(2).run(made_differently, what)
+    assert said[0] == said[1]
+    assert f"rank 0 gathers unit last {first}" in said[0]
+    assert f"rank 1 gathers unit last {second}" in said[0]
+
+
+def one_rank_evaluates():
+    with detail(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        model = wrapped(Branching(), mixed_precision=MixedPrecision(torch.bfloat16)).train(dist.get_rank() == 0)
+        return error_of(lambda: model(torch.ones(2, 4), "first"))
+
+
+def test_full_precision_in_eval_on_one_rank_is_named(world):
+    said = world(2).run(one_rank_evaluates)
+    assert "rank 0 gathers unit first (" in said[0]
+    assert "rank 1 gathers unit first in full precision (" in said[0]
+
+
+def one_rank_stays_away():
+    with detail(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_check, "_timeout_of", lambda *_: timedelta(seconds=1))
+        patch.setattr(order_check, "_groups", type(order_check._groups)())
+        model = wrapped(Branching())
+        model(torch.ones(2, 4), "first")
+        if dist.get_rank() == 1:
+            time.sleep(2)  # in a loop that has ended earlier
+            return None
+        return error_of(lambda: model(torch.ones(2, 4), "first"))
+
+
+def test_a_rank_that_comes_to_no_collective_is_an_error_after_the_timeout(world):
+    said = world(2).run(one_rank_stays_away)[0]
+    assert "rank 0 gathers unit" in said
+    assert "waits for ranks [0, 1]" in said
+    assert "Ranks 1 failed to pass" in said  # torch names who it was
+
+
+# Ranks that agree
+
+
+def train_both(level):
+    grads = []
+    for front_end in FRONT_ENDS.values():
+        with detail(level):
+            model = front_end(Branching())
+            for block in (*BLOCKS, "first"):
+                step(model, block)
+        grads.append([each.grad.full_tensor().reshape(-1) for each in model.parameters() if each.grad is not None])
+    return [torch.cat(each) for each in grads]
+
+
+def test_ranks_that_agree_train_as_they_do_unchecked(world):
+    checked_runs, plain_runs = (
+        world(2).run(train_both, each) for each in (dist.DebugLevel.DETAIL, dist.DebugLevel.OFF)
+    )
+    for found, expected in zip(checked_runs, plain_runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def different_blocks_unsharded():
+    with detail():
+        model = wrapped(Branching(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        rank = dist.get_rank()
+        with torch.no_grad():
+            model(torch.ones(2, 4), BLOCKS[rank])  # nothing is sent
+        return error_of(lambda: step(model, BLOCKS[rank]))
+
+
+def test_without_shards_only_reductions_are_compared(world):
+    said = world(2).run(different_blocks_unsharded)
+    assert "rank 0 reduces the gradients of unit first" in said[0]
+    assert "rank 1 reduces the gradients of unit last" in said[0]
+
+
+def table_of(level):
+    with detail(level):
+        model = fully_sharded(Branching())
+        return runtime_of(unit_of(model), model)._do is DO
+
+
+def test_below_detail_nothing_is_compared(world):
+    assert world(2).run(table_of, dist.DebugLevel.INFO) == [True, True]
+    assert world(2).run(table_of, dist.DebugLevel.DETAIL) == [False, False]
+
+
+def test_only_what_communicates_is_compared():
+    with detail():
+        table = checked(DO)
+    assert {action for action in DO if table[action] is not DO[action]} == {Gather, Reduce}
+
+
+def test_a_long_list_of_parameters_is_cut_off_at_what_differs():
+    deed = Deed("gathers unit a", tuple(f"w{index}" for index in range(20)))
+    assert deed.told(set()).endswith(f"w{MOST_SHOWN - 1} and {20 - MOST_SHOWN} more)")
+    assert deed.told({*deed.parameters} - {"w19"}) == "gathers unit a (w19)"
+    assert deed.digest != Deed("gathers unit b", deed.parameters).digest

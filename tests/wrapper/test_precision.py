@@ -1,0 +1,234 @@
+"""Which dtype does each tensor have under a wrapper's `MixedPrecision`, and what do FSDP1's switches switch?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd.api.fsdp1 import MixedPrecision
+from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.wrap import ModuleWrapPolicy
+from tests.models import WIDTH, Block, build, noise
+from tests.wrapper.training import FULL_SHARD, NO_SHARD, whole_values, wrap_units
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Inner(nn.Module):
+    """Notes in which dtypes it is called and computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x, seen):
+        seen.update(child=x.dtype, child_weight=self.linear.weight.dtype, buffer=self.scale.dtype)
+        return self.linear(x.to(self.linear.weight.dtype)) * self.scale
+
+
+class Outer(nn.Module):
+    """Hands its inner module float32, whatever it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, seen, *, more, number):
+        seen.update(root=x.dtype, nested=more["y"][0].dtype, number=number.dtype)
+        hidden = self.inner(x.float(), seen)
+        return self.head(hidden.to(self.head.weight.dtype)) + more["y"][0].sum().to(hidden.dtype)
+
+
+def dtypes_seen(precisions, orig, strategy=FULL_SHARD):
+    """Under each of `precisions`: in forward by place, of the output, then of a parameter and its gradient."""
+    found = []
+    for precision in precisions:
+        model = FullyShardedDataParallel(
+            Outer(),
+            auto_wrap_policy=ModuleWrapPolicy({Inner}),
+            sharding_strategy=strategy,
+            mixed_precision=MixedPrecision(**precision),
+            use_orig_params=orig,
+        )
+        seen = {}
+        x = torch.ones(3, WIDTH)
+        output = model(x, seen, more={"y": [torch.ones(1)]}, number=torch.tensor(1))
+        output.float().square().sum().backward()
+        parameter = next(model.parameters())
+        buffers = dict(model.named_buffers())
+        seen |= {"output": output.dtype, "parameter": parameter.dtype, "gradient": parameter.grad.dtype}
+        seen |= {"count": buffers["inner.count"].dtype, "buffer_after": buffers["inner.scale"].dtype}
+        found.append(seen)
+    return found
+
+
+CASTS = [
+    ({"param_dtype": BF16}, BF16, FP32),
+    ({"param_dtype": BF16, "cast_forward_inputs": True}, BF16, BF16),
+    ({"param_dtype": BF16, "cast_root_forward_inputs": False}, FP32, FP32),
+    ({"param_dtype": BF16, "cast_forward_inputs": True, "cast_root_forward_inputs": False}, BF16, BF16),
+    ({"buffer_dtype": BF16}, FP32, FP32),
+]
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_inputs_buffers_and_weights_have_the_dtypes_that_were_chosen(threads, orig):
+    precisions = [precision for precision, _, _ in CASTS]
+    for found in threads(2).run(dtypes_seen, precisions, orig):
+        for seen, (precision, root, child) in zip(found, CASTS, strict=True):
+            compute = precision.get("param_dtype", FP32)
+            buffer = precision.get("buffer_dtype", FP32)
+            assert (seen["root"], seen["nested"], seen["child"]) == (root, root, child), precision
+            assert seen["number"] == seen["count"] == torch.int64, precision
+            assert seen["child_weight"] == compute, precision
+            assert seen["buffer"] == seen["buffer_after"] == buffer, precision
+            assert seen["parameter"] == seen["gradient"] == FP32, precision
+
+
+REDUCED_IN = [((BF16, None), BF16), ((BF16, FP32), FP32), ((None, BF16), BF16), ((None, None), FP32)]
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=lambda strategy: strategy.name.lower())
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_gradients_may_be_kept_as_they_were_reduced(threads, strategy, orig):
+    precisions = [
+        {"param_dtype": compute, "reduce_dtype": reduce, "keep_low_precision_grads": True}
+        for (compute, reduce), _ in REDUCED_IN
+    ]
+    for found in threads(2).run(dtypes_seen, precisions, orig, strategy):
+        for seen, (chosen, kept) in zip(found, REDUCED_IN, strict=True):
+            assert (seen["gradient"], seen["parameter"]) == (kept, FP32), chosen
+
+
+# Norms in full precision
+
+
+def train_beside_norms():
+    """The norm's input, weight and output dtypes; the same of the layer after it."""
+    model = FullyShardedDataParallel(
+        build("buffers"),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
+    )
+    norm = model.layers[1]
+    seen = {}
+    norm.module.register_forward_hook(
+        lambda module, args, output: seen.update(weight=module.weight.dtype, mean=module.running_mean.dtype)
+    )
+    norm.register_forward_hook(lambda _, args, output: seen.update(given=args[0].dtype, returned=output.dtype))
+    model.loss(model(noise(0, dist.get_rank()))).backward()
+    return isinstance(norm, FullyShardedDataParallel), norm.mixed_precision, seen
+
+
+def test_batch_norms_compute_in_full_precision_in_a_unit_of_their_own(threads):
+    for is_unit, precision, seen in threads(2).run(train_beside_norms):
+        assert is_unit
+        assert precision is None or precision.param_dtype is None
+        assert seen == {"weight": FP32, "mean": FP32, "given": BF16, "returned": BF16}
+
+
+# Switches of the environment
+
+
+def outputs_in_train_and_eval(orig):
+    model = wrap_units(
+        build("mlp"), mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16), use_orig_params=orig
+    )
+    x = noise(0, 0)
+    found = []
+    for mode in (True, False, True):
+        model.train(mode)
+        output = model(x)
+        model.loss(output).backward()
+        found.append(output.detach())
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_evaluation_may_be_in_full_precision(threads, monkeypatch, orig):
+    plain = build("mlp")(noise(0, 0)).detach()
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    for trained, evaluated, trained_again in threads(2).run(outputs_in_train_and_eval, orig):
+        assert trained.dtype == trained_again.dtype == BF16
+        torch.testing.assert_close(evaluated, plain)
+        assert torch.equal(trained, trained_again)
+    monkeypatch.delenv("FSDP_USE_FULL_PREC_IN_EVAL")
+    for _, evaluated, _ in threads(2).run(outputs_in_train_and_eval, orig):
+        assert evaluated.dtype == BF16
+
+
+def buffers_in_train_and_eval():
+    model = FullyShardedDataParallel(
+        Outer(),
+        auto_wrap_policy=ModuleWrapPolicy({Inner}),
+        mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
+    )
+    found = []
+    for mode in (True, False, True):
+        seen = {}
+        model.train(mode)(torch.ones(3, WIDTH), seen, more={"y": [torch.ones(1)]}, number=torch.tensor(1))
+        found.append((seen["root"], seen["child_weight"], seen["buffer"]))
+    return found
+
+
+def test_buffers_too_are_in_full_precision_in_evaluation(threads, monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    for found in threads(2).run(buffers_in_train_and_eval):
+        assert found == [(BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, BF16, BF16)]
+
+
+def step_alone(orig):
+    """After a first step together rank 0 takes further ones, which nobody answers."""
+    model = wrap_units(build("mlp"), use_orig_params=orig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3 if dist.get_rank() == 0 else 1):
+        model.loss(model(noise(step, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_fake_collectives_move_nothing_and_wait_for_nobody(threads, monkeypatch, orig):
+    monkeypatch.setenv("FSDP_USE_FAKE_ALL_GATHER", "1")
+    monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
+    assert threads(2).run(step_alone, orig, timeout=20) == [True, True]
+
+
+def gradients_with_fake_reduction():
+    model = wrap_units(build("mlp"), use_orig_params=True)
+    model.loss(model(noise(0, dist.get_rank()))).backward()
+    return [each.grad.to_local() for each in model.parameters()]
+
+
+def test_a_fake_reduction_leaves_gradients_in_the_shards(threads, monkeypatch):
+    true = threads(2).run(gradients_with_fake_reduction)
+    monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
+    for found, expected in zip(threads(2).run(gradients_with_fake_reduction), true, strict=True):
+        assert [each.shape for each in found] == [each.shape for each in expected]
+
+
+def replaced_weight():
+    """A weight put in the place of the shard, whole; what the model then computes and holds."""
+    model = wrap_units(build("whole_in_one_unit"), use_orig_params=True)
+    model.last.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    with torch.no_grad():
+        output = model(noise(0, 0))
+    assert isinstance(model.last.weight, DTensor), "the shard is back in its place"
+    return output, whole_values(model)["last.weight"]
+
+
+def test_replaced_values_are_noticed_unless_that_is_switched_off(threads, monkeypatch):
+    plain = build("whole_in_one_unit")
+    for output, weight in threads(2).run(replaced_weight):
+        assert not output.any()
+        assert not weight.any()
+    monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
+    for output, weight in threads(2).run(replaced_weight):
+        torch.testing.assert_close(output, plain(noise(0, 0)).detach())
+        assert torch.equal(weight, plain.last.weight.detach())
