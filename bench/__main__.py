@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import bytes, overhead, padding_row, peak, shard_time, small, steps
+from . import bytes, cuda, overhead, padding_row, peak, shard_time, small, state_dict, steps
 from .ranks import Conditions
 from .systems import LEGEND
 from .table import Figure, Row, render
@@ -30,7 +30,11 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "optimizer": small.measure_optimizer,
     "clip": small.measure_clip,
     "padding": padding_row.measure,
+    "state_dict": state_dict.measure,
+    "cuda": cuda.measure,
 }
+ON_CUDA_ALONE = ("cuda",)
+"""Elsewhere they are a dry run, for whoever asks for it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,9 +65,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         choices=FIGURES,
-        default=list(FIGURES),
         metavar="NAME",
-        help=f"some of: {', '.join(FIGURES)}",
+        help=f"some of: {', '.join(FIGURES)}; all, if left out, but on the CPU without {', '.join(ON_CUDA_ALONE)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, conditions and raw samples")
     parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds (9, or 3 with --quick)")
@@ -79,6 +82,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
     if chosen.device == "auto":
         chosen.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if chosen.only is None:
+        chosen.only = [name for name in FIGURES if chosen.device == "cuda" or name not in ON_CUDA_ALONE]
     return chosen
 
 

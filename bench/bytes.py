@@ -19,8 +19,8 @@ from sherd.comm import gloo, shared_memory, sums, transport
 from .models import num_bytes
 from .ranks import Conditions, on_fake_ranks, on_ranks
 from .steps import workloads
-from .systems import FLAT, PLAIN, Trainee, contenders
-from .table import Aim, Figure, Row, row_of_counts
+from .systems import FLAT, PLAIN, WRAPPERS, Trainee, contenders
+from .table import Aim, Aims, Figure, Row, row_of_counts
 
 NUM_FAKE_RANKS = 16
 
@@ -149,10 +149,10 @@ def measure(conditions: Conditions) -> Figure:
     real = on_ranks(conditions, traffic, conditions.quick)[0]
     fake = on_fake_ranks(conditions, NUM_FAKE_RANKS, traffic, conditions.quick)
     kind = "ranks" if conditions.group_is_real else "fake ranks"
-    aim = Aim(1.0, of=FLAT.name) if conditions.num_ranks == 2 else None
+    aims = [Aim(1.0, of=system.name) for system in (FLAT, *WRAPPERS)] if conditions.num_ranks == 2 else None
     return Figure(
         [
-            *_rows(real, f"{conditions.num_ranks} {kind}", conditions.num_ranks, aim),
+            *_rows(real, f"{conditions.num_ranks} {kind}", conditions.num_ranks, aims),
             *_rows(fake, f"{NUM_FAKE_RANKS} fake ranks", NUM_FAKE_RANKS, None),
         ],
         {"real": real, "fake": fake},
@@ -162,7 +162,7 @@ def measure(conditions: Conditions) -> Figure:
 Moved = dict[str, dict[str, dict[str, float]]]
 
 
-def _rows(moved: Moved, where: str, num_ranks: int, aim: Aim | None) -> Iterator[Row]:
+def _rows(moved: Moved, where: str, num_ranks: int, aims: Aims) -> Iterator[Row]:
     """Copies less those of the plain module, and the wire, all in units of N."""
     total = {name: {kind: sum(by_op.values()) for kind, by_op in kinds.items()} for name, kinds in moved.items()}
     plain = total.pop(PLAIN.name)["written"]
@@ -170,7 +170,7 @@ def _rows(moved: Moved, where: str, num_ranks: int, aim: Aim | None) -> Iterator
     carried = {name: kinds["carried"] for name, kinds in total.items() if kinds["carried"]}
     sent = {name: kinds["sent"] for name, kinds in total.items()}
     usual = 3 * (num_ranks - 1) / num_ranks
-    yield row_of_counts(f"bytes copied, {where}", "N", copied, aim, "forward and backward")
+    yield row_of_counts(f"bytes copied, {where}", "N", copied, aims, "forward and backward")
     if carried:
         yield row_of_counts(
             f"bytes copied by a transport, {where}", "N", carried, None, "shared memory: the wire itself"

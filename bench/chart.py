@@ -1,4 +1,4 @@
-"""How does it compare, at a glance? `python -m bench.chart FIGURES.json CHART.svg`: our systems as bars, FSDP2 as 1."""
+"""How does it compare, at a glance? `python -m bench.chart FIGURES.json ... CHART.svg`: ours as bars, FSDP2 as 1."""
 
 from __future__ import annotations
 
@@ -34,19 +34,30 @@ FONT = 'font-family="Helvetica, Arial, sans-serif" font-size="13"'
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 when there is nothing to draw."""
     parser = argparse.ArgumentParser(prog="python -m bench.chart", description=__doc__)
-    parser.add_argument("figures", type=Path, help="what `python -m bench --json` has written")
+    parser.add_argument(
+        "figures",
+        type=Path,
+        nargs="+",
+        help="what `python -m bench --json` has written; a later file adds figures that the earlier ones have not",
+    )
     parser.add_argument("chart", type=Path, help="the SVG to write")
     chosen = parser.parse_args(arguments)
-    try:
-        report = json.loads(chosen.figures.read_text())
-        panels = panels_of(report["rows"])
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"{chosen.figures}: not what `python -m bench --json` writes ({error!r}); run it first")
+    panels: dict[str, dict[str, float]] = {}
+    captions: dict[str, Path] = {}
+    for file in chosen.figures:
+        try:
+            report = json.loads(file.read_text())
+            if found := panels_of(report["rows"]):
+                panels = found | panels
+                captions.setdefault(caption(report["circumstances"]), file)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"{file}: not what `python -m bench --json` writes ({error!r}); run it first")
     if not panels:
-        parser.error(
-            f"{chosen.figures}: none of the rows to draw; run `python -m bench --only steps peak bytes --json`"
-        )
-    chosen.chart.write_text(svg(panels, caption(report["circumstances"])))
+        parser.error(f"{file}: none of the rows to draw; run `python -m bench --only steps peak bytes --json`")
+    if len(captions) > 1:
+        where = "; ".join(f"{file}: {each}" for each, file in captions.items())
+        parser.error(f"measured under different circumstances ({where}); draw a chart of each")
+    chosen.chart.write_text(svg({title: panels[title] for title in PANELS if title in panels}, *captions))
     return 0
 
 

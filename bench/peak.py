@@ -23,7 +23,19 @@ from sherd.api.memory import BESIDE_UNITS, memory_report, track_memory
 from .models import Workload, gpt, num_bytes
 from .ranks import Conditions, on_ranks
 from .steps import workloads
-from .systems import FLAT, FLAT_GLOO, FSDP1, FSDP2, PLAIN, SHERD, SHERD_GLOO, Trainee, contenders
+from .systems import (
+    FLAT,
+    FLAT_GLOO,
+    FSDP1,
+    FSDP1_FLAT,
+    FSDP2,
+    PLAIN,
+    SHERD,
+    SHERD_GLOO,
+    WRAPPERS,
+    Trainee,
+    contenders,
+)
 from .table import Aim, Figure, Row, row_of_counts
 
 MIB = 2**20
@@ -138,7 +150,7 @@ def peak_of_step(trainee: Trainee) -> tuple[float, float]:
     Two steps go before: by then the optimizer has its state, DDP its buckets and DTensor its caches.
     """
     trainee.step(trainee.batch(0))
-    with LiveBytes() if trainee.device.type != "cuda" else AllocatedBytes() as live:
+    with live_bytes(trainee.device) as live:
         trainee.step(trainee.batch(1))
         peaks = []
         for seed in range(2, 7):
@@ -155,7 +167,7 @@ def peak_of_step(trainee: Trainee) -> tuple[float, float]:
 
 # Without activations
 
-HOLDERS = (FSDP1, FSDP2, SHERD, SHERD_GLOO, FLAT, FLAT_GLOO)
+HOLDERS = (FSDP1, FSDP1_FLAT, FSDP2, SHERD, SHERD_GLOO, FLAT, FLAT_GLOO, *WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +231,7 @@ def peak_of_backward(trainee: Trainee) -> float:
     """The median of five forwards and backwards, each without gradients before it, and no optimizer."""
     trainee.forward_backward(trainee.batch(0))
     trainee.drop_gradients()
-    with LiveBytes() if trainee.device.type != "cuda" else AllocatedBytes() as live:
+    with live_bytes(trainee.device) as live:
         peaks = []
         for seed in range(1, 7):
             batch = trainee.batch(seed)
@@ -246,3 +258,8 @@ class AllocatedBytes:
     @property
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated()
+
+
+def live_bytes(device: torch.device) -> LiveBytes | AllocatedBytes:
+    """What counts the bytes on `device`."""
+    return AllocatedBytes() if device.type == "cuda" else LiveBytes()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import sherd
+import sherd.wrap
 
 from .models import Model, Workload
 
@@ -38,15 +39,24 @@ def _ddp(model: Model, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh.get_group())
 
 
-def _fsdp1(model: Model, mesh: DeviceMesh) -> nn.Module:
-    units = set(model.blocks)
-    return FullyShardedDataParallel(
-        model,
-        process_group=mesh.get_group(),
-        auto_wrap_policy=CustomPolicy(lambda module: module in units),
-        device_id=_device_of(mesh),
-        use_orig_params=True,
-    )
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    """torch's `FullyShardedDataParallel` on the blocks and on the root, or ours, told the same."""
+
+    is_ours: bool
+    use_orig_params: bool
+
+    def __call__(self, model: Model, mesh: DeviceMesh) -> nn.Module:
+        units = set(model.blocks)
+        wrap = sherd.FullyShardedDataParallel if self.is_ours else FullyShardedDataParallel
+        policy = sherd.wrap.CustomPolicy if self.is_ours else CustomPolicy
+        return wrap(
+            model,
+            process_group=mesh.get_group(),
+            auto_wrap_policy=policy(lambda module: module in units),
+            device_id=_device_of(mesh),
+            use_orig_params=self.use_orig_params,
+        )
 
 
 def _fsdp2(model: Model, mesh: DeviceMesh) -> nn.Module:
@@ -77,18 +87,23 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 PLAIN = System("plain", lambda model, mesh: model)
 DDP = System("DDP", _ddp)
-FSDP1 = System("FSDP1", _fsdp1)
+FSDP1 = System("FSDP1", _Wrapper(is_ours=False, use_orig_params=True))
+FSDP1_FLAT = System("FSDP1 flat", _Wrapper(is_ours=False, use_orig_params=False))
 FSDP2 = System("FSDP2", _fsdp2)
 SHERD = System("sherd", _Sherd())
 SHERD_GLOO = System("sherd gloo", _Sherd(transport="gloo"), asks_for_gloo=True)
 FLAT = System("Flat", _Sherd(sherd.Flat()))
 FLAT_GLOO = System("Flat gloo", _Sherd(sherd.Flat(), "gloo"), asks_for_gloo=True)
 FLAT_VIEW = System("Flat view", _Sherd(sherd.Flat()), flat_view=True)
-ALL = (PLAIN, DDP, FSDP1, FSDP2, SHERD, SHERD_GLOO, FLAT, FLAT_GLOO, FLAT_VIEW)
+WRAPPER = System("wrapper", _Wrapper(is_ours=True, use_orig_params=True))
+WRAPPER_FLAT = System("wrapper flat", _Wrapper(is_ours=True, use_orig_params=False))
+WRAPPERS = (WRAPPER, WRAPPER_FLAT)
+ALL = (PLAIN, DDP, FSDP1, FSDP1_FLAT, FSDP2, SHERD, SHERD_GLOO, FLAT, FLAT_GLOO, FLAT_VIEW, *WRAPPERS)
 
 LEGEND = (
     "sherd: `Shard(0)`, the default; Flat: `placement=Flat()`; both over the transport that is chosen by itself (for "
-    "gloo ranks of one host: shared memory); gloo: over gloo; view: with `flatten_optimizer`; others step each shard"
+    "gloo ranks of one host: shared memory); gloo: over gloo; view: with `flatten_optimizer`; others step each shard; "
+    "wrapper: our `FullyShardedDataParallel` with `use_orig_params=True`, beside FSDP1; flat: both with `False`"
 )
 
 

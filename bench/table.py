@@ -1,4 +1,4 @@
-"""How results read: rows with a value per system, ratios to FSDP2 and aims; three Markdown tables."""
+"""How results read: rows with a value per system, ratios to its rival and aims; a Markdown table of each kind."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-RIVAL = "FSDP2"
-OTHERS = ("plain", "DDP", "FSDP1", RIVAL)
-OURS = ("sherd", "sherd gloo", "Flat", "Flat gloo", "Flat view")
-COLUMNS = (*OTHERS, *OURS)
+OTHERS = ("plain", "DDP", "FSDP1", "FSDP1 flat", "FSDP2")
+
+# Each front end is held against the one of torch's that it replaces; the wrapper with the same `use_orig_params`.
+RIVALS = {
+    **dict.fromkeys(("sherd", "sherd gloo", "Flat", "Flat gloo", "Flat view"), "FSDP2"),
+    "wrapper": "FSDP1",
+    "wrapper flat": "FSDP1 flat",
+}
+TO_RIVALS = {
+    "ratio to FSDP2": [name for name, rival in RIVALS.items() if rival == "FSDP2"],
+    "ratio to FSDP1": [name for name, rival in RIVALS.items() if rival != "FSDP2"],
+}
+COLUMNS = (*OTHERS, *RIVALS)
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
     """What was set out to be reached: at most `limit`, of a ratio or of a value.
 
-    `of` is "ratio", then it is the ratio of `system` to FSDP2; or it names the system whose own value is meant.
+    `of` is "ratio", then it is the ratio of `system` to its rival; or it names the system whose own value is meant.
     """
 
     limit: float
@@ -44,7 +53,7 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: a number per system, and for each of ours that over FSDP2's, with the middle half of its rounds."""
+    """One figure: a number per system, and for each of ours that over its rival's, with the middle half of rounds."""
 
     figure: str
     unit: str
@@ -81,8 +90,8 @@ def row_of_rounds(
     """Medians per system. A ratio is taken round by round, so that what disturbs a round cancels."""
     values = {name: median(laps) for name, laps in samples.items()}
     by_round = {
-        name: [ours / theirs for ours, theirs in zip(samples[name], samples[RIVAL], strict=True)]
-        for name in _ours(samples)
+        name: [ours / theirs for ours, theirs in zip(samples[name], samples[RIVALS[name]], strict=True)]
+        for name in _with_rival(samples)
     }
     ratios = {name: median(each) for name, each in by_round.items()}
     return Row(figure, unit, values, ratios, spreads_of(by_round), aim, remark)
@@ -94,8 +103,8 @@ def row_of_differences(
     """As `row_of_rounds`, of samples that can come near zero: a ratio is that of the medians."""
     values = {name: median(laps) for name, laps in samples.items()}
     by_round = {
-        name: [ours / theirs for ours, theirs in zip(samples[name], samples[RIVAL], strict=True) if theirs > 0]
-        for name in _ours(samples)
+        name: [ours / theirs for ours, theirs in zip(samples[name], samples[RIVALS[name]], strict=True) if theirs > 0]
+        for name in _with_rival(samples)
     }
     return Row(figure, unit, values, ratios_of(values), spreads_of(by_round), aim, remark)
 
@@ -106,9 +115,8 @@ def row_of_counts(figure: str, unit: str, values: Mapping[str, float], aim: Aims
 
 
 def ratios_of(values: Mapping[str, float]) -> dict[str, float]:
-    """Each of our systems over FSDP2; none where that is not positive."""
-    rival = values.get(RIVAL, 0)
-    return {name: values[name] / rival for name in _ours(values)} if rival > 0 else {}
+    """Each of our systems over its rival; none where that is not positive."""
+    return {name: values[name] / values[RIVALS[name]] for name in _with_rival(values) if values[RIVALS[name]] > 0}
 
 
 def spreads_of(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
@@ -121,8 +129,8 @@ def spreads_of(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, 
     return spreads
 
 
-def _ours(values: Mapping[str, Any]) -> list[str]:
-    return [name for name in OURS if name in values] if RIVAL in values else []
+def _with_rival(values: Mapping[str, Any]) -> list[str]:
+    return [name for name, rival in RIVALS.items() if name in values and rival in values]
 
 
 def three_digits(value: float) -> str:
@@ -135,8 +143,9 @@ def three_digits(value: float) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The tables there is something for: values, ratios to FSDP2, aims."""
-    tables = [values_table(rows), ratios_table(rows), aims_table(rows)]
+    """The tables there is something for: values, ratios to FSDP2 and to FSDP1, aims."""
+    ratios = [ratios_table(rows, title, names) for title, names in TO_RIVALS.items()]
+    tables = [values_table(rows), *ratios, aims_table(rows)]
     return "\n\n".join(table for table in tables if table)
 
 
@@ -155,11 +164,11 @@ def values_table(rows: Sequence[Row]) -> str:
     return markdown(["figure", "unit", *names, "remark"], lines)
 
 
-def ratios_table(rows: Sequence[Row]) -> str:
-    """Of rows that have ratios; FSDP2 is 1."""
-    names = [name for name in OURS if any(name in row.ratios for row in rows)]
-    lines = [[row.figure, *(_ratio(row, name) for name in names)] for row in rows if row.ratios]
-    return markdown([f"ratio to {RIVAL}", *names], lines)
+def ratios_table(rows: Sequence[Row], title: str, candidates: Sequence[str]) -> str:
+    """Of rows in which one of these systems has a ratio; their rival is 1."""
+    rows = [row for row in rows if any(name in row.ratios for name in candidates)]
+    names = [name for name in candidates if any(name in row.ratios for row in rows)]
+    return markdown([title, *names], [[row.figure, *(_ratio(row, name) for name in names)] for row in rows])
 
 
 def _ratio(row: Row, name: str) -> str:
@@ -178,7 +187,7 @@ def aims_table(rows: Sequence[Row]) -> str:
     for row in rows:
         for aim in row.aims:
             reached = aim.reached(row)
-            unit = f"of {RIVAL}" if aim.of == "ratio" else row.unit
+            unit = f"of {RIVALS[aim.system]}" if aim.of == "ratio" else row.unit
             shown = "" if reached is None else three_digits(reached)
             lines.append([row.figure, aim.whose, shown, unit, aim.verdict(row)])
     return markdown(["figure", "system", "reached", "unit", "aim"], lines)

@@ -213,6 +213,21 @@ def test_a_ratio_of_differences_is_that_of_medians_and_survives_a_zero() -> None
     assert row.spreads["Flat"] == pytest.approx((0.21875, 0.40625))
 
 
+def test_the_wrapper_is_held_against_fsdp1_with_the_same_parameters() -> None:
+    counts = {"FSDP1": 4.0, "FSDP1 flat": 2.0, "FSDP2": 8.0, "sherd": 4.0, "wrapper": 3.0, "wrapper flat": 2.2}
+    aims = [Aim(0.85, system="wrapper"), Aim(0.85, system="wrapper flat"), Aim(1.0, of="wrapper")]
+    row = row_of_counts("bytes", "N", counts, aims)
+    assert row.ratios == {"sherd": 0.5, "wrapper": 0.75, "wrapper flat": pytest.approx(1.1)}
+    _, to_fsdp2, to_fsdp1, verdicts = (cells(table) for table in render([row]).split("\n\n"))
+    assert (to_fsdp2[0], to_fsdp2[2]) == (["ratio to FSDP2", "sherd"], ["bytes", "0.50"])
+    assert (to_fsdp1[0], to_fsdp1[2]) == (["ratio to FSDP1", "wrapper", "wrapper flat"], ["bytes", "0.75", "1.10"])
+    assert verdicts[2:] == [
+        ["bytes", "wrapper", "0.750", "of FSDP1", "<= 0.85: met"],
+        ["bytes", "wrapper flat", "1.10", "of FSDP1 flat", "<= 0.85: missed"],
+        ["bytes", "wrapper", "3.00", "N", "<= 1: missed"],
+    ]
+
+
 def test_there_is_no_ratio_to_nothing() -> None:
     assert row_of_counts("bytes", "N", {"sherd": 1.0}).ratios == {}
     assert row_of_counts("bytes", "N", {"FSDP2": 0.0, "sherd": 1.0}).ratios == {}
@@ -423,6 +438,34 @@ def test_a_chart_is_written_from_the_json(tmp_path) -> None:
     figures.write_text(json.dumps(report()))
     assert chart.main([str(figures), str(drawn)]) == 0
     assert "A &amp; B" in drawn.read_text()
+
+
+def test_a_chart_takes_what_an_earlier_file_does_not_have_from_later_ones(tmp_path) -> None:
+    pieces = {"steps": report(ratio=0.5), "rest": report(ratio=0.75)}
+    pieces["steps"]["rows"] = pieces["steps"]["rows"][:2]
+    files = [tmp_path / f"{name}.json" for name in pieces]
+    for file, piece in zip(files, pieces.values(), strict=True):
+        file.write_text(json.dumps(piece))
+    assert chart.main([*map(str, files), str(tmp_path / "chart.svg")]) == 0
+    drawn = (tmp_path / "chart.svg").read_text()
+    assert [line.split("<")[-2].split(">")[-1] for line in drawn.splitlines() if 'fill="#777777">0.' in line] == [
+        *("0.50", "0.25"),
+        *("0.50", "0.25"),
+        *("0.75", "0.25"),
+    ]
+
+
+def test_a_chart_of_different_machines_is_refused_and_both_are_named(tmp_path, capsys) -> None:
+    files = [tmp_path / "here.json", tmp_path / "there.json"]
+    for file in files:
+        measured = report()
+        measured["circumstances"]["processor"] = file.stem
+        file.write_text(json.dumps(measured))
+    with pytest.raises(SystemExit) as stop:
+        chart.main([*map(str, files), str(tmp_path / "chart.svg")])
+    assert stop.value.code == 2
+    complaint = capsys.readouterr().err
+    assert all(f"2 ranks, {name}, torch 2.13" in complaint for name in ("here", "there"))
 
 
 @pytest.mark.parametrize(
