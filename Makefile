@@ -15,9 +15,10 @@ help:
 	@echo "make bench   sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
 	@echo "make clean   remove .venv, caches and builds"
 
-# One thread per process: the ranks of a test share the machine's cores.
+# One thread per process: the ranks of a test share the machine's cores. Two files at a time: while the ranks of one
+# wait for each other, those of the other compute.
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(ARGS)
 
 train: $(VENV)/.train
 	$(BIN)/sherd train $(ARGS)

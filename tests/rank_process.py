@@ -33,6 +33,7 @@ def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
     stacks = open(stack_file, "w")  # noqa: SIM115  open for as long as we live
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks)  # for a crash, too
     try:
         _join(rank, num_ranks, port)
         known = 0

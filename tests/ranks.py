@@ -153,7 +153,8 @@ class Processes:
         except (EOFError, OSError):
             self._workers[rank].join()
             said = f"rank {rank} died: {_exit(self._workers[rank].exitcode)}"
-            return Failure("Died", said, said)
+            left = Path(self._stack_file(rank))
+            return Failure("Died", said, f"{said}\n{left.read_text()}" if left.exists() else said)
         assert isinstance(reply, Failure | Success), "ranks send nothing else"
         return reply
 

@@ -1,0 +1,382 @@
+"""How is the order of streams put under load? Compute and lanes that are late, and memory spoilt as soon as it is free.
+
+The ranks are made up (`Tiled`), so that one process trains on real values. What must come out is what comes out in host
+order, on one stream: `in_host_order()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import sherd
+from sherd import MixedPrecisionPolicy, PrefetchPolicy, fully_shard
+from sherd.comm import streams, transports
+from sherd.comm.buffers import Buffer
+from sherd.comm.streams import DeviceStreams, Handoff, HostStreams, Streams, use_streams
+from sherd.comm.transport import Pending, Transport, parts
+
+WIDTH, BATCH, NUM_BLOCKS, NUM_STEPS = 64, 16, 3, 4
+CYCLES = 30_000_000
+"""About 16 ms at 1.9 GHz: the host launches a whole step in less, and so is ahead of whoever sleeps."""
+
+SMALL = 1 << 20
+"""The allocator serves requests up to this many bytes from segments of their own."""
+
+
+def sleep(device: torch.device, cycles: int) -> None:
+    """Keep the current stream of `device` busy; nothing on a device without streams."""
+    if cycles and device.type == "cuda":
+        torch.cuda._sleep(cycles)
+
+
+# Compute that is late
+
+
+class Late(torch.autograd.Function):
+    """The identity, after a while, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cycles: int) -> Tensor:
+        ctx.cycles = cycles
+        sleep(x.device, cycles)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        sleep(gradients[0].device, ctx.cycles)
+        return gradients[0], None
+
+
+class LateBlock(nn.Module):
+    """Reads its parameters late: in forward, behind the first pause, in backward behind the last one's."""
+
+    def __init__(self, cycles: int) -> None:
+        super().__init__()
+        self.cycles = cycles
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Late.apply(x, self.cycles)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return Late.apply(x, self.cycles)
+
+
+class LateNet(nn.Module):
+    """Blocks, and a head of the root's own: one parameter alone in its group."""
+
+    def __init__(self, cycles: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LateBlock(cycles) for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float()
+
+
+# Ranks that are made up
+
+
+class Tiled(Transport):
+    """Ranks that hold what this one holds: whole tensors are its shard again and again, and every part of what is
+    reduced counts for this rank. On the lane, after a while."""
+
+    def __init__(self, num_ranks: int, cycles: int) -> None:
+        self._num_ranks = num_ranks
+        self._cycles = cycles
+
+    def all_gather(self, rows: Tensor, rest: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
+        sleep(rows.device, self._cycles)
+        for part in parts(rows, sizes):
+            numel = min(part.numel(), rest.numel())
+            part[:numel].copy_(rest[:numel])
+            part[numel:].zero_()
+        return None
+
+    def reduce_scatter(self, rest: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
+        sleep(rows.device, self._cycles)
+        rest.zero_()
+        for part in parts(rows, sizes):
+            numel = min(part.numel(), rest.numel())
+            rest[:numel].add_(part[:numel])
+        return None
+
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
+        sleep(tensor.device, self._cycles)
+        tensor.mul_(self._num_ranks)
+        return None
+
+
+class TiledGather(sherd.AllGather):
+    """The same as a user's collective: it brings its own memory, so that no whole buffer is filled in place."""
+
+    def __init__(self, cycles: int) -> None:
+        self._cycles = cycles
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        sleep(output_tensor.device, self._cycles)
+        output_tensor.view(-1, input_tensor.numel()).copy_(input_tensor)
+
+
+class TiledReduce(sherd.ReduceScatter):
+    """The same for gradients."""
+
+    def __init__(self, cycles: int) -> None:
+        self._cycles = cycles
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        sleep(output_tensor.device, self._cycles)
+        # In a temporary, of the lane's memory: one more block that goes back to its pool.
+        output_tensor.copy_(input_tensor.view(-1, output_tensor.numel()).sum(0))
+
+
+@contextmanager
+def tiled_ranks(cycles: int = 0) -> Iterator[None]:
+    """Inside, every process group of more than one rank is served by `Tiled`."""
+
+    def made(group: Any, device: torch.device, wanted: str) -> Transport:
+        return Tiled(group.size(), cycles)
+
+    with mock.patch.object(transports, "_made", made), mock.patch.object(transports, "_known", {}):
+        yield
+
+
+# Memory that is spoilt
+
+
+@contextmanager
+def spoilt_memory() -> Iterator[Counter[str]]:
+    """Inside, memory is filled with NaN by the first who could be given it: counts how often, and how many bytes.
+
+    Compute's, when a buffer was freed; a lane's, whenever it is about to run, for only then does sherd allocate on it.
+    """
+    seen: Counter[str] = Counter()
+    free, run = Buffer.free, streams._StreamLane.run
+
+    def spoil_and_free(buffer: Buffer) -> None:
+        device = buffer.tensor.device
+        if device.type != "cuda":
+            # There is one order only; whoever still reads what was freed reads this, or dies.
+            seen["bytes"] += spoil(buffer.tensor)
+            seen["host"] += 1
+        free(buffer)
+        if device.type == "cuda":
+            seen["bytes"] += spoil_free_blocks(device)
+            seen["compute"] += 1
+
+    def spoil_and_run(lane: Any, start: Callable[[bool], Any], after: Handoff | None = None) -> Handoff:
+        def spoil_and_start(async_op: bool) -> Any:
+            seen["bytes"] += spoil_free_blocks(lane._device)
+            seen["lanes"] += 1
+            return start(async_op)
+
+        seen["bytes"] += spoil_free_blocks(lane._device)
+        return run(lane, spoil_and_start, after)
+
+    with (
+        mock.patch.object(Buffer, "free", spoil_and_free),
+        mock.patch.object(streams._StreamLane, "run", spoil_and_run),
+    ):
+        yield seen
+
+
+def spoil(tensor: Tensor) -> int:
+    """Fill the storage of `tensor` with bytes that are NaN in every floating dtype."""
+    storage = tensor.untyped_storage()
+    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(255)
+    return storage.nbytes()
+
+
+@torch.no_grad()
+def spoil_free_blocks(device: torch.device) -> int:
+    """Take all free blocks of the current stream's pool, fill them with NaN on it, give them back."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    sizes = [
+        size
+        for segment in torch.cuda.memory_snapshot()
+        if segment["stream"] == stream and segment["device"] == device.index
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+        for size in _requests(block["size"], segment["segment_type"] == "small")
+    ]
+    # The largest first: then each finds its block, and none is split for another.
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sorted(sizes, reverse=True)]
+    for block in blocks:
+        block.fill_(255)
+    return sum(sizes)
+
+
+def _requests(size: int, is_small: bool) -> list[int]:
+    """What to ask for to be given a free block: those of small segments are for requests of at most 1 MiB."""
+    if not is_small:
+        return [size]
+    return [SMALL] * (size // SMALL) + ([size % SMALL] if size % SMALL else [])
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is chosen for a model, and who is late: `reader` is compute, `lane` the lanes; in cycles."""
+
+    placement: Any = None
+    prefetch: PrefetchPolicy = field(default_factory=PrefetchPolicy)
+    reshard: bool | int | None = None
+    replicas: int = 1
+    dtype: torch.dtype | None = None
+    offload: bool = False
+    own_collectives: bool = False
+    unsynced: bool = False
+    reduce_buffers: int | None = None
+    reader: int = 0
+    lane: int = 0
+
+    @property
+    def unhurried(self) -> Case:
+        """The same without anybody late."""
+        return replace(self, reader=0, lane=0)
+
+
+def train(case: Case, mesh: DeviceMesh, device: torch.device, queues: Streams | None = None) -> list[Tensor]:
+    """Some steps on rank 0's shards; the losses, and the shards at the end, in host memory. Call it in `tiled_ranks`.
+
+    Nothing is read before the last step is launched, so that the host runs as far ahead as it may.
+    """
+    queues = queues if queues is not None else streams.streams_for(device)
+    with tiled_ranks(case.lane):
+        with use_streams(queues):
+            model = _sharded(case, mesh, device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        losses = []
+        batches = [_noise(seed).to(device) for seed in range(2 * NUM_STEPS)]
+        for step in range(NUM_STEPS):
+            if case.unsynced:
+                switch = model.set_requires_all_reduce if case.replicas > 1 else model.set_requires_gradient_sync
+                switch(False)
+                model(batches[NUM_STEPS + step]).square().mean().backward()
+                switch(True)
+            loss = (model(batches[step]) - 0.5).square().mean()
+            loss.backward()
+            sleep(device, case.reader)  # gradients are read late, and parameters written
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [each.cpu() for each in (*losses, *(p.detach().to_local() for p in model.parameters()))]
+
+
+def _sharded(case: Case, mesh: DeviceMesh, device: torch.device) -> Any:
+    torch.manual_seed(0)
+    model: Any = LateNet(case.reader).to(device)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "placement": case.placement,
+        "prefetch_policy": case.prefetch,
+        "reshard_after_forward": case.reshard,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=case.dtype),
+        "offload_policy": sherd.CPUOffloadPolicy() if case.offload else sherd.OffloadPolicy(),
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    if case.own_collectives:
+        for unit in (*model.blocks, model):
+            unit.set_custom_all_gather(TiledGather(case.lane))
+            unit.set_custom_reduce_scatter(TiledReduce(case.lane))
+    if case.reduce_buffers is not None:
+        model.set_reduce_scatter_max_input_buffers(case.reduce_buffers)
+    return model
+
+
+def _noise(seed: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def in_host_order(case: Case, mesh: DeviceMesh, device: torch.device) -> list[Tensor]:
+    """What must come out: the same on one stream, with nobody late and nothing spoilt."""
+    return train(case.unhurried, mesh, device, HostStreams())
+
+
+def under_load(
+    case: Case, mesh: DeviceMesh, device: torch.device, queues: Streams | None = None
+) -> tuple[list[Tensor], Counter[str]]:
+    """What comes out on lanes of their own, with memory spoilt; and how often it was."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what earlier tests have left need not be spoilt again and again
+        queues = queues if queues is not None else DeviceStreams(device)
+    with spoilt_memory() as seen:
+        return train(case, mesh, device, queues), seen
+
+
+def differs(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float, atol: float) -> str | None:
+    """Which tensor is another one, in words; None if none is. NaN is never the same."""
+    assert len(found) == len(expected), "losses and parameters"
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        what = f"loss {number}" if number < NUM_STEPS else f"shard {number - NUM_STEPS}"
+        if not torch.isfinite(other).all():
+            return f"{what} should be finite to compare with, but is {other}"
+        if not torch.allclose(one, other, rtol=rtol, atol=atol):
+            return f"{what}: largest difference {(one - other).abs().max().item()}, {int(one.isnan().sum())} NaN"
+    return None
+
+
+def tolerance(case: Case) -> dict[str, float]:
+    """The order of additions differs between the two, and in bfloat16 that is seen."""
+    return {"rtol": 1e-4, "atol": 1e-5} if case.dtype is None else {"rtol": 2e-2, "atol": 2e-2}
+
+
+# The cases
+
+FLAT = sherd.Flat()
+
+
+def cases() -> dict[str, Case]:
+    """By name: every placement with every way to run ahead, and what else takes memory across lanes."""
+    ahead = {
+        "not ahead": PrefetchPolicy(0, 0),
+        "one ahead": PrefetchPolicy(1, 1),
+        "two ahead": PrefetchPolicy(2, 2),
+        "after backward": PrefetchPolicy(1, 1, after_backward=True),
+    }
+    kept = {"freed": True, "kept": False, "kept in part": 2}
+    placements = {"Shard(0)": None, "Flat": FLAT}
+    found = {
+        f"{placement}, {prefetch}, {reshard}": Case(placements[placement], ahead[prefetch], kept[reshard])
+        for placement in placements
+        for prefetch in ahead
+        for reshard in kept
+    }
+    for name, placement in placements.items():
+        found |= {
+            f"{name}, replicated": Case(placement, replicas=2),
+            f"{name}, replicated, unsynced": Case(placement, replicas=2, unsynced=True),
+            f"{name}, bfloat16": Case(placement, dtype=torch.bfloat16),
+            f"{name}, offloaded": Case(placement, offload=True),
+            f"{name}, unsynced": Case(placement, unsynced=True),
+            f"{name}, two reductions": Case(placement, reduce_buffers=2),
+            f"{name}, own collectives": Case(placement, own_collectives=True),
+        }
+    return found
+
+
+CASES = cases()
