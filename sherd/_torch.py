@@ -30,6 +30,7 @@ __all__ = [
     "at_end_of_backward",
     "backend_of",
     "concatenate_meshes",
+    "device_of",
     "dtensor",
     "dtensor_of",
     "dtensor_spec",
@@ -152,6 +153,13 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """All axes of `mesh` as one, called `name`. Private since 2.3."""
     return mesh._flatten(name)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device on a mesh, which knows the type of it only (2.11 to 2.13)."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, gradients_of, local_tensor, spec_of
+from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
 from sherd.engine.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.reductions import wide
@@ -202,13 +201,6 @@ def _piece(grad: Tensor, parameter: Tensor) -> Tensor:
         # An index that is there twice stands for the sum of both.
         grad = parameter.grad = grad.coalesce()
     return grad.values()
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where collectives of a mesh work on this rank, wherever the shards are."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 # The norm

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor
-from sherd.clip import device_of
+from sherd._torch import device_of, local_tensor
 from sherd.errors import PolicyTypeError
 
 

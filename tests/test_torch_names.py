@@ -69,6 +69,10 @@ def test_backend_of__is_the_object_that_knows_whether_it_offers_memory_and_gloo_
     assert world(2).run(offers_memory) == [False, False]
 
 
+def test_device_of__is_where_collectives_of_a_mesh_work(threads):
+    assert threads(2).run(lambda: _torch.device_of(mesh_of(2))) == [CPU, CPU]
+
+
 def test_symmetric_memory__has_the_two_functions_that_are_called():
     module = _torch.symmetric_memory()
     assert callable(module.empty)

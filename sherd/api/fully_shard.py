@@ -29,6 +29,7 @@ from sherd.policy import (
     PrefetchPolicy,
     UnitPolicy,
 )
+from sherd.wrap import is_container
 
 ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | None"]
 
@@ -159,16 +160,13 @@ def state(module: nn.Module) -> Unit | None:
 fully_shard.state = state  # type: ignore[attr-defined]
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
 def _check_modules(modules: Sequence[Any]) -> None:
     if not modules:
         raise ModuleError("fully_shard got an empty list of modules")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise PolicyTypeError(f"fully_shard expects a module or a list of modules, got a {type(module).__name__}")
-        if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+        if is_container(module):
             raise ModuleError(
                 f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it "
                 "on the modules inside, or pass them as a list to make one unit of them"

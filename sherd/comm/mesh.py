@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sherd._torch import concatenate_meshes, flatten_mesh
+from sherd._torch import concatenate_meshes, device_of, flatten_mesh
 from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
@@ -53,9 +53,7 @@ class DataMesh:
     @property
     def device(self) -> torch.device:
         """Where whole parameters live on this rank."""
-        if self.mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
+        return device_of(self.mesh)
 
     @property
     def shard_mesh(self) -> DeviceMesh:

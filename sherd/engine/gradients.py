@@ -32,6 +32,7 @@ from sherd.engine.pieces import RowViews, sources_for
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.forecast import Kind
+from sherd.tensor.ragged import as_dtensor
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until this many bytes have come, and are copied in one call."""
@@ -127,6 +128,7 @@ class Gradients:
         self.group = group
         self._streams = streams
         self._complete = complete
+        self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
         self._arrived: set[int] = set()
         self._batch: list[tuple[int, torch.Tensor]] = []
         self._batch_bytes = 0
@@ -405,7 +407,8 @@ class Gradients:
         """Every leaf's gradient is a view of `reduced`, which lives as long as one of them does."""
         sums: list[torch.Tensor] = []
         terms: list[torch.Tensor] = []
-        for leaf in self.group.leaves:
+        low_precision = self.group.grad_dtype != self.group.dtype
+        for leaf, spec in zip(self.group.leaves, self._specs, strict=True):
             parameter = leaf.parameter
             if leaf.members.isdisjoint(with_gradient) or not parameter.requires_grad:
                 continue
@@ -415,8 +418,9 @@ class Gradients:
             term = reduced[leaf.extent.start : leaf.extent.stop].view(leaf.shape)
             gradient = parameter.grad
             if gradient is None:
-                leaf.expect_gradients_in(term.dtype)
-                parameter.grad = leaf.gradient(term)
+                if low_precision:
+                    leaf.expect_gradients_in(self.group.grad_dtype)
+                parameter.grad = as_dtensor(term, spec)
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
                 terms.append(term)

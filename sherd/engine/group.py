@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
-from sherd._torch import dtensor_spec, replace_local_tensor, spec_of
+from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes
@@ -96,24 +96,20 @@ class Leaf:
         more = len(self.members) - 1
         return self.record.name + (f" (and {more} more, flat)" if more else "")
 
-    def gradient(self, local: torch.Tensor) -> DTensor:
-        """`local`, laid out as this rank's part, as a gradient of it: a DTensor in the dtype it has."""
-        old = spec_of(self._dtensor)
-        assert old.tensor_meta is not None, "a DTensor's spec has it"
-        same = old.tensor_meta.dtype == local.dtype
-        return as_dtensor(local, old if same else dtensor_spec(old.mesh, old.placements, old.shape, local.dtype))
+    def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """What its gradient is as a DTensor: its own layout, in `dtype`."""
+        parameter = self.parameter
+        assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
+        own = spec_of(parameter)
+        assert own.tensor_meta is not None, "a DTensor's spec has it"
+        if own.tensor_meta.dtype == dtype:
+            return own
+        return dtensor_spec(own.mesh, own.placements, own.shape, dtype)
 
     def expect_gradients_in(self, dtype: torch.dtype) -> None:
         """Let `.grad` have another dtype than the parameter."""
         parameter: Any = self.parameter
-        if parameter.requires_grad and parameter.dtype != dtype:
-            parameter.grad_dtype = dtype
-
-    @property
-    def _dtensor(self) -> DTensor:
-        parameter = self.parameter
-        assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
-        return parameter
+        parameter.grad_dtype = dtype
 
 
 class Group:

@@ -24,6 +24,7 @@ from sherd.engine.parameter import ShardedParameter
 from sherd.engine.pieces import copy_out, piece_of
 from sherd.engine.unit import Unit
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
+from sherd.tensor.ragged import as_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,4 +348,4 @@ def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
             if gradient is not None and held.numel:
                 start = held.start - leaf.extent.start
                 flat[start : start + held.numel].copy_(_part_of(record, gradient, rank).reshape(-1))
-        leaf.parameter.grad = leaf.gradient(local)
+        leaf.parameter.grad = as_dtensor(local, leaf.gradient_spec(local.dtype))

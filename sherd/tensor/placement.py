@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import DTensorSpec, dtensor_spec
+from sherd._torch import DTensorSpec, device_of, dtensor_spec
 from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 
@@ -131,9 +131,7 @@ class Layout:
     @property
     def device(self) -> torch.device:
         """Where results live on ranks that had no part in them."""
-        if self.mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
+        return device_of(self.mesh)
 
     @property
     def group(self) -> ProcessGroup:
