@@ -6,18 +6,23 @@ each one here (`tests/test_torch_names.py`).
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -25,6 +30,7 @@ from torch.optim.optimizer import (
 __all__ = [
     "NO_TORCH_FUNCTION",
     "DTensorSpec",
+    "adopt_timeout",
     "all_gather_single",
     "asked_by_checkpointing",
     "at_end_of_backward",
@@ -39,6 +45,8 @@ __all__ = [
     "gradients_of",
     "hooked_step",
     "in_backward",
+    "is_sharded_tensor",
+    "is_tensor_parallel",
     "local_gradients",
     "local_tensor",
     "local_tensors",
@@ -47,12 +55,15 @@ __all__ = [
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "replace_local_tensor",
+    "set_timeout",
     "sharded_tensor_of_rows",
     "spec_of",
     "specs_of",
+    "splitting_stage",
     "storage_uses",
     "strided_shard",
     "symmetric_memory",
+    "timeout_of",
     "whole_of_sharded_tensor",
 ]
 
@@ -121,6 +132,16 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend of `group` for `device`, whose allocator NCCL offers. `_get_backend` has no public name (2.11 to
     2.13)."""
     return group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout that `group` was made with; None where its backend does not say (2.11 to 2.13)."""
+    try:
+        backend = backend_of(group, device)
+    except RuntimeError:  # a group of threads has none
+        return None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,11 +231,30 @@ def register_foreach_type(kind: type[torch.Tensor]) -> None:
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """`step` of an optimizer's class, run between the optimizer's step hooks and the global ones.
 
-    `Optimizer.__init__` does so for the class it finds; a class made later has to ask. Not documented (2.11 to 2.13).
+    `Optimizer.__init__` does so for the class it finds; a class made later has to ask. Torch's own wrapper also opens a
+    range for profilers, which takes a third of a small step, so it is used only while one is on. None of the names is
+    documented (2.11 to 2.13).
     """
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True
-    return hooked  # type: ignore[no-any-return]
+    profiled: Any = torch.optim.Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._autograd._profiler_enabled():
+            return profiled(*args, **kwargs)
+        optimizer = args[0]
+        for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+            changed = hook(optimizer, args, kwargs)
+            if changed is not None:
+                if not (isinstance(changed, tuple) and len(changed) == 2):
+                    raise RuntimeError(f"a step pre-hook returned {changed}; return None, or (args, kwargs) anew")
+                args, kwargs = changed
+        result = step(*args, **kwargs)
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(optimizer, args, kwargs)
+        return result
+
+    hooked.hooked = True  # type: ignore[attr-defined]  # or torch would hook it again
+    return hooked
 
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
@@ -277,17 +317,19 @@ def sharded_tensor_of_rows(whole: torch.Tensor, group: dist.ProcessGroup) -> Any
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
 
 
-def whole_of_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor | None:
+def whole_of_sharded_tensor(
+    value: Any, device: torch.device, shards: Sequence[Any] | None = None
+) -> torch.Tensor | None:
     """The whole of a `ShardedTensor`, on every rank of its group, all of which must ask; None for anything else.
 
-    `device` is one on which the group has collectives.
+    `device` is one on which the group has collectives; `shards` are this rank's, if they are not to be asked for.
     """
-    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    if module is None or not isinstance(value, module.ShardedTensor):
+    if not is_sharded_tensor(value):
         return None
     group, metadata = value._process_group, value.metadata()
     whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
-    mine = {tuple(each.metadata.shard_offsets): each.tensor for each in value.local_shards()}
+    held = value.local_shards() if shards is None else shards
+    mine = {tuple(each.metadata.shard_offsets): each.tensor for each in held}
     for shard in metadata.shards_metadata:
         place = whole
         for dim, (start, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
@@ -298,3 +340,71 @@ def whole_of_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor | 
         dist.broadcast(sent, src=shard.placement.rank(), group=group)
         place.copy_(sent)
     return whole
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """How long a collective waits for other ranks: of the default group from now on, and of groups made later that are
+    given no timeout. A mesh makes its groups so, and gives them torch's 30 minutes (10 with NCCL) whatever the default
+    group has; `_set_pg_timeout` and the two defaults have no public setter (2.11 to 2.13)."""
+    distributed_c10d._set_pg_timeout(timeout)
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+
+
+def adopt_timeout(group: dist.ProcessGroup) -> None:
+    """Let a gloo group that was given no timeout wait no longer than the default group does.
+
+    Torch gives such a group, and those of a mesh are such, 30 minutes whatever `init_process_group` was told.
+    `_set_default_timeout` has no public name (2.11 to 2.13).
+    """
+    world = dist.group.WORLD
+    assert world is not None, "no group is made before the default one"
+    try:
+        ours, default = (backend_of(each, torch.device("cpu")) for each in (group, world))
+    except RuntimeError:
+        return  # the default group has nothing for a CPU
+    if not all(isinstance(each, dist.ProcessGroupGloo) for each in (ours, default)):
+        return
+    if default.options._timeout < ours.options._timeout == dist.default_pg_timeout:
+        ours._set_default_timeout(default.options._timeout)
+
+
+def splitting_stage() -> Any:
+    """The pipeline stage whose module is being called, if it is of torch's own kind, its schedule splits backward into
+    a part for inputs and one for parameters, and it does not take the module for torch's FSDP; else None.
+
+    For the second part such a stage looks for whole parameters where sherd shows shards. A stage that has an attribute
+    `shows_whole_parameters` sees to that. A stage tells a module nothing of itself (2.11 to 2.13).
+    """
+    if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is None:
+        return None
+    stage, frame = None, sys._getframe(1)
+    while frame is not None:
+        where = frame.f_globals.get("__name__")
+        if stage is None and where == stages.__name__:
+            stage = frame.f_locals.get("self")
+            module = getattr(stage, "submod", None)
+            if hasattr(stage, "shows_whole_parameters") or isinstance(module, stages.FSDPModule):
+                return None
+        elif stage is not None and where == "torch.distributed.pipelining.schedules":
+            orders = getattr(frame.f_locals.get("self"), "pipeline_order_with_comms", None)
+            if orders is not None:
+                parts = {action.computation_type.name for order in orders.values() for action in order}
+                return stage if "BACKWARD_WEIGHT" in parts else None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Whether `value` is a `ShardedTensor`, of which there is none before its package is imported. The package has no
+    public name (1.10 to 2.13)."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
+
+
+def is_tensor_parallel(module: torch.nn.Module) -> bool:
+    """Whether `parallelize_module` or `distribute_module` has distributed the module's own parameters; it says so in an
+    attribute without a public name (2.3 to 2.13)."""
+    return getattr(module, "_distribute_module_applied", False) is True

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sherd.errors import PolicyError, PolicyTypeError
 
@@ -122,6 +123,19 @@ class CommPolicy:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
 
 
+class Level(IntEnum):
+    """What is sharded over one data-parallel axis; each level has what the one before has, and more."""
+
+    COPIES = 0
+    """Nothing: gradients are all-reduced (DDP)."""
+    OPTIMIZER = 1
+    """Optimizer state (ZeRO-1): gradients are reduced at the last backward of a step."""
+    GRADIENTS = 2
+    """And gradients (ZeRO-2): they are reduced at every backward."""
+    PARAMETERS = 3
+    """And parameters (ZeRO-3), which are gathered for use."""
+
+
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Which named axes of a larger device mesh are data parallel; several names are flattened into one axis.
@@ -199,6 +213,16 @@ class ReduceScatter(Comm):
         n]`)."""
 
 
+class CountsBackwards(Protocol):
+    """Knows which of several backwards is the last before the optimizer step."""
+
+    def begin_forward(self, units: Sequence[Any]) -> bool:
+        """One begins, of the model that `units` are; whether shards may have been written since the last."""
+
+    def begin_backward(self, units: Sequence[Any]) -> None:
+        """One begins, of the model that `units` are."""
+
+
 @dataclass(frozen=True)
 class UnitPolicy:
     """Everything that can be chosen per unit after it was made; `FSDPModule`'s setters replace one field each.
@@ -206,6 +230,8 @@ class UnitPolicy:
     `reshard_after_forward` is None for "the root keeps its parameters for backward, others do not". The prefetch lists
     hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks. `reduce_buffers` None
     means 1 with streams; without, 0: a reduction is settled at once, as it would take its time from compute anyway.
+    `accumulates_whole`, `accumulates_copies`: of a step's backwards only the last one reduces over the shard axis, or
+    over the replicate axis, where the user says which one that is (`sherd.accumulate`), which `accumulation` counts.
     `all_reduce` is the user's own way to sum over the replicate axis, in place. `notices_replaced`: before a gather,
     look for parameters that the user has put in the place of shards, and take their values.
     """
@@ -215,6 +241,9 @@ class UnitPolicy:
     unshard_in_backward: bool = True
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
+    accumulates_whole: bool = False
+    accumulates_copies: bool = True
+    accumulation: CountsBackwards | None = None
     reduce_unused: bool = False
     reduce_buffers: int | None = None
     divide_factor: float | None = None

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from sherd._torch import adopt_timeout
 from sherd.comm import sums
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.errors import CommError
@@ -45,6 +46,7 @@ class Gloo(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup, ahead: int = 8 << 20) -> None:
+        adopt_timeout(group)
         self._link = _Link(group)
         num_peers = max(group.size() - 1, 1)
         self._piece_bytes = max(ahead // (_NUM_SLOTS * num_peers), _SMALLEST_PIECE)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sherd._torch import concatenate_meshes, device_of, flatten_mesh
+from sherd._torch import concatenate_meshes, device_of, flatten_mesh, timeout_of
 from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
-from sherd.policy import CommPolicy, DataParallelMeshDims
+from sherd.policy import CommPolicy, DataParallelMeshDims, Level
 
 
 class DataMesh:
     """The data-parallel axes: parameters are sharded over `shard`, and each shard is replicated over `replicate`.
+
+    If it `spreads`, each replica owns one piece of the shard only, steps that, and fetches the others' before use. A
+    parameter is cut into `num_pieces`, of which this rank owns `piece`; those of one shard are consecutive. 2 replicas
+    of 2 shards:
+
+        shard      | 0         | 1         |
+        piece      | 0   | 1   | 2   | 3   |
+        replica      0     1     0     1
+
+    If it `keeps_whole`, gathered parameters are not given up, but brought up to date when their shards were written.
 
     `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`. Transports are
     made when they are first asked for, which all ranks of an axis do at the same moment.
@@ -30,6 +43,8 @@ class DataMesh:
         full: DeviceMesh | None = None,
         dims: DataParallelMeshDims | None = None,
         comm: CommPolicy = CommPolicy(),
+        spreads: bool = False,
+        keeps_whole: bool = False,
     ) -> None:
         if mesh.get_coordinate() is None:
             raise MeshError(
@@ -46,14 +61,40 @@ class DataMesh:
         self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
         self.num_replicas = 1 if replicate_axis is None else mesh.size(replicate_axis)
         self.shard_rank = 0 if shard_axis is None else mesh.get_local_rank(shard_axis)
+        self.replica = 0 if replicate_axis is None else mesh.get_local_rank(replicate_axis)
+        self.keeps_whole = keeps_whole
+        self.spreads = spreads and self.num_replicas > 1
+        self.num_owners = self.num_replicas if self.spreads else 1
+        self.num_pieces = self.num_shards * self.num_owners
+        self.piece = self.shard_rank * self.num_owners + (self.replica if self.spreads else 0)
         self._extra: dict[int, dist.ProcessGroup] = {}
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
+
+    def with_axes(self, shard: int | None, replicate: int | None, spreads: bool, keeps_whole: bool) -> DataMesh:
+        """The same mesh, otherwise used."""
+        dims = self.dims
+        if dims is not None:
+            names = {None: None, self.shard_axis: dims.shard, self.replicate_axis: dims.replicate}
+            dims = DataParallelMeshDims(names[shard], names[replicate])
+        return DataMesh(self.mesh, shard, replicate, self.full, dims, self.comm, spreads, keeps_whole)
 
     @property
     def device(self) -> torch.device:
         """Where whole parameters live on this rank."""
         return device_of(self.mesh)
+
+    @property
+    def piece_axes(self) -> tuple[int, ...]:
+        """The axes of `mesh` that a parameter is cut over, in turn."""
+        axes = (self.shard_axis, self.replicate_axis if self.spreads else None)
+        return tuple(axis for axis in axes if axis is not None)
+
+    @cached_property
+    def in_cut_order(self) -> DeviceMesh:
+        """`mesh` with the axes that parameters are cut over in the order in which they cut: so placements read from the
+        left, as DTensor does, say what is where."""
+        return self.mesh if not self.spreads else permuted(self.mesh, self.piece_axes)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -71,6 +112,12 @@ class DataMesh:
         return dist.get_process_group_ranks(self.shard_group)
 
     @property
+    def piece_groups(self) -> list[dist.ProcessGroup]:
+        """The groups, of more than one rank, along which ranks own different pieces."""
+        groups = (self.replicate_group if self.spreads else None, self.shard_group)
+        return [group for group in groups if group is not None and group.size() > 1]
+
+    @property
     def shard_transport(self) -> Transport:
         """What moves bytes along the shard axis."""
         return self.transport_of(self.shard_group)
@@ -79,6 +126,11 @@ class DataMesh:
     def gather_transport(self) -> Transport:
         """What gathers parameters along the shard axis."""
         return _STILL if self.comm.fake_all_gather else self.shard_transport
+
+    @property
+    def fetch_transport(self) -> Transport:
+        """What brings the pieces of a shard together, along the replicate axis."""
+        return _STILL if self.comm.fake_all_gather else self.transport_of(self.replicate_group)
 
     def reduce_transport(self, group: dist.ProcessGroup | None) -> Transport:
         """What reduces gradients between the ranks of `group`, one of this mesh's over the shard axis."""
@@ -95,6 +147,8 @@ class DataMesh:
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
         """The `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""
+        if size == self.num_shards and self.shard_group is not None:
+            return self.shard_group  # one mesh of a unit with several may be so small
         first = self.shard_rank // size * size
         return self._extra_group(size, self.shard_ranks[first : first + size])
 
@@ -106,7 +160,10 @@ class DataMesh:
         if purpose not in self._extra:
             key = (id(self.shard_group), purpose)
             known = _extra_groups.get(key)
-            self._extra[purpose] = _extra_groups[key] = known if known is not None else _new_group(ranks)
+            if known is None:
+                assert self.shard_group is not None, "only ranks that shard have such groups"
+                known = _new_group(ranks, timeout_of(self.shard_group, self.device))
+            self._extra[purpose] = _extra_groups[key] = known
         return self._extra[purpose]
 
 
@@ -118,9 +175,9 @@ _STILL = Still()
 _extra_groups: weakref.WeakValueDictionary[tuple[int, int], dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
     # Only the members meet: the ranks of other rows of the mesh make their own group at the same moment.
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "a rank makes only groups it belongs to"
     return group
 
@@ -135,6 +192,68 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
     """
     mesh = mesh if mesh is not None else _default_mesh()
     return _read(mesh, comm) if dims is None else _pick(mesh, dims, comm)
+
+
+def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:
+    """Some axes of `mesh` in another order, on the same process groups.
+
+    A mesh of its own: of the parts of one mesh torch finds only those that have its order (2.13: `full_tensor` of two
+    axes that shard one dim).
+    """
+    groups = [mesh.get_group(axis) for axis in order]
+    names = mesh.mesh_dim_names
+    assert names is not None, "a mesh of several axes has names, or it was refused"
+    ranks = mesh.mesh.permute(*order)
+    return DeviceMesh.from_group(
+        groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names[axis] for axis in order)
+    )
+
+
+def arranged(mesh: DataMesh, levels: Sequence[Level]) -> DataMesh:
+    """The same ranks, used so that over each data-parallel axis is sharded what `levels` says, in the mesh's order.
+
+    One level is meant for all axes. Of two axes the one with the higher level is the shard axis, of which the other
+    replicates, or spreads, the shards; sharded alike to the last or not at all they are one axis.
+
+    Raises:
+        MeshError: another number of levels than axes.
+    """
+    axes = [axis for axis in (mesh.replicate_axis, mesh.shard_axis) if axis is not None]
+    if len(levels) == 1:
+        levels = tuple(levels) * len(axes)
+    if len(levels) != len(axes):
+        raise MeshError(
+            f"placements for {len(levels)} data-parallel axes, but there is only one in {mesh.full or mesh.mesh}; make "
+            "it two, init_device_mesh(..., (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+        )
+    if set(levels) <= {Level.PARAMETERS}:
+        return _as_one_axis(mesh, shards=True)
+    if set(levels) <= {Level.COPIES}:
+        return _as_one_axis(mesh, shards=False)
+    if len(axes) == 1:
+        return mesh.with_axes(axes[0], None, spreads=False, keeps_whole=True)
+    lower, higher = sorted(range(2), key=lambda at: levels[at])
+    return mesh.with_axes(
+        axes[higher],
+        axes[lower],
+        spreads=levels[lower] is not Level.COPIES,
+        keeps_whole=levels[higher] is not Level.PARAMETERS,
+    )
+
+
+def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
+    """All data-parallel axes as one, over which parameters are sharded, or replicated."""
+    if mesh.full is not None and mesh.dims is not None:
+        names = (*mesh.dims.replicate_names, *mesh.dims.shard_names)
+        dims = DataParallelMeshDims(shard=names) if shards else DataParallelMeshDims(replicate=names)
+        one = _pick(mesh.full, dims, mesh.comm)
+    else:
+        flat = mesh.mesh
+        if flat.ndim > 1:
+            assert flat.mesh_dim_names is not None, "a 2-D mesh has names, or it was refused"
+            flat = flatten_mesh(flat, "_".join(flat.mesh_dim_names))
+        one = DataMesh(flat, 0, None, comm=mesh.comm)
+    return one if shards else one.with_axes(None, 0, spreads=False, keeps_whole=True)
 
 
 def _default_mesh() -> DeviceMesh:

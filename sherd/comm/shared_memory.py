@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from sherd._torch import backend_of
+from sherd._torch import adopt_timeout, backend_of
 from sherd.comm.neighbours import Neighbour, Neighbours, Post, meet
 from sherd.comm.rounds import (
     ALL_GATHER,
@@ -115,6 +115,7 @@ class SharedMemory(Transport):
         namespace and of one user. A wait for another rank may take `timeout`, the group's own if None; `limit` stands
         for `STAGING_LIMIT`.
         """
+        adopt_timeout(group)
         segment = _segment(limit)
         found = None
         try:

@@ -97,6 +97,12 @@ class Sizes(tuple[int, ...]):
         """Whether all parts are equally long."""
         return len(set(self)) <= 1
 
+    def together(self, number: int) -> Sizes:
+        """The sizes of each `number` neighbouring parts as one."""
+        if number == 1:
+            return self
+        return Sizes(sum(self[start : start + number]) for start in range(0, len(self), number))
+
 
 def are_even(sizes: Sequence[int]) -> bool:
     """Whether all parts are equally long."""
