@@ -14,25 +14,30 @@ from sherd.tensor.placement import Layout
 
 
 def _rectangles(layout: Layout) -> tuple[Rectangle, ...]:
+    """Those of this rank's run, in the part of the tensor that is cut into runs."""
     cut = layout.cut
-    if not cut.numel and layout.rank == cut.first:
+    if not layout.numel and layout.rank == cut.first:
         # Or a tensor without elements would not be in the checkpoint, and be missed when it is loaded.
         return (Rectangle(0, (0,) * len(cut.shape), cut.shape),)
     return rectangles(cut.shape, cut.piece(layout.rank))
 
 
+def _place(rectangle: Rectangle, layout: Layout) -> torch.Size:
+    """Where a rectangle begins in the whole tensor."""
+    return torch.Size([start + offset for start, offset in zip(layout.offsets, rectangle.offsets, strict=True)])
+
+
 def chunk_list(layout: Layout) -> list[ChunkStorageMetadata]:
     """Where this rank's rectangles are."""
     return [
-        ChunkStorageMetadata(offsets=torch.Size(each.offsets), sizes=torch.Size(each.sizes))
-        for each in _rectangles(layout)
+        ChunkStorageMetadata(offsets=_place(each, layout), sizes=torch.Size(each.sizes)) for each in _rectangles(layout)
     ]
 
 
 def write_items(name: str, local: torch.Tensor, layout: Layout) -> list[WriteItem]:
     """One item for each rectangle."""
     properties = TensorProperties.create_from_tensor(local)
-    size = torch.Size(layout.cut.shape)
+    size = torch.Size(layout.shape)
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
@@ -47,7 +52,7 @@ def rectangle_at(index: MetadataIndex, local: torch.Tensor, layout: Layout) -> t
     """The rectangle that begins at `index.offset`, a view of this rank's run."""
     first = layout.cut.piece(layout.rank).start
     for each in _rectangles(layout):
-        if index.offset is None or torch.Size(each.offsets) == index.offset:
+        if index.offset is None or _place(each, layout) == index.offset:
             start = each.start - first
             return local.detach().view(-1)[start : start + each.numel].view(each.sizes)
     raise ValueError(f"{index.fqn}: rank {layout.rank} holds no rectangle of the tensor at {index.offset}")

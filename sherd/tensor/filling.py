@@ -39,7 +39,7 @@ def _run_of(source: torch.Tensor, layout: Layout, func: Any) -> torch.Tensor:
         return one
     if isinstance(source, RaggedDTensor) and layout_of(spec_of(source)).same_as(layout):
         return local_tensor(source)
-    if isinstance(source, RaggedDTensor) or tuple(source.shape) != layout.cut.shape:
+    if isinstance(source, RaggedDTensor) or tuple(source.shape) != layout.shape:
         raise mixed(func, layout, source)
     if isinstance(source, DTensor) and source.device_mesh != layout.mesh:
         raise mixed(func, layout, source)
@@ -51,7 +51,7 @@ def fresh(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A tensor of the same shape in the same layout; one of another shape only at an owner."""
     tensor, size, *rest = args
     (layout, *_) = layouts_in(args, kwargs)
-    if tuple(size) != layout.cut.shape or layout.strides:
+    if tuple(size) != layout.shape or layout.strides:
         return on_owner(func, args, kwargs)
     local = local_tensor(tensor)
     if "strided" in func.name():
@@ -88,9 +88,8 @@ def _draw(func: Any, target: RaggedDTensor, like: RaggedDTensor, rest: list[Any]
     if func.name() == "aten::bernoulli":
         raise PlacementError(f"{name_of(func)} reads probabilities element by element; {WAYS_OUT}")
     local = local_tensor(target)
-    whole = torch.empty(layout.cut.shape, dtype=like.dtype, device=local.device)
+    whole = torch.empty(layout.shape, dtype=like.dtype, device=local.device)
     drawn = func(whole, *rest, **kwargs)
     local.copy_(piece_of(drawn, layout))
-    for axis in range(layout.mesh.ndim):
-        if axis != layout.axis and layout.mesh.size(axis) > 1:
-            dist.broadcast(local, group=layout.mesh.get_group(axis), group_src=0)
+    for axis in layout.copied_axes:
+        dist.broadcast(local, group=layout.mesh.get_group(axis), group_src=0)

@@ -121,7 +121,7 @@ def _may_meet(each: RaggedDTensor, like: RaggedDTensor) -> bool:
     layout, expected = layout_of(spec_of(each)), layout_of(spec_of(like))
     if layout.same_as(expected):
         return True
-    sizes = zip(layout.cut.shape, expected.cut.shape, strict=False)
+    sizes = zip(layout.shape, expected.shape, strict=False)
     broadcasts = each.ndim == like.ndim and all(size in (1, wanted) for size, wanted in sizes)
     return broadcasts and common_owner([layout, expected]) is not None
 

@@ -2,64 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
 
 import torch
 import torch.distributed as dist
 
 from sherd._torch import all_gather_single
 from sherd.layout.runs import Runs
-from sherd.tensor.placement import Layout
+from sherd.tensor.placement import Layout, Split
 
 PADDING_LIMIT = 2
 """An all-gather pads every piece to the largest; up to this many times the tensor, one call is worth it."""
 
 
 def gather(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The whole tensor, in memory of its own, on every rank of the shard axis. All of them must call it."""
-    cut = layout.cut
-    if layout.mesh.size(layout.axis) == 1:
-        return local.detach().reshape(cut.shape).clone()
-    whole = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
-    if cut.numel:
+    """The whole tensor, in memory of its own, on every rank that holds a piece. All of them must call it."""
+    part = gather_part(local, layout)
+    for split in reversed(layout.splits):
+        part = _joined_on_dim(part, split, layout)
+    return part
+
+
+def gather_part(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What is cut into runs, in memory of its own: the whole tensor, or the part of it that axes with `Shard(dim)`
+    leave to this rank. All ranks of the axes that the runs are on must call it.
+
+    Axis by axis, the fastest first: then the pieces that are joined follow one another.
+
+        mesh (outer 2, inner 2), runs 0 to 3:      outer: 0 1 | 2 3      then inner: 0 1 2 3
+    """
+    cut, mesh = layout.cut, layout.mesh
+    line = local.detach().reshape(-1)
+    num_joined = 1
+    for axis in layout.axes:
+        size = mesh.size(axis)
+        if size == 1:
+            continue
+        at = layout.rank // num_joined % size
+        first = layout.rank - layout.rank % (num_joined * size)
+        starts = [cut.piece(first + index * num_joined).start for index in range(size)]
+        starts.append(cut.piece(first + size * num_joined - 1).stop)
+        numels = [stop - start for start, stop in pairwise(starts)]
+        line = _joined(line, numels, at, mesh.get_group(axis))
+        num_joined *= size
+    return line.view(cut.shape) if num_joined > 1 else line.view(cut.shape).clone()
+
+
+def _joined_on_dim(part: torch.Tensor, split: Split, layout: Layout) -> torch.Tensor:
+    """The parts of all ranks of an axis with `Shard(dim)`, side by side."""
+    dim = split.dim
+    if len(split.extents) == 1:
+        return part
+    before, after = part.shape[:dim], part.shape[dim + 1 :]
+    shapes = [(*before, extent.numel, *after) for extent in split.extents]
+    numels = [prod(shape) for shape in shapes]
+    line = _joined(part.reshape(-1), numels, split.rank, layout.mesh.get_group(split.axis))
+    size = sum(extent.numel for extent in split.extents)
+    if not dim:
+        return line.view(size, *after)
+    joined = line.new_empty((*before, size, *after))
+    for piece, shape, extent in zip(line.split(numels), shapes, split.extents, strict=True):
+        joined.narrow(dim, extent.start, extent.numel).copy_(piece.view(shape))
+    return joined
+
+
+def _joined(line: torch.Tensor, numels: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The lines of all ranks of a group behind one another; rank i has `numels[i]` elements."""
+    whole = torch.empty(sum(numels), dtype=line.dtype, device=line.device)
+    if whole.numel():
         # As bytes, which every backend can move.
-        _gather_bytes(_bytes(local), _bytes(whole), whole.element_size(), layout)
+        sizes = [numel * whole.element_size() for numel in numels]
+        _gather_bytes(_bytes(line), whole.view(torch.uint8), sizes, rank, group)
     return whole
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+def _bytes(line: torch.Tensor) -> torch.Tensor:
+    # A tensor of one element is contiguous with any stride, but can only be seen as bytes with stride 1.
+    return (line if line.stride(0) == 1 else line.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
-def _gather_bytes(local: torch.Tensor, whole: torch.Tensor, item: int, layout: Layout) -> None:
-    cut, group = layout.cut, layout.group
-    pieces = [cut.piece(rank) for rank in range(cut.num_ranks)]
-    largest = max(piece.numel for piece in pieces)
-    if largest * cut.num_ranks > PADDING_LIMIT * cut.numel:
-        _broadcast_pieces(local, whole, item, layout)
-    elif largest * cut.num_ranks == cut.numel:
+def _gather_bytes(
+    local: torch.Tensor, whole: torch.Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup
+) -> None:
+    largest = max(sizes)
+    if largest * len(sizes) == whole.numel():
         all_gather_single(whole, local, group=group)
+    elif largest * len(sizes) > PADDING_LIMIT * whole.numel():
+        _broadcast_pieces(local, whole.split(list(sizes)), rank, group)
     else:
-        padded = local.new_zeros(largest * item)
+        padded = local.new_zeros(largest)
         padded[: local.numel()] = local
-        gathered = local.new_empty(largest * item * cut.num_ranks)
+        gathered = local.new_empty(largest * len(sizes))
         all_gather_single(gathered, padded, group=group)
-        for rank, piece in enumerate(pieces):
-            start = rank * largest * item
-            whole[piece.start * item : piece.stop * item] = gathered[start : start + piece.numel * item]
+        start = 0
+        for index, size in enumerate(sizes):
+            whole[start : start + size] = gathered[index * largest : index * largest + size]
+            start += size
 
 
-def _broadcast_pieces(local: torch.Tensor, whole: torch.Tensor, item: int, layout: Layout) -> None:
+def _broadcast_pieces(local: torch.Tensor, places: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup) -> None:
     """Each holder sends its piece into place."""
     works = []
-    for rank in layout.cut.holders:
-        piece = layout.cut.piece(rank)
-        if not piece.numel:
+    for sender, place in enumerate(places):
+        if not place.numel():
             continue
-        place = whole[piece.start * item : piece.stop * item]
-        if rank == layout.rank:
+        if sender == rank:
             place.copy_(local)
-        works.append(dist.broadcast(place, group=layout.group, group_src=rank, async_op=True))
+        works.append(dist.broadcast(place, group=group, group_src=sender, async_op=True))
     for work in works:
         if work is not None:
             work.wait()
@@ -84,4 +135,6 @@ def part_given(
 
 def piece_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's run of a whole tensor."""
-    return run_of(whole, layout.cut, layout.rank)
+    for dim in {split.dim for split in layout.splits}:
+        whole = whole.narrow(dim, layout.offsets[dim], layout.cut.shape[dim])
+    return run_of(whole.contiguous() if layout.splits else whole, layout.cut, layout.rank)

@@ -45,11 +45,11 @@ def local_of(value: Any, layout: Layout, func: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     one = lone_value(value)
-    if isinstance(value, KnownDTensor) and one is None and value.shape == layout.cut.shape:
+    if isinstance(value, KnownDTensor) and one is None and value.shape == layout.shape:
         return piece_of(local_tensor(value), layout)
-    if one is None or not _broadcasts(value.shape, layout.cut.shape):
+    if one is None or not _broadcasts(value.shape, layout.shape):
         raise mixed(func, layout, value)
-    return one.reshape(1) if not layout.cut.shape else one
+    return one.reshape(1) if not layout.shape else one
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -73,7 +73,6 @@ def lone_value(value: torch.Tensor) -> torch.Tensor | None:
 
 def mixed(func: Any, layout: Layout, value: torch.Tensor) -> PlacementError:
     """The error for a tensor that does not lie where the first ragged one does."""
-    shard = layout.shard
     if isinstance(value, DTensor) and is_ragged(spec_of(value)):
         what = f"one of shape {tuple(value.shape)} cut as {value.placements} over {value.device_mesh}"
         remedy = "redistribute one of them (sherd.tensor.ragged.redistribute_to)"
@@ -84,18 +83,19 @@ def mixed(func: Any, layout: Layout, value: torch.Tensor) -> PlacementError:
         what = f"a plain tensor of shape {tuple(value.shape)}"
         remedy = "cut it likewise first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"
     return PlacementError(
-        f"{name_of(func)}: a ragged tensor of shape {layout.cut.shape} ({shard}) met {what}, whose elements are on "
+        f"{name_of(func)}: a ragged tensor of shape {layout.shape} ({layout}) met {what}, whose elements are on "
         f"other ranks; {remedy}, or {WAYS_OUT}"
     )
 
 
 def unknown(func: Any, layout: Layout, why: str = "") -> PlacementError:
     """The error for an operation that runs of elements cannot answer."""
-    shard = layout.shard
+    owner = "with placement Whole() each tensor has one owner, which can do any operation"
+    if len(layout.splits) and layout.owner is None:
+        owner = f"{owner}, if no other axis of {layout.mesh} shards it"
     return PlacementError(
-        f"{name_of(func)} is not known for a tensor of shape {layout.cut.shape} that is cut as {shard}"
-        f"{f' ({why})' if why else ''}; {WAYS_OUT}; with placement Whole() each tensor has one owner, which can do any "
-        "operation"
+        f"{name_of(func)} is not known for a tensor of shape {layout.shape} that is cut as {layout}"
+        f"{f' ({why})' if why else ''}; {WAYS_OUT}; {owner}"
     )
 
 

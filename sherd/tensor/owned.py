@@ -25,10 +25,9 @@ from sherd.tensor.trees import changed, tensors_in
 def common_owner(layouts: Sequence[Layout]) -> int | None:
     """The rank that holds all of all these tensors, if one does."""
     first = layouts[0]
-    same = all(
-        each.owner == first.owner and each.axis == first.axis and (each.mesh is first.mesh or each.mesh == first.mesh)
-        for each in layouts
-    )
+    if first.owner is None:
+        return None
+    same = all(each is first or (each.owner == first.owner and each.shares_ranks_with(first)) for each in layouts)
     return first.owner if same else None
 
 

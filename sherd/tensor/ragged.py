@@ -18,13 +18,14 @@ from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
 from sherd.tensor.covering import as_asked_for
-from sherd.tensor.moves import gather, part_given, piece_of
+from sherd.tensor.moves import gather, gather_part, part_given, piece_of, run_of
 from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
 from sherd.tensor.table import operation_for
 
 
 class RaggedDTensor(DTensor):
-    """A tensor of which each rank of one mesh axis holds a run of elements (`sherd.layout.runs.Runs`).
+    """A tensor of which each rank of one mesh axis, or of several, holds a run of elements (`sherd.layout.runs.Runs`).
+    On other axes it may be sharded on a dim too (tensor parallel): then what each rank there has is cut into runs.
 
     It is a DTensor to checkpoints, optimizers and gradient clipping: `shape` is that of the whole tensor, `to_local()`
     is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element, or reduce to
@@ -41,7 +42,7 @@ class RaggedDTensor(DTensor):
 
     @property
     def cut(self) -> Runs:
-        """Which rank holds which run."""
+        """Which rank holds which run: of the tensor, or of the part of it at this rank's coordinates on other axes."""
         return layout_of(spec_of(self)).cut
 
     @property
@@ -62,7 +63,7 @@ class RaggedDTensor(DTensor):
         if isinstance(value, DTensor):
             same = isinstance(value, RaggedDTensor) and layout_of(spec_of(value)).same_as(layout)
             value = local_tensor(value) if same else value.full_tensor()
-        part = part_given(value, layout.cut.shape, local, lambda whole: piece_of(whole, layout))
+        part = part_given(value, layout.shape, local, lambda whole: piece_of(whole, layout))
         if part is None:
             raise WriteBackError(
                 f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
@@ -89,7 +90,7 @@ class RaggedDTensor(DTensor):
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank, in memory of its own. All ranks of the shard axis must call it.
+        """The whole tensor on every rank, in memory of its own. All ranks that hold pieces must call it.
 
         Its gradient must be the same on all ranks; each keeps its run of it.
 
@@ -132,9 +133,12 @@ class RaggedDTensor(DTensor):
                 "Replicate() or Shard(dim) per axis of the same mesh; for another ragged layout use "
                 "sherd.tensor.ragged.redistribute_to(tensor, cut)"
             )
-        whole = self.full_tensor() if forward_dtype is None else self.full_tensor().to(forward_dtype)
-        replicated: DTensor = DTensor.from_local(whole, mesh, (Replicate(),) * mesh.ndim, run_check=False)
-        return replicated.redistribute(mesh, wanted)
+        part: torch.Tensor = _ToPart.apply(self)  # type: ignore[no-untyped-call]  # of torch
+        part = part if forward_dtype is None else part.to(forward_dtype)
+        given = layout_of(spec_of(self)).part_placements
+        strides = torch.empty(self.shape, device="meta").stride()
+        gathered: DTensor = DTensor.from_local(part, mesh, given, run_check=False, shape=self.shape, stride=strides)
+        return gathered.redistribute(mesh, wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
         if id(self) in memo:
@@ -148,8 +152,8 @@ class RaggedDTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = spec_of(self)
-        given = (local_tensor(self).detach(), spec.mesh, spec.placements, self.requires_grad, _is_parameter(self))
-        return unpickled, given
+        local, shape = local_tensor(self).detach(), tuple(spec.shape)
+        return unpickled, (local, spec.mesh, spec.placements, self.requires_grad, _is_parameter(self), shape)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """What this rank writes into a checkpoint: its run as rectangles; nothing if it holds nothing."""
@@ -183,6 +187,18 @@ class _ToLocal(torch.autograd.Function):
         return _wrapped(grad, ctx.spec)
 
 
+class _ToPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = spec_of(tensor)
+        return gather_part(local_tensor(tensor), layout_of(ctx.spec))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
+        layout = layout_of(ctx.spec)
+        return _wrapped(run_of(grad, layout.cut, layout.rank).clone(), ctx.spec)
+
+
 class _ToWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
@@ -214,10 +230,15 @@ def _rebuilt(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, is_par
 
 
 def unpickled(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], requires_grad: bool, is_parameter: bool
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+    shape: tuple[int, ...],
 ) -> RaggedDTensor:
     """What a pickle calls to make the tensor again, on a mesh of the same shape."""
-    return _rebuilt(local, Layout(mesh, placements).spec(local.dtype), requires_grad, is_parameter)
+    return _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
 
 
 # `torch.load` makes only what is named here, unless it is told to trust the file.
@@ -227,8 +248,8 @@ torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, Runs, unpickle
 def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
     """A ragged tensor around `local`, uncopied and outside autograd.
 
-    `local` is what this rank holds, of shape `cut.local_shape(rank)`; `spec` has one `RaggedShard(cut)` among its
-    placements (`sherd._torch.dtensor_spec`).
+    `local` is what this rank holds, of shape `cut.local_shape(rank)`; `spec` is made by
+    `sherd.tensor.placement.ragged_spec`.
 
     Raises:
         PlacementError: the placements are not those of a ragged tensor on this mesh.
@@ -244,33 +265,44 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def distribute_ragged(whole: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
-    """This rank's run of a whole tensor that every rank holds: a view where it is contiguous, no communication.
+    """This rank's run of a whole tensor that every rank holds: a view where what is cut is contiguous, no
+    communication.
 
     Raises:
         PlacementError: `whole` has another shape than the spec says.
     """
     layout = layout_of(spec)
-    if tuple(whole.shape) != layout.cut.shape:
+    if tuple(whole.shape) != layout.shape:
         raise PlacementError(
-            f"a tensor of shape {tuple(whole.shape)} was given for one of shape {layout.cut.shape}; every rank gives "
+            f"a tensor of shape {tuple(whole.shape)} was given for one of shape {layout.shape}; every rank gives "
             "the whole tensor"
         )
     return dtensor_of(RaggedDTensor, piece_of(whole.detach(), layout), layout.spec(whole.dtype), False)
 
 
-def redistribute_to(tensor: DTensor, cut: Runs) -> RaggedDTensor:
-    """Any DTensor, ragged or torch's own, cut into runs over the axis it is sharded on. All ranks must call it.
+def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
+    """Any DTensor, ragged or torch's own, cut into runs. All ranks must call it; the piece has memory of its own.
 
-    On a 2-D mesh the last axis is the sharded one. The piece has memory of its own.
+    Args:
+        tensor: what is cut.
+        to: the cut, over the last axis of the tensor's mesh, with copies on the others; or the spec of a ragged tensor
+            on the same mesh.
 
     Raises:
-        PlacementError: the cut is that of another shape or number of ranks.
+        PlacementError: `to` is for another shape, mesh, or number of ranks.
     """
-    mesh = tensor.device_mesh
-    placements = (*(Replicate(),) * (mesh.ndim - 1), RaggedShard(cut))
-    layout = Layout(mesh, placements)
-    if cut.shape != tuple(tensor.shape):
-        raise PlacementError(f"a cut of shape {cut.shape} was given for a tensor of shape {tuple(tensor.shape)}")
-    detached: Any = tensor.detach()
-    whole: torch.Tensor = detached.full_tensor()
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    if isinstance(to, Runs):
+        if to.shape != shape:
+            raise PlacementError(f"a cut of shape {to.shape} was given for a tensor of shape {shape}")
+        layout = Layout(mesh, (*(Replicate(),) * (mesh.ndim - 1), RaggedShard(to)), shape)
+    else:
+        layout = layout_of(to)
+        if layout.shape != shape or layout.mesh != mesh:
+            raise PlacementError(
+                f"a spec for a tensor of shape {layout.shape} on {layout.mesh} was given for one of shape {shape} on "
+                f"{mesh}"
+            )
+    with torch.no_grad():
+        whole = tensor.full_tensor()
     return dtensor_of(RaggedDTensor, piece_of(whole, layout).clone(), layout.spec(whole.dtype), False)

@@ -1,7 +1,7 @@
 """How do sums, norms, extrema and tests over a whole ragged tensor become one value that every rank knows?
 
-Each rank reduces its run, one all-reduce over the shard axis joins them; replicas know the same already. The answer is
-a replicated DTensor. Runs without elements give the neutral value.
+Each rank reduces its run, one all-reduce over each axis that shards the tensor joins them; replicas know the same
+already. The answer is a replicated DTensor. Runs without elements give the neutral value.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Reduce = dist.ReduceOp
 
 
 def joined(value: torch.Tensor, how: Any, layout: Layout) -> torch.Tensor:
-    """`value` joined over the ranks of the shard axis, in place."""
-    if layout.mesh.size(layout.axis) > 1:
-        dist.all_reduce(value, op=how, group=layout.group)
+    """`value` joined over all ranks that hold different elements, in place: one axis after the other."""
+    for group in layout.groups:
+        dist.all_reduce(value, op=how, group=group)
     return value
 
 
@@ -64,7 +64,7 @@ def summed(func: Any, args: Args, kwargs: Kwargs) -> Any:
         joined(torch.prod(part, dtype=wider), Reduce.PRODUCT, layout) if kind == "prod" else _sum(part, wider, layout)
     )
     if kind == "mean":
-        whole = whole / layout.cut.numel if layout.cut.numel else whole * math.nan
+        whole = whole / layout.numel if layout.numel else whole * math.nan
     return _answer(whole.to(dtype), layout, keepdim)
 
 
@@ -94,8 +94,8 @@ def extreme(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if asked is None:
         return on_owner(func, args, kwargs)
     local, layout, keepdim = asked
-    if not layout.cut.numel:
-        raise IndexError(f"{func.name()}: a tensor of shape {layout.cut.shape} has no largest or smallest element")
+    if not layout.numel:
+        raise IndexError(f"{func.name()}: a tensor of shape {layout.shape} has no largest or smallest element")
     largest = "max" in func.name()
     value = _extreme(local, largest, layout)
     return _answer(value, layout, keepdim)
@@ -183,7 +183,7 @@ def norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @answers("_foreach_norm")
 def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The p-norm of each; one all-reduce for those that share a mesh axis."""
+    """The p-norm of each; one all-reduce per mesh axis for those that are sharded over the same ones."""
     return by_kind(_norms_of_runs, func, args, kwargs)
 
 
@@ -217,18 +217,18 @@ def maxima_of_list(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _by_group(tensors: Sequence[RaggedDTensor]) -> dict[Layout, list[int]]:
-    """Which tensors share a mesh axis, by the layout of the first of them."""
-    leaders: dict[tuple[Any, int], Layout] = {}
+    """Which tensors are sharded over the same mesh axes, by the layout of the first of them."""
+    leaders: dict[tuple[Any, tuple[int, ...]], Layout] = {}
     found: dict[Layout, list[int]] = {}
     for index, each in enumerate(tensors):
         layout = layout_of(spec_of(each))
-        leader = leaders.setdefault((layout.mesh, layout.axis), layout)
+        leader = leaders.setdefault((layout.mesh, layout.joined_axes), layout)
         found.setdefault(leader, []).append(index)
     return found
 
 
 def norms(locals_: Sequence[torch.Tensor], power: float, layout: Layout) -> list[torch.Tensor]:
-    """The p-norm of each tensor, of which `locals_` are this rank's runs; one all-reduce."""
+    """The p-norm of each tensor, of which `locals_` are this rank's runs; one all-reduce per axis."""
     dtype = wide(torch.float32, locals_[0].device)
     joint = torch.stack(list(_norms_here(locals_, power))).to(dtype)
     if power == math.inf:
@@ -318,9 +318,9 @@ def _read(func: Any, args: Args, kwargs: Kwargs, names: Sequence[str]) -> tuple[
 
 
 def _covers(dims: Sequence[int] | None, layout: Layout) -> bool:
-    ndim = len(layout.cut.shape)
+    ndim = len(layout.shape)
     return dims is None or {dim % ndim if ndim else 0 for dim in dims} >= set(range(ndim))
 
 
 def _answer(value: torch.Tensor, layout: Layout, keepdim: bool) -> DTensor:
-    return known(value.reshape((1,) * len(layout.cut.shape)) if keepdim else value, layout)
+    return known(value.reshape((1,) * len(layout.shape)) if keepdim else value, layout)

@@ -50,13 +50,13 @@ def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     if cut is None or (isinstance(value, DTensor) and value.device_mesh != layout.mesh):
         return value
     if isinstance(value, DTensor):
-        return redistribute_to(value, cut)
+        return redistribute_to(value, layout.like(cut).spec(value.dtype))
     return distribute_ragged(value, layout.like(cut).spec(value.dtype)).clone()
 
 
 def _cut_for(shape: tuple[int, ...], layout: Layout) -> Runs | None:
     """The parameter's cut for state of its shape; for other shapes there is one only at an owner."""
-    if shape == layout.cut.shape:
+    if shape == layout.shape:
         return layout.cut
     return layout.owned_cut(shape) if shape and layout.owner is not None else None
 
