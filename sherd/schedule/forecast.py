@@ -10,7 +10,8 @@ through the very `Schedule` that runs the model; what its actions do to the buff
     Free                                                       whole, rows, the kept part
     FreeGroup                                                  one group's whole
     Arrival           one gradient, then gradient rows         gradients, once copied into the rows
-    Reduce            this rank's sum; the transport's own
+    Reduce            gradient rows, if they come late;        gradients, once copied into the rows
+                      this rank's sum; the transport's own
     Settle            the shards' gradient                     gradient rows, the sum, the transport's own
 """
 
@@ -73,14 +74,17 @@ class Kind(Enum):
 class GroupSizes:
     """Bytes of one group's buffers on this rank, each when it is allocated; 0 for one that the group does without.
 
+    `kept` are whole parameters that are not given up between uses; `whole` is 0 then.
     `rows` is 0 where an all-gather fills the whole buffer itself, `sent` where it sends the shards themselves. `lands`:
     the whole buffer is filled while a collective is awaited, this one or a later one, and not before.
     `arriving` are the whole gradients of the group's trainable parameters, in the order of its parameters; a group that
-    `borrows` sends its only gradient from where it is. `scratch` is what the transport takes during a reduction.
+    `borrows` sends its only gradient from where it is; one that `collects_late` has no rows until it is reduced,
+    in a step that reduces it. `scratch` is what the transport takes during a reduction.
     """
 
     shards: int
     whole: int
+    kept: int = 0
     rows: int = 0
     sent: int = 0
     part: int = 0
@@ -92,6 +96,7 @@ class GroupSizes:
     scratch: int = 0
     is_all_trainable: bool = True
     lands: bool = False
+    collects_late: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -246,7 +251,8 @@ class _Backward:
 
 @dataclass(slots=True)
 class _Group:
-    """What a group's buffers depend on besides the schedule."""
+    """What a group's buffers depend on besides the schedule. `is_current`: what is kept of it whole is of the shards'
+    present values."""
 
     sizes: GroupSizes
     waiting: int = 0
@@ -255,6 +261,8 @@ class _Group:
     in_reduction: bool = False
     has_gradients: bool = False
     is_whole: bool = False
+    is_gathering: bool = False
+    is_current: bool = False
     is_shrunk: bool = False
     is_landing: bool = False
 
@@ -275,6 +283,7 @@ class Buffers:
         self._groups = [[_Group(sizes) for sizes in unit] for unit in self.sizes]
         for unit, groups in enumerate(self.sizes):
             self._add(unit, Kind.SHARDS, sum(each.shards for each in groups))
+            self._add(unit, Kind.WHOLE, sum(each.kept for each in groups))
 
     def begin_step(self) -> None:
         """The optimizer has stepped and dropped the gradients; the peak of what comes is asked for."""
@@ -289,8 +298,11 @@ class Buffers:
     def live_through(self, schedule: Schedule, moment: Moment) -> None:
         """Let `moment` happen: ask the schedule, or take a gradient."""
         self._moment = moment
+        if isinstance(moment, BeforeForward) and moment.unit == 0 and not moment.recomputing:
+            for group in (group for groups in self._groups for group in groups):
+                group.is_current = False  # somebody may have written the shards
         if isinstance(moment, Arrival):
-            self._arrive(moment)
+            self._arrive(moment, schedule.state.specs[moment.unit].reduces)
             return
         if isinstance(moment, EndBackward):
             self._end_backward()
@@ -327,8 +339,9 @@ class Buffers:
                 self._await(unit, groups)
             case Free():
                 self._drop(unit, Kind.WHOLE, Kind.ROWS, Kind.SENT, Kind.PART)
+                self._add(unit, Kind.WHOLE, sum(group.sizes.kept for group in groups))
                 for group in groups:
-                    group.is_whole = group.is_shrunk = group.is_landing = False
+                    group.is_whole = group.is_gathering = group.is_shrunk = group.is_landing = False
             case FreeGroup():
                 group = groups[action.group]
                 self._add(unit, Kind.WHOLE, -group.sizes.whole if group.is_whole else 0)
@@ -351,6 +364,9 @@ class Buffers:
     def _gather(self, unit: int, groups: list[_Group]) -> None:
         for group in (each for each in groups if not each.is_whole):
             sizes = group.sizes
+            if group.is_current:
+                continue
+            group.is_gathering, group.is_current = True, sizes.kept > 0
             if group.is_shrunk:
                 self._add(unit, Kind.PART, -sizes.part)
             self._add(unit, Kind.SENT, sizes.part if group.is_shrunk else sizes.sent)
@@ -362,13 +378,16 @@ class Buffers:
 
     def _await(self, unit: int, groups: list[_Group]) -> None:
         for group in (each for each in groups if not each.is_whole):
+            group.is_whole = True
+            if not group.is_gathering:
+                continue
             sizes = group.sizes
             if sizes.rows and not group.is_shrunk:
                 self._add(unit, Kind.WHOLE, sizes.whole)
                 self._add(unit, Kind.ROWS, -sizes.rows)
             self._land(unit, group)
             self._add(unit, Kind.SENT, -(sizes.part if group.is_shrunk else sizes.sent))
-            group.is_whole, group.is_shrunk = True, False
+            group.is_gathering = group.is_shrunk = False
 
     def _land(self, unit: int, group: _Group) -> None:
         if group.is_landing:
@@ -377,7 +396,7 @@ class Buffers:
 
     # Gradients
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival, reduces: bool) -> None:
         unit, group = arrival.unit, self._groups[arrival.unit][arrival.group]
         nbytes = group.sizes.arriving[arrival.index]
         group.num_arrived += 1
@@ -387,11 +406,12 @@ class Buffers:
         else:
             group.waiting += nbytes
             self._add(unit, Kind.ARRIVED, nbytes)
-        if group.num_arrived >= len(group.sizes.arriving):
+        is_complete = group.num_arrived >= len(group.sizes.arriving)
+        waits = group.sizes.collects_late and reduces and not group.has_rows
+        if not waits and (is_complete or group.waiting >= self.batch_bytes):
+            self._copy(unit, group)
+        if is_complete:
             group.num_arrived = 0
-            self._copy(unit, group)
-        elif group.waiting >= self.batch_bytes:
-            self._copy(unit, group)
 
     def _copy(self, unit: int, group: _Group) -> None:
         """The gradients that wait go into the rows."""
@@ -404,8 +424,10 @@ class Buffers:
         group.waiting = 0
 
     def _end_backward(self) -> None:
-        for group in (group for groups in self._groups for group in groups):
-            group.num_arrived = 0
+        for unit, groups in enumerate(self._groups):
+            for group in groups:
+                self._copy(unit, group)
+                group.num_arrived = 0
 
     def _reduce(self, unit: int, groups: list[_Group]) -> None:
         for group in groups:
