@@ -14,14 +14,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import dtensor_spec, register_foreach_type
+from sherd._torch import register_foreach_type
 from sherd.engine.group import Group, own_view
+from sherd.engine.other_axes import own_spec
 from sherd.engine.parameter import record_of
 from sherd.errors import StateError
-from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
 
 
@@ -117,7 +115,7 @@ class FlatShard:
     def __init__(self, group: Group) -> None:
         self.names = tuple(each.name for each in group.parameters)
         self.shapes = tuple(each.shape for each in group.parameters)
-        self._pieces = tuple(cut.piece(group.mesh.shard_rank) for cut in group.packing.runs)
+        self._pieces = tuple(cut.piece(group.mesh.piece) for cut in group.packing.runs)
         self.parameter = _flat_parameter(group)
 
     def metadata(self) -> FlatParamShardMetadata:
@@ -137,12 +135,9 @@ class FlatShard:
 def _flat_parameter(group: Group) -> nn.Parameter:
     """A parameter on the group's rest buffer."""
     mesh, together = group.mesh, group.packing.runs_together
-    placements: list[Placement] = [Replicate()] * mesh.mesh.ndim
-    assert mesh.shard_axis is not None, "a flat parameter is cut over a shard axis"
-    placements[mesh.shard_axis] = RaggedShard(together)
-    spec = dtensor_spec(mesh.mesh, tuple(placements), torch.Size(together.shape), group.dtype)
-    local = own_view(group.rest[: together.local_numel(mesh.shard_rank)])
-    for gap in group.packing.gaps_of(mesh.shard_rank):
+    spec = own_spec(mesh, together, torch.Size(together.shape), group.dtype)
+    local = own_view(group.rest[: together.local_numel(mesh.piece)])
+    for gap in group.packing.gaps_of(mesh.piece):
         local[gap.start : gap.stop].zero_()
     # A Parameter keeps the class of its data, whatever its type says: this is one, and a FlatParameter.
     parameter: Any = nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad)

@@ -11,31 +11,36 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as ReplicateSpec
-from torch.distributed.tensor import Shard as ShardSpec
-from torch.distributed.tensor.placement_types import Placement as PlacementSpec
 
-from sherd._torch import DTensorSpec, concatenate_meshes, dtensor_spec, local_tensor, strided_shard
+from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.group import travels_alone
+from sherd.engine.other_axes import beside, on_full_mesh, own_spec
 from sherd.engine.ownership import Found
-from sherd.errors import OwnershipError, PlacementError
+from sherd.errors import PlacementError
 from sherd.layout.placement import Cut, Placement, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import RunPlacement, Runs
-from sherd.tensor.placement import RaggedShard
 
 AnyPlacement = Placement | RunPlacement
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How one parameter will be sharded: the numbers, both specs, and the tensor to cut."""
+class Wish:
+    """How a user wants one parameter sharded: cut how, and over which ranks. Placement None is the default: dim 0, or
+    for a scalar a copy on every rank."""
 
+    placement: AnyPlacement | None
+    mesh: DataMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one parameter will be sharded: over what, the numbers, both specs, and the tensor to cut."""
+
+    mesh: DataMesh
     cut: Cut | Runs
     lot: int
     shard_spec: DTensorSpec
@@ -44,49 +49,65 @@ class Form:
 
 
 def forms_of(
-    found: Sequence[Found], mesh: DataMesh, streams: Streams, placement_of: Callable[[Found], AnyPlacement | None]
+    found: Sequence[Found], streams: Streams, wish_of: Callable[[Found], Wish], surrounds: bool = False
 ) -> list[Form]:
-    """How each of `found` is sharded over `mesh`. Placement None is the default: dim 0, or for a scalar a copy on every
-    rank.
+    """How each of `found` is sharded, the parameters of a unit that `surrounds` others or not.
 
     Raises:
         PlacementError: a parameter that cannot be cut as asked, or a DTensor that does not fit the mesh.
     """
-    placements = [placement_of(each) for each in found]
-    planned = _planned(found, mesh, streams, placements)
-    forms = []
-    for index, (each, placement) in enumerate(zip(found, placements, strict=True)):
-        whole_spec = each.parameter._spec if isinstance(each.parameter, DTensor) else None
-        data = local_tensor(each.parameter) if isinstance(each.parameter, DTensor) else each.parameter
-        if index in planned:
-            cut, lot = planned[index]
-            forms.append(Form(cut, lot, _ragged_spec(each.parameter, mesh, cut), None, data))
-        else:
-            forms.append(_cut_by_itself(each, mesh, placement, whole_spec, data))
+    wishes = [wish_of(each) for each in found]
+    planned = _planned(found, streams, wishes, surrounds)
+    forms = [
+        _form(each, wish.mesh, *(planned[index] if index in planned else (_cut_by_itself(each, wish), 0)))
+        for index, (each, wish) in enumerate(zip(found, wishes, strict=True))
+    ]
+    # Only of what will be sharded: after an error ranks may differ in how far they came.
+    for form, wish in zip(forms, wishes, strict=True):
+        if isinstance(form.cut, Runs) and isinstance(wish.placement, RunPlacement) and wish.placement.owned:
+            _loads_of(form.mesh)[form.cut.first] += form.cut.numel
     return forms
 
 
-def _cut_by_itself(
-    each: Found, mesh: DataMesh, placement: AnyPlacement | None, whole_spec: DTensorSpec | None, data: torch.Tensor
-) -> Form:
-    shape = tuple(data.shape)
+def _form(each: Found, mesh: DataMesh, cut: Cut | Runs, lot: int) -> Form:
+    parameter, data = each.parameter, _data(each)
+    if not isinstance(parameter, DTensor):
+        _require_own_mesh(each, mesh)
+        return Form(mesh, cut, lot, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
+    whole = spec_of(parameter)
+    spec = beside(whole, mesh, cut, each.name) if mesh.full is None else on_full_mesh(whole, mesh, cut, each.name)
+    return Form(mesh, cut, lot, spec, whole, data)
+
+
+def _data(each: Found) -> torch.Tensor:
+    """What is cut: the parameter, or this rank's part of it under tensor parallelism."""
+    return local_tensor(each.parameter) if isinstance(each.parameter, DTensor) else each.parameter
+
+
+def _cut_by_itself(each: Found, wish: Wish) -> Cut:
+    shape, placement = tuple(_data(each).shape), wish.placement
     if placement is None or isinstance(placement, RunPlacement):
         placement = Shard(0) if shape else Replicate()
-    cut = placement.cut(shape, mesh.num_shards, each.name)
-    if whole_spec is None:
-        _require_own_mesh(each, mesh)
-        placements = _data_placements(mesh, cut.dim, 1)
-        spec = dtensor_spec(mesh.mesh, placements, each.parameter.shape, each.parameter.dtype)
-    elif mesh.full is not None:
-        spec = _on_full_mesh(whole_spec, mesh, cut.dim, each.name)
-    else:
-        spec = _beside(whole_spec, mesh, cut.dim, each.name)
-    return Form(cut, 0, spec, whole_spec, data)
+    cut = placement.cut(shape, wish.mesh.num_shards, each.name, wish.mesh.num_owners)
+    gathers_itself = hasattr(_data(each).data, "fsdp_pre_all_gather")
+    if gathers_itself and wish.mesh.spreads:
+        raise PlacementError(
+            f"{each.name}: a {type(_data(each).data).__name__} gathers itself, from whole shards, and replicas that "
+            "own pieces of a shard have none; let replicas be copies (placements='hsdp') in its unit"
+        )
+    if gathers_itself and cut.dim != 0:
+        raise PlacementError(
+            f"{each.name}: a {type(_data(each).data).__name__} gathers itself and is cut on dim 0 only, not as "
+            f"{placement}; let shard_placement_fn return Shard(0) for it"
+        )
+    return cut
 
 
 def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
     """A plain parameter is cut over a mesh that is data parallel only."""
-    if mesh.full is not None and mesh.full.ndim > mesh.mesh.ndim:
+    if mesh.full is None or mesh.dims is None:
+        return
+    if mesh.full.ndim > len(mesh.dims.shard_names) + len(mesh.dims.replicate_names):  # else all of it is data parallel
         raise PlacementError(
             f"{each.name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so parameters must "
             "be DTensors on that mesh (distribute_module, parallelize_module); this one is a plain tensor"
@@ -95,8 +116,8 @@ def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
 
 # Cut into runs
 
-_loads: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
-"""By shard group: the elements that each rank owns of units whose model has not run yet."""
+_loads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[int]]] = weakref.WeakKeyDictionary()
+"""By shard group and number of pieces: the elements of each piece of units whose model has not run yet."""
 
 
 def forget_loads(mesh: DataMesh) -> None:
@@ -106,25 +127,27 @@ def forget_loads(mesh: DataMesh) -> None:
 
 
 def _planned(
-    found: Sequence[Found], mesh: DataMesh, streams: Streams, placements: Sequence[AnyPlacement | None]
+    found: Sequence[Found], streams: Streams, wishes: Sequence[Wish], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
     """The cut of every parameter that is cut into runs, and the number of its lot: those that were planned together."""
-    lots: dict[tuple[torch.dtype, bool, bool, int | None], list[int]] = {}
+    lots: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
-    for index, (each, placement) in enumerate(zip(found, placements, strict=True)):
+    for index, (each, wish) in enumerate(zip(found, wishes, strict=True)):
+        placement, mesh = wish.placement, wish.mesh
         if isinstance(placement, RunPlacement) and mesh.shard_axis is not None:
-            _require_plain(each, placement)
-            _require_own_mesh(each, mesh)
-            parameter = each.parameter
-            wanted[index] = Wanted(tuple(parameter.shape), placement, each.name)
+            _require_no_own_gather(each, placement)
+            data = _data(each)
+            wanted[index] = Wanted(tuple(data.shape), placement, each.name)
             # One that travels alone is cut evenly by itself; where owners balance, all are needed for that.
-            alone = index if travels_alone(parameter, streams) and not placement.together else None
-            lots.setdefault((parameter.dtype, parameter.requires_grad, placement.owned, alone), []).append(index)
+            alone = index if travels_alone(data, streams, surrounds) and not placement.together else None
+            lot = mesh, data.dtype, each.parameter.requires_grad, placement.owned, alone
+            lots.setdefault(lot, []).append(index)
     cuts: dict[int, tuple[Runs, int]] = {}
-    for lot, ((_, _, owned, _), members) in enumerate(lots.items()):
-        loads = _loads_of(mesh) if owned else None
-        for index, cut in zip(members, plan([wanted[each] for each in members], mesh.num_shards, loads), strict=True):
-            cuts[index] = cut, lot
+    loads_of: dict[DataMesh, list[int]] = {}
+    for number, ((mesh, _, _, owned, _), members) in enumerate(lots.items()):
+        loads = loads_of.setdefault(mesh, list(_loads_of(mesh))) if owned else None
+        for index, cut in zip(members, plan([wanted[each] for each in members], mesh.num_pieces, loads), strict=True):
+            cuts[index] = cut, number
             if loads is not None:
                 loads[cut.first] += cut.numel
     return cuts
@@ -132,95 +155,12 @@ def _planned(
 
 def _loads_of(mesh: DataMesh) -> list[int]:
     assert mesh.shard_group is not None, "parameters are cut over a shard axis"
-    return _loads.setdefault(mesh.shard_group, [0] * mesh.num_shards)
+    return _loads.setdefault(mesh.shard_group, {}).setdefault(mesh.num_pieces, [0] * mesh.num_pieces)
 
 
-def _require_plain(each: Found, placement: RunPlacement) -> None:
-    if isinstance(each.parameter, DTensor):
+def _require_no_own_gather(each: Found, placement: RunPlacement) -> None:
+    if hasattr(_data(each).data, "fsdp_pre_all_gather"):
         raise PlacementError(
-            f"{each.name}: {placement} cuts plain tensors, and this one is a DTensor on {each.parameter.device_mesh}; "
-            "use Shard(dim) for parameters that are tensor parallel"
-        )
-    if hasattr(each.parameter.data, "fsdp_pre_all_gather"):
-        raise PlacementError(
-            f"{each.name}: a {type(each.parameter.data).__name__} gathers itself and is cut on dim 0 only, not as "
+            f"{each.name}: a {type(_data(each).data).__name__} gathers itself and is cut on dim 0 only, not as "
             f"{placement}; let shard_placement_fn return Shard(0) for it"
         )
-
-
-def _ragged_spec(parameter: nn.Parameter, mesh: DataMesh, cut: Runs) -> DTensorSpec:
-    placements: list[PlacementSpec] = [ReplicateSpec()] * mesh.mesh.ndim
-    assert mesh.shard_axis is not None, "parameters are cut over a shard axis"
-    placements[mesh.shard_axis] = RaggedShard(cut)
-    return dtensor_spec(mesh.mesh, tuple(placements), parameter.shape, parameter.dtype)
-
-
-# Cut on a dim
-
-
-def _data_placements(mesh: DataMesh, dim: int | None, split: int) -> tuple[PlacementSpec, ...]:
-    """Placements on the data-parallel axes; `split` is how many parts other axes to the right cut `dim` into."""
-    placements: list[PlacementSpec] = [ReplicateSpec()] * mesh.mesh.ndim
-    if dim is not None and mesh.shard_axis is not None:
-        placements[mesh.shard_axis] = ShardSpec(dim) if split == 1 else strided_shard(dim, split)
-    return tuple(placements)
-
-
-def _split_of(dim: int | None, placements: tuple[PlacementSpec, ...], mesh: DeviceMesh, after: int = -1) -> int:
-    """How many parts the axes of `mesh` behind axis `after` cut `dim` into."""
-    split = 1
-    for axis, placement in enumerate(placements):
-        if axis > after and placement.is_shard(dim) and dim is not None:
-            split *= mesh.size(axis)
-    return split
-
-
-def _beside(whole: DTensorSpec, mesh: DataMesh, dim: int | None, name: str) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on another mesh (tensor parallel): data-parallel axes go in front."""
-    if whole.mesh == mesh.mesh:
-        raise OwnershipError(
-            f"{name}: it is a DTensor on the very mesh it would be sharded over, {mesh.mesh}, so something has sharded "
-            "it already (a unit that no longer exists?); build the model anew"
-        )
-    split = _split_of(dim, whole.placements, whole.mesh)
-    placements = (*_data_placements(mesh, dim, split), *whole.placements)
-    return dtensor_spec(concatenate_meshes([mesh.mesh, whole.mesh]), placements, whole.shape, _dtype(whole))
-
-
-def _on_full_mesh(whole: DTensorSpec, mesh: DataMesh, dim: int | None, name: str) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on the full mesh whose data-parallel axes the user named."""
-    assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
-    names = mesh.full.mesh_dim_names or ()
-    if whole.mesh != mesh.full:
-        raise PlacementError(
-            f"{name}: it is a DTensor on {whole.mesh}, not on the mesh that fully_shard was given, {mesh.full}"
-        )
-    for axis_name in (*mesh.dims.shard_names, *mesh.dims.replicate_names):
-        placement = whole.placements[names.index(axis_name)]
-        if not placement.is_replicate():
-            raise PlacementError(
-                f"{name}: data-parallel axis {axis_name!r} must find it replicated, its placement there is "
-                f"{placement}; distribute it with Replicate() on the data-parallel axes"
-            )
-    data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
-    others = [axis for axis in range(mesh.full.ndim) if axis not in data_axes]
-    if len(mesh.dims.shard_names) == 1 and len(mesh.dims.replicate_names) <= 1:
-        axis = names.index(mesh.dims.shard_names[0])
-        placements = list(whole.placements)
-        if dim is not None:
-            split = _split_of(dim, whole.placements, mesh.full, after=axis)
-            placements[axis] = ShardSpec(dim) if split == 1 else strided_shard(dim, split)
-        return dtensor_spec(mesh.full, tuple(placements), whole.shape, _dtype(whole))
-    # Several axes were flattened into one: the shard lives on a mesh of that axis and the ones that are left.
-    meshes = [mesh.mesh, *(mesh.full[names[axis]] for axis in others)]
-    rest = tuple(whole.placements[axis] for axis in others)
-    split = 1
-    for axis, placement in zip(others, rest, strict=True):
-        split *= mesh.full.size(axis) if dim is not None and placement.is_shard(dim) else 1
-    placements_all = (*_data_placements(mesh, dim, split), *rest)
-    return dtensor_spec(concatenate_meshes(meshes) if others else mesh.mesh, placements_all, whole.shape, _dtype(whole))
-
-
-def _dtype(spec: DTensorSpec) -> torch.dtype:
-    assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
-    return spec.tensor_meta.dtype

@@ -64,7 +64,8 @@ class Scale:
 
 
 class _Rows:
-    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it; `sizes`: ranks' parts.
+    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it; `sizes`: of the
+    pieces, `shard_sizes`: of what each rank of the shard axis gets the sum of.
 
     Behind each rank's part there is a flag for every tensor of the group, 1 where this rank has its gradient. Summed
     with the rest they tell a rank without one that others have it: it takes its part of theirs, or the shards would
@@ -76,15 +77,23 @@ class _Rows:
         views = RowViews(group.packing, self.buffer.tensor, num_flags)
         self.views = views.tensors
         self.sizes = Sizes(numel + num_flags for numel in group.sizes) if num_flags else group.sizes
+        self.shard_sizes = self.sizes.together(group.mesh.num_owners) if num_flags else group.shard_sizes
         self._flags = views.flags
+        self._mesh = group.mesh
         self.filled: set[int] = set()
 
     @classmethod
-    def made(cls, group: Group) -> _Rows:
+    def made(cls, group: Group, dtype: torch.dtype) -> _Rows:
         """Rows of our own, to be used again."""
         num_flags = group.num_flags
         numel = group.packing.rows_numel + group.packing.num_ranks * num_flags
-        return cls(group, Buffer(numel, group.reduce_dtype, group.device), num_flags)
+        return cls(group, Buffer(numel, dtype, group.device), num_flags)
+
+    @property
+    def piece_sizes(self) -> Sizes:
+        """Those of the pieces that this rank's shard is made of."""
+        first = self._mesh.shard_rank * self._mesh.num_owners
+        return Sizes(self.sizes[first : first + self._mesh.num_owners])
 
     def complete(self) -> None:
         """Zeros for what has not come, and the flags."""
@@ -108,8 +117,8 @@ class _Rows:
 class _Reduction:
     """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time.
 
-    `earlier` is what earlier backwards left to this one; held until compute has waited for the lane that adds it, or
-    the reduce lane could hand its memory out again.
+    `sources` are what is sent, what is summed over the replicas, and what earlier backwards left to it; held until
+    compute has waited for the lane that reads them, or the reduce lane could hand their memory out again.
     """
 
     handoff: Handoff
@@ -118,7 +127,7 @@ class _Reduction:
     with_gradient: frozenset[int]
     scale: Scale
     partial: bool
-    earlier: torch.Tensor | None
+    sources: list[torch.Tensor | None]
 
 
 class Gradients:
@@ -130,7 +139,7 @@ class Gradients:
         self._complete = complete
         self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
         self._arrived: set[int] = set()
-        self._batch: list[tuple[int, torch.Tensor]] = []
+        self._batch: dict[int, torch.Tensor] = {}
         self._batch_bytes = 0
         self._rows: _Rows | None = None
         self._spare: list[_Rows] = []
@@ -139,7 +148,9 @@ class Gradients:
         self._partly_reduced: frozenset[int] = frozenset()
         self._scale = Scale(1.0, 1.0)
         self._expected = 0
+        self._sums_many = False
         self._borrows = False
+        self._reduces = True
 
     def watch(self, index: int, parameter: nn.Parameter) -> None:
         """Take the gradient of `parameter`, the whole form of the group's parameter `index`, whenever there is one."""
@@ -159,9 +170,12 @@ class Gradients:
 
     # Collecting
 
-    def expect(self, divide_by: float, may_borrow: bool) -> None:
-        """A backward is about to reach the group: what will come, by how much the sum will be divided, and whether a
-        gradient may be sent from where it is, which nobody then may write to."""
+    def expect(self, divide_by: float, may_borrow: bool, reduces: bool, is_one_of_many: bool) -> None:
+        """A backward is about to reach the group: what will come, by how much the sum will be divided, whether a
+        gradient may be sent from where it is, which nobody then may write to, whether a reduction will follow, and
+        whether it is one of many that the user has announced."""
+        self._reduces = reduces
+        self._sums_many = is_one_of_many and not reduces
         self._expected = sum(each.requires_grad for each in self.group.parameters)
         dtype = self.group.reduce_dtype
         self._borrows = may_borrow and self.may_borrow
@@ -183,18 +197,28 @@ class Gradients:
     @property
     def unreduced(self) -> bool:
         """Whether there are gradients that no reduction has taken, or that one has taken half of the way."""
-        collected = bool(self._batch) or (self._rows is not None and bool(self._rows.filled))
-        return collected or self._partial is not None
+        return self._partial is not None or self._collected
+
+    def awaits_reduction(self, policy: UnitPolicy) -> bool:
+        """Whether one that does what `policy` says has something to do."""
+        return self._collected or (self._partial is not None and policy.all_reduce_gradients)
+
+    @property
+    def _collected(self) -> bool:
+        return bool(self._batch) or (self._rows is not None and bool(self._rows.filled))
 
     def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
-        for _, gradient in self._batch:
+        for gradient in self._batch.values():
             yield Kind.ARRIVED, gradient
         if self._rows is not None:
             yield Kind.GRADIENT_ROWS, self._rows.buffer.tensor
         if self._reduction is not None:
             yield Kind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
             yield Kind.REDUCED, self._reduction.reduced
+            for source in self._reduction.sources:
+                if source is not None:
+                    yield Kind.REDUCED, source
         if self._partial is not None:
             yield Kind.REDUCED, self._partial
 
@@ -203,6 +227,20 @@ class Gradients:
         """Whether a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it."""
         alone = len(self.group.parameters) == 1 and self.group.packing.direct
         return alone and self._streams.in_host_order and self.group.reduce_dtype != torch.float16
+
+    @property
+    def collects_late(self) -> bool:
+        """Whether gradients that will be reduced wait as they are, and rows are allocated for the reduction only: after
+        the whole parameters were freed, and the rows of the unit before.
+
+        Without streams rows are filled as gradients come, while these are in the cache; what is large is borrowed.
+        """
+        return not self._streams.in_host_order
+
+    @property
+    def _waits(self) -> bool:
+        """Whether what has come is not copied yet; what is added to earlier backwards' gradients is, at once."""
+        return self.collects_late and self._reduces and self._rows is None
 
     def _take(self, index: int, whole: torch.Tensor) -> None:
         gradient = whole.grad
@@ -215,22 +253,22 @@ class Gradients:
                 f"{self.group.parameters[index].name}: its gradient is {gradient.layout}; only dense gradients are "
                 "reduced, so build the embedding with sparse=False"
             )
-        if index in self._arrived:
-            # A second one in the same backward, from another reentrant checkpoint: the first must be in the rows, or
-            # it would be copied over the second.
+        if index in self._batch:
+            # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
+            # be in the rows for that.
             self._copy_batch()
         self._arrived.add(index)
         if self._can_borrow(gradient):
             self._rows = _Rows.borrowed(self.group, gradient)
         else:
-            self._batch.append((index, gradient))
+            self._batch[index] = gradient
             self._batch_bytes += gradient.nbytes
-        if len(self._arrived) >= self._expected:
+        is_complete = len(self._arrived) >= self._expected
+        if not self._waits and (is_complete or self._batch_bytes >= BATCH_BYTES):
             self._copy_batch()
+        if is_complete:
             self._arrived.clear()
             self._complete()
-        elif self._batch_bytes >= BATCH_BYTES:
-            self._copy_batch()
 
     def _can_borrow(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient` is the rows already: the group's only tensor, laid out and typed as it will be sent."""
@@ -263,7 +301,7 @@ class Gradients:
         rows = self._rows if self._rows is not None else self._take_rows()
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for index, gradient in self._batch:
+        for index, gradient in self._batch.items():
             targets, sources = again if index in rows.filled else fresh
             targets.extend(rows.views[index])
             sources.extend(sources_for(rows.views[index], gradient, self.group.packing.slots[index].cut))
@@ -284,7 +322,12 @@ class Gradients:
                     target.copy_(source).mul_(before)
 
     def _take_rows(self) -> _Rows:
-        rows = self._spare.pop() if self._spare else _Rows.made(self.group)
+        group = self.group
+        dtype = self._summed_in if self._sums_many else group.reduce_dtype
+        fitting = next((each for each in self._spare if each.buffer.tensor.dtype == dtype), None)
+        rows = fitting if fitting is not None else _Rows.made(group, dtype)
+        if fitting is not None:
+            self._spare.remove(fitting)
         rows.buffer.allocate()
         self._rows = rows
         return rows
@@ -310,26 +353,33 @@ class Gradients:
         group, mesh = self.group, self.group.mesh
         self._rows = None
         rows.complete()
-        sizes = rows.sizes
+        sizes = rows.shard_sizes
         result: list[torch.Tensor] = []
+
+        sent = rows.buffer.tensor.to(group.reduce_dtype)  # itself, unless many were added up in it
 
         def scatter(async_op: bool) -> Pending | None:
             dtype = transport.sum_dtype(group.reduce_dtype)
             reduced = transport.empty(sizes[mesh.shard_rank], dtype, group.device)
             result.append(reduced)
-            return transport.reduce_scatter(reduced, rows.buffer.tensor, sizes, async_op)
+            return transport.reduce_scatter(reduced, sent, sizes, async_op)
 
         # The rows are compute's memory and compute has just written them.
         self._streams.reduce.follow_compute()
         handoff = self._streams.reduce.run(scatter)
         (reduced,) = result
-        replicated, earlier = mesh.num_replicas > 1, None
+        replicated = mesh.num_replicas > 1
+        sources: list[torch.Tensor | None] = [sent]
         if replicated and policy.all_reduce_gradients:
             earlier, self._partial = self._partial, None
-            handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
+            sources += [earlier, reduced]
+            if mesh.spreads:
+                reduced, handoff = self._reduce_pieces(reduced, earlier, handoff, rows.piece_sizes)
+            else:
+                handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
         used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
         partial = replicated and not policy.all_reduce_gradients
-        self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial, earlier)
+        self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial, sources)
 
     def _takes_part(self, policy: UnitPolicy) -> bool:
         """Whether the group is reduced with the rest of its unit although nothing has come for it."""
@@ -348,14 +398,29 @@ class Gradients:
         """Sum over the replicas, with what earlier backwards left to this one."""
 
         def run(async_op: bool) -> Pending | None:
-            if earlier is not None:
-                reduced.add_(earlier)
+            _add_earlier(reduced, earlier)
             if user is not None:
                 user(reduced)
                 return None
             return self.group.mesh.replicate_transport.all_reduce(reduced, async_op)
 
         return self._streams.all_reduce.run(run, after=scattered)
+
+    def _reduce_pieces(
+        self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff, sizes: Sizes
+    ) -> tuple[torch.Tensor, Handoff]:
+        """The same where each replica owns a piece of the shard, and gets the sum of that only."""
+        mesh = self.group.mesh
+        transport = mesh.replicate_transport
+        result: list[torch.Tensor] = []
+
+        def run(async_op: bool) -> Pending | None:
+            _add_earlier(reduced, earlier)
+            result.append(transport.empty(sizes[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device))
+            return transport.reduce_scatter(result[0], reduced, sizes, async_op)
+
+        handoff = self._streams.all_reduce.run(run, after=scattered)
+        return result[0], handoff
 
     @torch.no_grad()
     def settle(self, policy: UnitPolicy) -> None:
@@ -367,7 +432,7 @@ class Gradients:
         self._return_rows(reduction.rows)
         reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
         if reduction.partial:
-            self._partial = reduced if self._partial is None else self._partial.add_(reduced)
+            self._partial = self._widened(reduced) if self._partial is None else self._partial.add_(reduced)
             self._partly_reduced |= with_gradient
             return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
@@ -382,6 +447,14 @@ class Gradients:
         with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
         with_gradient |= self._elsewhere(reduced, with_gradient)
         self._give_to_shards(self.group.place.store(reduced), with_gradient)
+
+    def _widened(self, reduced: torch.Tensor) -> torch.Tensor:
+        """What many micro-batches are added up in: the shards' dtype, if the reduce dtype is narrower."""
+        return reduced.to(self._summed_in)
+
+    @property
+    def _summed_in(self) -> torch.dtype:
+        return torch.promote_types(self.group.reduce_dtype, self.group.dtype)
 
     def _elsewhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
         """The trainable parameters without a gradient here that have one on another rank."""
@@ -454,5 +527,13 @@ class Gradients:
         self._arrived.clear()
 
     def end_backward(self) -> None:
-        """The pass is over: gradients that did not come will not come."""
+        """The pass is over: gradients that did not come will not come. Those that no reduction has taken wait in the
+        rows, where the next backward's are added to them."""
+        self._copy_batch()
         self._arrived.clear()
+
+
+def _add_earlier(reduced: torch.Tensor, earlier: torch.Tensor | None) -> None:
+    """Earlier sums are as wide as the shards; on the wire goes what a single one would."""
+    if earlier is not None:
+        reduced.copy_(earlier.add_(reduced))

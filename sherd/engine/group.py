@@ -6,7 +6,7 @@ rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from torch.utils.dlpack import from_dlpack
 from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
-from sherd.comm.transport import Sizes
+from sherd.comm.transport import Sizes, parts
+from sherd.engine.fetched import FetchedShard
 from sherd.engine.offload import RestingPlace
 from sherd.engine.parameter import ShardedParameter
 from sherd.layout.extent import Extent
@@ -26,13 +27,14 @@ from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
+from sherd.schedule.forecast import Kind as Memory
 from sherd.tensor.ragged import as_dtensor
 
 PADDING_VALUE = 42
 """What lies between and behind runs, so that a leak is seen at once; zeros within a flat parameter, for its norm."""
 
 ALONE_BYTES = 4 << 20
-"""Whole tensors of at least this size have a group of their own, on devices without streams."""
+"""Whole tensors of at least this size may have a group of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,14 @@ class Kind:
     trainable: bool
     gathers_itself: bool
     lot: int | None
+    mesh: DataMesh
 
 
 def kind_of(parameter: ShardedParameter) -> Kind:
     """The group that `parameter` belongs to."""
     resting = parameter.resting
     lot = parameter.lot if isinstance(parameter.cut, Runs) else None
-    return Kind(resting.dtype, parameter.requires_grad, hasattr(resting, "fsdp_pre_all_gather"), lot)
+    return Kind(resting.dtype, parameter.requires_grad, hasattr(resting, "fsdp_pre_all_gather"), lot, parameter.mesh)
 
 
 class Tensorlike(Protocol):
@@ -62,13 +65,17 @@ class Tensorlike(Protocol):
     dtype: torch.dtype
 
 
-def travels_alone(parameter: Tensorlike, streams: Streams) -> bool:
-    """Whether a tensor had better have a group to itself: a large one, on a device without streams.
+def travels_alone(parameter: Tensorlike, streams: Streams, surrounds: bool) -> bool:
+    """Whether a tensor had better have a group to itself: a large one, on a device without streams, or if the unit
+    `surrounds` others.
 
     Alone it is gathered straight into place and reduced from where autograd left its gradient: no copies, for the price
-    of one more collective. With streams the gather could not run ahead of compute then (`weights.py`).
+    of one more collective. With streams the gather could not run ahead of compute then (`weights.py`). But what comes
+    before the units within (an embedding) and after them (a head) is used a whole model apart: alone, the head is freed
+    when backward begins, and no rows wait for the embedding's gradient.
     """
-    return streams.in_host_order and parameter.shape.numel() * parameter.dtype.itemsize >= ALONE_BYTES
+    is_large = parameter.shape.numel() * parameter.dtype.itemsize >= ALONE_BYTES
+    return is_large and (streams.in_host_order or surrounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +122,24 @@ class Leaf:
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
-    `rest` is 1-D, `packing.rest_numels[rank]` elements: this rank's shards. The local tensors of the `leaves` are views
-    of it, so that the optimizer writes what the next all-gather sends. `sizes` are the lengths of all ranks' rest
-    buffers.
+    `rest` is 1-D, `packing.rest_numels[mesh.piece]` elements: this rank's shards. The local tensors of the `leaves` are
+    views of it, so that the optimizer writes what the next all-gather sends. `sizes` are the lengths of all ranks' rest
+    buffers, `shard_sizes` what the ranks of the shard axis send: the same, unless replicas own pieces of a shard
+    (`fetched`). `resident` is the whole buffer where that is not given up, and the rest buffer a part of it.
     """
 
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
-        mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         place: RestingPlace,
     ) -> None:
         self.parameters = tuple(parameters)
-        self.mesh = mesh
+        self.mesh = mesh = self.parameters[0].mesh
         self.place = place
-        self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_shards)
+        self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_pieces)
         self.sizes = Sizes(self.packing.rest_numels)
+        self.shard_sizes = self.sizes.together(mesh.num_owners)
         self.dtype = self.parameters[0].resting.dtype
         floating = self.dtype.is_floating_point
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
@@ -139,11 +147,22 @@ class Group:
         self.grad_dtype = self.reduce_dtype if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
         self.gathers_itself = kind_of(self.parameters[0]).gathers_itself
+        self.fetched = self._fetched()
+        self.resident: torch.Tensor | None = None
+        self.version = 0
         self.leaves = self._leaves()
         self.rest = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
 
+    def _fetched(self) -> FetchedShard | None:
+        """What is kept of the shard of which this rank owns a piece; None where ranks own their shards."""
+        mesh = self.mesh
+        if not mesh.spreads:
+            return None
+        first = mesh.shard_rank * mesh.num_owners
+        return FetchedShard(Sizes(self.sizes[first : first + mesh.num_owners]), mesh)
+
     def _leaves(self) -> tuple[Leaf, ...]:
-        rank = self.mesh.shard_rank
+        rank = self.mesh.piece
         if self.is_flat:
             used = self.used
             gaps = tuple(each for each in self.packing.gaps_of(rank) if each.stop <= used.numel)
@@ -161,7 +180,7 @@ class Group:
     @property
     def used(self) -> Extent:
         """The rest buffer without the padding that follows a packing of runs."""
-        return Extent(0, self.packing.runs_together.local_numel(self.mesh.shard_rank))
+        return Extent(0, self.packing.runs_together.local_numel(self.mesh.piece))
 
     @property
     def name(self) -> str:
@@ -169,10 +188,58 @@ class Group:
         more = len(self.parameters) - 1
         return self.parameters[0].name + (f" (and {more} more)" if more else "")
 
+    def source(self, dtype: torch.dtype) -> torch.Tensor:
+        """What this rank sends along the shard axis, in `dtype`; `[shard_sizes[mesh.shard_rank]]`.
+
+        Collective over the replicate axis where replicas own pieces, if these were written since.
+        """
+        piece = self.place.fetch(self.rest, self.device)
+        piece = piece if dtype == self.dtype else piece.to(dtype)
+        return piece if self.fetched is None else self.fetched.around(piece, self.version)
+
+    def outdate(self) -> None:
+        """What was made of the shards and kept is to be made again: they were written, or may have been. All ranks must
+        come here together."""
+        self.version += 1
+
+    def all_pieces(self, piece: torch.Tensor) -> torch.Tensor:
+        """Every rank's piece side by side, `[packing.rows_numel]`, given this rank's. Collective over all axes that the
+        parameters are cut over."""
+        mesh, shard = self.mesh, piece
+        if self.fetched is not None:
+            shard = piece.new_empty(self.fetched.numel)
+            mesh.fetch_transport.all_gather(shard, piece, self.fetched.sizes, False)
+        rows = piece.new_empty(self.packing.rows_numel)
+        mesh.shard_transport.all_gather(rows, shard, self.shard_sizes, False)
+        return rows
+
+    def pieces_of(self, rank: int, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The pieces in what `rank` of the shard axis sends, by number."""
+        if self.fetched is None:
+            yield rank, shard
+            return
+        first = rank * self.mesh.num_owners
+        yield from enumerate(parts(shard, self.sizes[first : first + self.mesh.num_owners]), first)
+
+    def held(self) -> Iterator[tuple[Memory, torch.Tensor]]:
+        """Its own buffers."""
+        if self.resident is not None:
+            yield (Memory.SHARDS if self.is_one_piece else Memory.WHOLE), self.resident
+            return
+        if self.fetched is None or not self.fetched.has_piece(self.rest):
+            yield Memory.SHARDS, self.rest
+        for shard in self.fetched.held() if self.fetched is not None else ():
+            yield Memory.SHARDS, shard
+
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether nothing is cut: the rest buffer holds the whole parameters."""
+        return self.mesh.num_pieces == 1
+
     @property
     def whole_bytes(self) -> int:
         """Bytes of the gathered parameters."""
-        return self.packing.whole_numel * self.compute_dtype.itemsize
+        return 0 if self.resident is not None else self.packing.whole_numel * self.compute_dtype.itemsize
 
     @property
     def is_meta(self) -> bool:
@@ -197,7 +264,7 @@ class Group:
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
         """Copy the leaves' local tensors into a new rest buffer, and make them views of it."""
         device = self.parameters[0].resting.device
-        rest = self.place.empty(self.rest_numel, self.dtype, device)
+        rest = self._empty_rest(device)
         self._mark_padding(rest)
         for leaf in self.leaves:
             seat = own_view(rest[leaf.extent.start : leaf.extent.stop]).view(leaf.shape)
@@ -210,18 +277,32 @@ class Group:
             self._view_shards_in(rest)
         return rest
 
+    def _empty_rest(self, device: torch.device) -> torch.Tensor:
+        """Memory for this rank's shards: of its own, or a part of what is kept of other ranks' too."""
+        place, mesh, packing = self.place, self.mesh, self.packing
+        as_it_is = self.compute_dtype == self.dtype and place.device == self.device and device.type != "meta"
+        if as_it_is and packing.direct and (mesh.keeps_whole or mesh.num_pieces == 1):
+            self.resident = place.empty(packing.whole_numel, self.dtype, device)
+            start = packing.starts[mesh.shard_rank * mesh.num_owners]
+            shard = self.resident[start : start + self.shard_sizes[mesh.shard_rank]]
+        elif as_it_is and self.fetched is not None:
+            shard = place.empty(self.fetched.numel, self.dtype, device)
+        else:
+            return place.empty(self.rest_numel, self.dtype, device)
+        return own_view(shard if self.fetched is None else self.fetched.holding(shard))
+
     def _mark_padding(self, rest: torch.Tensor) -> None:
         """Fill what no leaf has with a value that would be noticed."""
         if rest.is_meta or not self.packing.is_cut_into_runs:
             return
         within = {gap for leaf in self.leaves for gap in leaf.gaps}
-        for gap in self.packing.gaps_of(self.mesh.shard_rank):
+        for gap in self.packing.gaps_of(self.mesh.piece):
             if gap not in within:
                 rest[gap.start : gap.stop].fill_(PADDING_VALUE)
 
     def _view_shards_in(self, rest: torch.Tensor) -> None:
         """Make the shards views of the flat parameter's memory."""
-        rank = self.mesh.shard_rank
+        rank = self.mesh.piece
         for record, slot in zip(self.parameters, self.packing.slots, strict=True):
             held, old = slot.held(rank), record.shard_spec
             seat = own_view(rest[held.start : held.stop]).view(slot.cut.local_shape(rank))
@@ -242,7 +323,7 @@ class Group:
     @property
     def rest_numel(self) -> int:
         """Elements of this rank's rest buffer."""
-        return self.packing.rest_numels[self.mesh.shard_rank]
+        return self.packing.rest_numels[self.mesh.piece]
 
     @property
     def num_flags(self) -> int:

@@ -88,6 +88,8 @@ def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -
     ):
         args, kwargs = map_tensors(functools.partial(_cast, precision.param_dtype), (args, kwargs))
     if call.opens_run and torch.is_grad_enabled():
+        if any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
+            args, kwargs = map_tensors(_not_a_leaf, (args, kwargs))
         _watch_inputs(runtime, unit, (args, kwargs))
     return args, kwargs
 
@@ -134,15 +136,20 @@ def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
     def passed(_: Any) -> None:
         (unit.runtime or runtime).after_backward(unit)
 
-    for tensor in tensors_in(inputs):
-        if tensor.requires_grad and tensor.grad_fn is None and tensor.is_leaf:
-            # A leaf (a detached input of a reentrant checkpoint, say) has no such node: its gradient is the sign.
-            tensor.register_hook(passed)
     for node in _nodes_of(inputs):
         if unit.id not in node.metadata.get(
             _OUTPUT_OF, ()
         ):  # else it is of the unit itself, which backward has not passed then
             node.register_prehook(passed)
+
+
+def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a leaf: an input whose gradient is asked for, a detached input of a reentrant checkpoint.
+
+    A leaf has no node whose turn comes after the unit's: autograd gives it its gradient as soon as that is known, when
+    the unit's parameters may still be read (`test_an_input_may_be_a_leaf`). The view has one.
+    """
+    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
 
 def _nodes_of(value: Any) -> list[Any]:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sherd._torch import dtensor_spec
 from sherd.engine.adoption import watcher
 from sherd.engine.parameter import ShardedParameter, record_of
-from sherd.engine.pieces import piece_of
 from sherd.engine.unit import Unit
 from sherd.errors import StateError
-from sherd.tensor.ragged import RaggedDTensor, as_dtensor
+from sherd.tensor.placement import is_ragged, layout_of
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged
 
 
 def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -36,7 +36,7 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefi
                 continue
             given = given.full_tensor()
         if given.shape == record.shard.shape:
-            state_dict[prefix + attribute] = _shard_of(record, given, unit.mesh.shard_rank)
+            state_dict[prefix + attribute] = _shard_of(record, given)
 
 
 def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
@@ -46,7 +46,7 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
         if record is None or parameter is None or parameter is record.shard or parameter is record.lent:
             continue
         if record.flat is not None:
-            record.notice_replaced(unit.mesh.shard_rank)  # the optimizer owns the memory that the shard is a view of
+            record.notice_replaced()  # the optimizer owns the memory that the shard is a view of
         else:
             record.exchange(parameter)
             watcher.sharded_again()
@@ -78,11 +78,13 @@ def _can_be_copied(given: DTensor, shard: nn.Parameter) -> bool:
     return isinstance(given, RaggedDTensor) == isinstance(shard, RaggedDTensor) and given.placements == shard.placements
 
 
-def _shard_of(record: ShardedParameter, whole: torch.Tensor, rank: int) -> DTensor:
+def _shard_of(record: ShardedParameter, whole: torch.Tensor) -> DTensor:
     """This rank's part of `whole`, a view of it, as a DTensor like the shard."""
     spec = record.shard_spec
+    if record.whole_spec is not None and is_ragged(spec):
+        return distribute_ragged(whole, layout_of(spec).spec(whole.dtype))
     if record.whole_spec is not None:
         return distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
     return as_dtensor(
-        piece_of(whole, record.cut, rank).detach(), dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype)
+        record.part_of(whole).detach(), dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype)
     )

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor, dtensor_spec, local_tensor
+from sherd._torch import local_tensor
 from sherd.engine.group import Group
 from sherd.engine.parameter import ShardedParameter
-from sherd.engine.pieces import copy_out, piece_of
+from sherd.engine.pieces import copy_out
 from sherd.engine.unit import Unit
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
 from sherd.tensor.ragged import as_dtensor
@@ -127,8 +127,7 @@ class Loan:
         All ranks must come to the same answer, as those that find a backward out of date leave it: by the whole, then,
         of which rather than a copy a digest is kept.
         """
-        part = _part_of(record, whole, self.unit.mesh.shard_rank)
-        record.local.copy_(part)
+        record.local.copy_(_part_of(record, whole))
         self.unit.shards_written()
         before = self._digests.get(id(record))
         return before is not None and not torch.equal(before, _digest(whole))
@@ -164,7 +163,7 @@ def require_lendable(unit: Unit, terms: Terms) -> None:
         )
     if unit.policy.notices_replaced:
         for record in unit.parameters:
-            record.notice_replaced(unit.mesh.shard_rank)
+            record.notice_replaced()
     if runtime is None:
         unit.reseat()
 
@@ -194,8 +193,7 @@ def _wholes(
     if group.gathers_itself:
         return _gathered_by_torch(group, rest_of is _rest, on_host)
     packing, source = group.packing, rest_of(group)
-    rows = torch.empty(packing.rows_numel, dtype=source.dtype, device=source.device)
-    unit.mesh.shard_transport.all_gather(rows, source, group.sizes, False)
+    rows = group.all_pieces(source)
     if not shown:
         return []
     whole = rows
@@ -207,10 +205,7 @@ def _wholes(
         part = whole[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
         # Memory of its own: a user may keep one, and would keep all.
         part = part.to("cpu", copy=True) if on_host else part.clone()
-        if record.whole_spec is not None:
-            old = record.whole_spec
-            part = dtensor(part, dtensor_spec(old.mesh, old.placements, old.shape, group.dtype))
-        wholes.append(part)
+        wholes.append(record.as_whole(part))
     return wholes
 
 
@@ -309,8 +304,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _part_of(record: ShardedParameter, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    return piece_of(_plain(whole).detach(), record.cut, rank)
+def _part_of(record: ShardedParameter, whole: torch.Tensor) -> torch.Tensor:
+    return record.part_of(_plain(whole).detach())
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
@@ -332,7 +327,7 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
 
 def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
     """What the whole parameters have as gradients, the leaves have parts of; None where none of a leaf's has one."""
-    rank = group.mesh.shard_rank
+    rank = group.mesh.piece
     for leaf in group.leaves:
         members = [(index, group.parameters[index]) for index in sorted(leaf.members)]
         if any(id(record) not in present for _, record in members):
@@ -347,5 +342,5 @@ def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
             held = group.packing.slots[index].held(rank)
             if gradient is not None and held.numel:
                 start = held.start - leaf.extent.start
-                flat[start : start + held.numel].copy_(_part_of(record, gradient, rank).reshape(-1))
+                flat[start : start + held.numel].copy_(_part_of(record, gradient).reshape(-1))
         leaf.parameter.grad = as_dtensor(local, leaf.gradient_spec(local.dtype))

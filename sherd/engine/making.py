@@ -12,11 +12,11 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
 from sherd.engine import hooks
 from sherd.engine.adoption import watcher
-from sherd.engine.forms import AnyPlacement, forms_of
+from sherd.engine.forms import Wish, forms_of
 from sherd.engine.ownership import Belongings, Found
 from sherd.engine.parameter import ShardedParameter
 from sherd.engine.pieces import piece_of
-from sherd.engine.seal import attach
+from sherd.engine.seal import attach, unit_of
 from sherd.engine.unit import Unit
 from sherd.errors import OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
@@ -27,12 +27,13 @@ def make_unit(
     modules: Sequence[nn.Module],
     found: Belongings,
     mesh: DataMesh,
-    placement_of: Callable[[Found], AnyPlacement | None],
+    wish_of: Callable[[Found], Wish],
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     policy: UnitPolicy,
 ) -> Unit:
-    """Make one unit of `modules`, of the parameters `found` below them.
+    """Make one unit of `modules`, of the parameters `found` below them. `mesh` is the unit's own, by the size of which
+    gradients are divided.
 
     Raises:
         PlacementError: a parameter that cannot be cut as asked.
@@ -40,9 +41,10 @@ def make_unit(
     """
     owners = _owners(found, mesh)
     streams = streams_for(mesh.device)
-    records = _shard(found, mesh, streams, placement_of)
+    surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
+    records = _shard(found, streams, wish_of, surrounds)
     _borrow(found)
-    unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy)
+    unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy, surrounds)
     _bring_buffers(found.modules, mesh.device)
     hooks.install(
         unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())]
@@ -60,20 +62,21 @@ def make_unit(
 
 @torch.no_grad()
 def _shard(
-    found: Belongings, mesh: DataMesh, streams: Streams, placement_of: Callable[[Found], AnyPlacement | None]
+    found: Belongings, streams: Streams, wish_of: Callable[[Found], Wish], surrounds: bool
 ) -> list[ShardedParameter]:
     """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
     records = []
-    for each, form in zip(found.owned, forms_of(found.owned, mesh, streams, placement_of), strict=True):
+    for each, form in zip(found.owned, forms_of(found.owned, streams, wish_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
-        part = piece_of(form.data.detach(), form.cut, mesh.shard_rank)
+        part = piece_of(form.data.detach(), form.cut, form.mesh.piece)
         local = part.clone(memory_format=torch.contiguous_format)
         shard = nn.Parameter(as_dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
         record = ShardedParameter(
             each.name,
             form.data.shape,
             form.data.dtype,
+            form.mesh,
             form.cut,
             form.lot,
             form.shard_spec,

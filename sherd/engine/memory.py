@@ -16,6 +16,7 @@ from sherd._torch import local_tensor
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
 from sherd.engine.gradients import BATCH_BYTES, Gradients
+from sherd.engine.group import Group
 from sherd.engine.parameter import ShardedParameter, record_of
 from sherd.engine.runtime import Runtime
 from sherd.engine.seal import runtime_of, unit_of
@@ -23,6 +24,7 @@ from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.unit import Unit
 from sherd.engine.weights import Weights
 from sherd.errors import StateError
+from sherd.policy import UnitPolicy
 from sherd.schedule.actions import (
     Action,
     Await,
@@ -115,7 +117,8 @@ def optimizer_bytes(state: dict[Any, Any]) -> dict[int | None, int]:
 
 def staging_bytes(units: Iterable[Unit]) -> int:
     """Memory that the units' transports share with other ranks, of whatever model."""
-    transports = {id(each): each for each in (unit.mesh.shard_transport for unit in units)}
+    meshes = dict.fromkeys(mesh for unit in units for mesh in unit.meshes)
+    transports = {id(each): each for mesh in meshes for each in (mesh.shard_transport, mesh.replicate_transport)}
     return sum(each.nbytes for each in transports.values())
 
 
@@ -142,37 +145,41 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:
     """The sizes of `unit`'s buffers when they are allocated. Asks for its transport, as its first gather does."""
-    mesh, policy = unit.mesh, unit.policy
-    sender = mesh.shard_transport if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
-    reducer = mesh.shard_transport if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
+    policy = unit.policy
     keeps = policy.reshard_after_forward
     parts = keeps if isinstance(keeps, int) and not isinstance(keeps, bool) else 0
     return [
-        _sizes_of_group(weights, gradients, sender, reducer, parts)
+        _sizes_of_group(weights, gradients, policy, parts)
         for weights, gradients in zip(unit.weights, unit.gradients, strict=True)
     ]
 
 
 def _sizes_of_group(
-    weights: Weights | SelfGatheredWeights, gradients: Gradients, sender: Transport, reducer: Transport, parts: int
+    weights: Weights | SelfGatheredWeights, gradients: Gradients, policy: UnitPolicy, parts: int
 ) -> GroupSizes:
     group = weights.group
+    packing, trainable, mesh = group.packing, _trainable(group.parameters), group.mesh
+    own = mesh.shard_transport
+    sender: Transport = own if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
+    reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
     compute, reduce = group.compute_dtype, group.reduce_dtype
-    packing, trainable = group.packing, _trainable(group.parameters)
     whole, rows, sent, part = group.whole_bytes, 0, 0, 0
     if isinstance(weights, SelfGatheredWeights):
         gathered = sum(tensor.nbytes for kind, tensor in weights.held() if kind is Kind.WHOLE)
         whole = max(whole, gathered)
+        part = weights.part_bytes(parts) if parts else 0
     else:
         rows = 0 if weights.fills_itself(sender) else packing.rows_numel * compute.itemsize
-        is_sent_as_it_is = compute == group.dtype and group.place.device == group.device
+        is_sent_as_it_is = (compute == group.dtype and group.place.device == group.device) or mesh.spreads
         sent = 0 if is_sent_as_it_is else group.rest_numel * compute.itemsize
         part = packing.whole_numel // parts * compute.itemsize if parts else 0
     flags = group.num_flags
     summed = group.rest_numel + flags
+    reduced = group.shard_sizes[mesh.shard_rank] + flags * mesh.num_owners + (summed if mesh.spreads else 0)
     return GroupSizes(
-        shards=group.rest.nbytes,
-        whole=whole,
+        shards=_shard_bytes(group, compute),
+        whole=0 if mesh.keeps_whole else whole,
+        kept=_kept_bytes(group, whole),
         rows=rows,
         sent=sent,
         part=part,
@@ -182,12 +189,33 @@ def _sizes_of_group(
         and not flags
         and packing.rows_numel == packing.slots[0].cut.numel,
         gradient_rows=(packing.rows_numel + packing.num_ranks * flags) * reduce.itemsize,
-        reduced=summed * reducer.sum_dtype(reduce).itemsize,
+        reduced=reduced * reducer.sum_dtype(reduce).itemsize,
         gradients=summed * group.dtype.itemsize,
-        scratch=reducer.scratch_bytes([numel + flags for numel in group.sizes], group.mesh.shard_rank, reduce.itemsize),
+        scratch=reducer.scratch_bytes(
+            [numel + flags * mesh.num_owners for numel in group.shard_sizes], mesh.shard_rank, reduce.itemsize
+        ),
         is_all_trainable=len(trainable) == len(group.parameters),
         lands=sender.shares_memory and isinstance(weights, Weights),
+        collects_late=gradients.collects_late,
     )
+
+
+def _shard_bytes(group: Group, compute: torch.dtype) -> int:
+    """What is kept of the group between steps: its shards, and where replicas own pieces all of these."""
+    fetched = group.fetched
+    if group.resident is not None:
+        return group.resident.nbytes if group.is_one_piece else 0
+    if fetched is None:
+        return group.rest.nbytes
+    is_part_of_it = compute == group.dtype and group.place.device == group.device
+    return fetched.numel * compute.itemsize + (0 if is_part_of_it else group.rest.nbytes)
+
+
+def _kept_bytes(group: Group, whole: int) -> int:
+    """Whole parameters that are not given up."""
+    if group.resident is not None:
+        return 0 if group.is_one_piece else group.resident.nbytes
+    return whole if group.mesh.keeps_whole else 0
 
 
 def _trainable(parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:

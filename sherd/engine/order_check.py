@@ -13,12 +13,11 @@ import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from sherd._torch import backend_of
+from sherd._torch import timeout_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.parameter import ShardedParameter
 from sherd.engine.unit import Unit
@@ -151,15 +150,8 @@ def _group_of(mesh: DataMesh, ranks: Sequence[int]) -> dist.ProcessGroup:
     known = _groups.setdefault(default, {})
     if tuple(ranks) not in known:
         backend = None if mesh.device.type == "cpu" else "gloo"
-        timeout = _timeout_of(default, mesh.device)
+        timeout = timeout_of(default, mesh.device)
         group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "a rank makes only groups it belongs to"
         known[tuple(ranks)] = group
     return known[tuple(ranks)]
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout that the group was made with; None where its backend does not say."""
-    options = getattr(backend_of(group, device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None

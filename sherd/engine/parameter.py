@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, local_tensor
+from sherd._torch import DTensorSpec, dtensor, dtensor_spec, local_tensor
+from sherd.comm.mesh import DataMesh
 from sherd.engine.pieces import piece_of
 from sherd.errors import WriteBackError
 from sherd.layout.placement import Cut
@@ -144,15 +146,18 @@ class Owner(Protocol):
 class ShardedParameter:
     """The record of one parameter.
 
-    `shape` and `dtype` are the whole's (the local tensor's, under tensor parallelism). `shard_spec` and `whole_spec`
-    say which DTensor each form is; `whole_spec` is None for a plain tensor. `lot`: which of the unit's plans cut it, if
-    it is cut into runs. `holder` is the module it was found on. `flat`: what the shard was merged into, if it was.
-    `lent`: a whole copy that the user works with (`sherd.unsharded`), which modules show meanwhile.
+    `shape` and `dtype` are the whole's (the local tensor's, under tensor parallelism), `mesh` is what it is sharded
+    over. `shard_spec` and `whole_spec` say which DTensor each form is; `whole_spec` is None for a plain tensor. `lot`:
+    which of the unit's plans cut it, if it is cut into runs. `holder` is the module it was found on. `flat`: what the
+    shard was merged into, if it was. `restored`: what makes the whole of a DTensor of its local tensor, if a user has
+    something to say about that. `lent`: a whole copy that the user works with (`sherd.unsharded`), which modules
+    show meanwhile.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    mesh: DataMesh
     cut: Cut | Runs
     lot: int
     shard_spec: DTensorSpec
@@ -161,6 +166,7 @@ class ShardedParameter:
     holder: weakref.ref[nn.Module]
     places: list[Place] = field(default_factory=list)
     flat: Merged | None = None
+    restored: Callable[[torch.Tensor], torch.Tensor] | None = None
     lent: nn.Parameter | None = None
     _owner: weakref.ref[Owner] | None = None
 
@@ -235,7 +241,7 @@ class ShardedParameter:
             for place in self.places:
                 place.show(parameter)
 
-    def notice_replaced(self, rank: int) -> None:
+    def notice_replaced(self) -> None:
         """Take the values of a Parameter that the user has put in the shard's place, if there is one; the shard stays.
 
         Raises:
@@ -246,15 +252,15 @@ class ShardedParameter:
                 continue
             shown = place.shown
             if isinstance(shown, nn.Parameter):  # other tensors are lent for one call (torch.func.functional_call)
-                self._take_values(shown, rank)
+                self._take_values(shown)
                 place.show(self.shard)
 
     @torch.no_grad()
-    def _take_values(self, value: torch.Tensor, rank: int) -> None:
+    def _take_values(self, value: torch.Tensor) -> None:
         if isinstance(value, DTensor):
             value = local_tensor(value) if value.placements == self.shard_spec.placements else value.full_tensor()
         local = self.local
-        part = part_given(value, tuple(self.shape), local, lambda whole: piece_of(whole, self.cut, rank))
+        part = part_given(value, tuple(self.shape), local, self.part_of)
         if part is None:
             raise WriteBackError(
                 f"{self.name} was replaced by a tensor of shape {tuple(value.shape)}; it is {tuple(self.shape)}, of "
@@ -262,6 +268,23 @@ class ShardedParameter:
                 "the model anew"
             )
         local.copy_(part)
+
+    def restore_with(self, restored: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let `restored` make the whole parameter of its local tensor."""
+        self.restored = restored
+
+    def as_whole(self, plain: torch.Tensor) -> torch.Tensor:
+        """`plain`, all elements in the shape `shape`, as modules see it: a DTensor if it was one; uncopied."""
+        if self.restored is not None:
+            return self.restored(plain)
+        if self.whole_spec is None:
+            return plain
+        old = self.whole_spec
+        return dtensor(plain, dtensor_spec(old.mesh, old.placements, old.shape, plain.dtype))
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of `whole`, of shape `shape`; a view where the cut allows."""
+        return piece_of(whole, self.cut, self.mesh.piece)
 
     def lend(self, whole: nn.Parameter) -> None:
         """Show `whole` until it is taken back."""

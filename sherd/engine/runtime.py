@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from sherd._torch import at_end_of_backward, in_backward
+from sherd._torch import at_end_of_backward, in_backward, splitting_stage
 from sherd.engine.order_check import checked
 from sherd.engine.unit import Unit
 from sherd.errors import StateError, WrapperStateError
@@ -160,6 +160,18 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         if self.in_backward:
             self._recover_from_backward(unit)
+        stage = splitting_stage()
+        if stage is not None:
+            raise StateError(
+                f"unit {unit.name} runs in torch's PipelineStage (stage {stage.stage_index}), under a schedule that "
+                "splits backward in two and would look for whole parameters where there are shards; use "
+                "sherd.interop.pipelining.PipelineStage; or fully_shard the stage's module itself, and call "
+                "sherd.interop.torch_fsdp_identity() first"
+            )
+        counted = self.root.policy.accumulation
+        if counted is None or counted.begin_forward(self.units):
+            for each in self.units:
+                each.outdate_kept()
         self.revise()
         event, self._step_event = self._step_event, None
         for streams in {id(each.streams): each.streams for each in self.units}.values():
@@ -178,6 +190,8 @@ class Runtime:
     def before_backward(self, unit: Unit) -> None:
         """Autograd has reached an output of `unit`."""
         if not self.in_backward:
+            if self.root.policy.accumulation is not None:
+                self.root.policy.accumulation.begin_backward(self.units)
             self.in_backward = True
             self.revise()
             at_end_of_backward(self._end_backward)
@@ -187,7 +201,7 @@ class Runtime:
     def after_backward(self, unit: Unit) -> None:
         """Autograd is past the inputs of `unit`."""
         if self.in_backward:
-            self.on(AfterBackward(self._index[unit.id], unit.unreduced))
+            self.on(AfterBackward(self._index[unit.id], unit.awaits_reduction))
 
     def _gradients_complete(self, unit: Unit, group: int | None) -> None:
         index = self._index[unit.id]
@@ -204,7 +218,7 @@ class Runtime:
         if not self.in_backward:
             return
         for index, unit in enumerate(self.units):
-            if unit.unreduced:
+            if unit.awaits_reduction:
                 self.on(AfterBackward(index, unreduced=True))
             unit.end_backward()
         self.on(EndBackward(self._is_last_backward))
@@ -218,6 +232,7 @@ class Runtime:
 
     def unshard(self, unit: Unit, wait: bool) -> None:
         """Start `unit`'s all-gather, and wait for it if told so."""
+        unit.outdate_kept()
         self.revise()
         self.on(Unshard(self._index[unit.id], wait))
 

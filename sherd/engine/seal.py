@@ -6,12 +6,13 @@ On a module there is one private key for its unit and, on a root, one for its ru
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sherd.engine.forms import forget_loads
 from sherd.engine.parameter import plain_name
 from sherd.engine.runtime import Runtime
 from sherd.engine.unit import Unit
-from sherd.errors import StateError
+from sherd.errors import OwnershipError, StateError
 
 _UNIT = "_sherd_unit"
 _RUNTIME = "_sherd_runtime"
@@ -39,6 +40,7 @@ def seal(root: nn.Module) -> Runtime:
 
     Raises:
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
+        OwnershipError: a parameter was made tensor parallel after it was sharded.
     """
     names: dict[int, tuple[Unit, list[str]]] = {}
     module_names: dict[int, str] = {}
@@ -61,6 +63,7 @@ def seal(root: nn.Module) -> Runtime:
         if unit.meta_parameters:
             unit.reseat()  # `to_empty` may have been called on each module by itself
     _require_data(units)
+    _require_own_meshes(units)
     runtime = Runtime(units)
     for unit in units:
         if not unit.is_seated:
@@ -79,3 +82,18 @@ def _require_data(units: list[Unit]) -> None:
             f"parameters are still on the meta device: {shown}. Give them memory and values before the first forward: "
             "model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
         )
+
+
+def _require_own_meshes(units: list[Unit]) -> None:
+    """Raise if a DTensor on another mesh hangs where a shard was: what is gathered would take its place again, without
+    a word, and the module computes for tensor parallelism."""
+    for unit in units:
+        for record in unit.parameters:
+            for place in record.places:
+                shown = place.shown
+                if isinstance(shown, DTensor) and shown.device_mesh != record.shard_spec.mesh:
+                    raise OwnershipError(
+                        f"{record.name} (unit {unit.name}): a DTensor on {shown.device_mesh} was put in its place "
+                        f"after it was sharded over {record.shard_spec.mesh}; make modules tensor parallel first "
+                        "(parallelize_module), then fully_shard: build the model anew, in that order"
+                    )

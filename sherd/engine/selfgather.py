@@ -5,6 +5,11 @@ The protocol is torch's, as fp8, int8 and NF4 tensors implement it on the shard'
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors to gather, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype)                    -> (whole tensor, tensors to free with it)
     fsdp_post_all_gather(gathered, metadata, param_dtype, out=whole tensor)  -> None, the second time and later
+
+For a smaller mesh of k ranks (`reshard_after_forward=k`) each keeps a k-th of every tensor that was gathered, as it
+came. What those are is the subclass's own affair; k such parts in a row are the same bytes, which it gets again:
+
+    sent by rank  0 1 2 3     gathered  | 0 1 2 3 |     kept, k = 2  0: | 0 1 |  1: | 2 3 |  2: | 0 1 |  3: | 2 3 |
 """
 
 from __future__ import annotations
@@ -15,18 +20,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from sherd._torch import dtensor, dtensor_spec
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Transport
 from sherd.engine.group import Group
 from sherd.engine.weights import Position
-from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.forecast import Kind
 from sherd.schedule.state import Live
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What is gathered: the shape of each tensor that a rank sends, and what the subclass wants to know of it later."""
+
+    shapes: tuple[torch.Size, ...]
+    metadata: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +49,24 @@ class _Flight:
 
     handoffs: tuple[Handoff, ...]
     sources: tuple[torch.Tensor, ...]
-    shapes: tuple[torch.Size, ...]
-    metadata: Any
+    terms: _Terms
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """What has come, and which version of each buffer that was: the subclass may write in them."""
+
+    terms: _Terms
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """This rank's part of each buffer, for a smaller mesh, the ranks of `group`."""
+
+    parts: tuple[torch.Tensor, ...]
+    group: dist.ProcessGroup
+    terms: _Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +96,15 @@ class SelfGatheredWeights:
         self._watch = watch
         self._gathered: tuple[Buffer, ...] = ()
         self._flight: _Flight | None = None
+        self._arrived: _Arrived | None = None
+        self._kept: _Kept | None = None
         self._made: _Made | None = None
 
     @property
     def _cut(self) -> Cut:
-        assert isinstance(self._record.cut, Cut), "a tensor that gathers itself is cut on a dim"
-        return self._record.cut
+        cut = self._record.cut
+        assert isinstance(cut, Cut) and cut.dim == 0, "a tensor that gathers itself is cut on dim 0"
+        return cut
 
     @property
     def live(self) -> Live:
@@ -91,10 +124,26 @@ class SelfGatheredWeights:
         yield Kind.SHARDS, self.group.rest
         for buffer in (*self._gathered, *(self._made.inner if self._made is not None else ())):
             yield Kind.WHOLE, buffer.tensor
+        for part in self._kept.parts if self._kept is not None else ():
+            yield Kind.PART, part
+
+    def part_bytes(self, size: int) -> int:
+        """Bytes of the part kept for a mesh of `size` ranks; 0 before the first gather, which tells what there is."""
+        return sum(buffer.tensor.numel() // size * buffer.tensor.element_size() for buffer in self._gathered)
 
     @torch.no_grad()
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
-        """Ask the subclass what to send, and start sending it; which dtype that has is its own affair."""
+        """Start the all-gathers, from the shard or from the part that was kept; which dtype they have is the subclass's
+        own affair."""
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            self._send(self.group.mesh.transport_of(kept.group), kept.parts, kept.group.size(), kept.terms)
+        else:
+            self._gather_shard(transport)
+        self._position.move(Live.GATHERING)
+
+    def _gather_shard(self, transport: Transport) -> None:
+        """Ask the subclass what to send, and start sending it."""
         group = self.group
         tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
         padded = tuple(self._padded(tensor) for tensor in tensors)
@@ -102,17 +151,17 @@ class SelfGatheredWeights:
         if not self._gathered:
             ranks = group.packing.num_ranks
             self._gathered = tuple(Buffer(ranks * each.numel(), each.dtype, group.device) for each in sources)
-        # The buffers are compute's memory, and the subclass's tensors have just been made there.
+        terms = _Terms(tuple(tensor.shape for tensor in padded), metadata)
+        self._send(transport, sources, group.packing.num_ranks, terms)
+
+    def _send(self, transport: Transport, sources: tuple[torch.Tensor, ...], num_ranks: int, terms: _Terms) -> None:
+        # The buffers are compute's memory, and so are the sources: the subclass's tensors, or parts that were kept.
         self._streams.gather.follow_compute()
         handoffs = []
         for buffer, source in zip(self._gathered, sources, strict=True):
             buffer.allocate()
-            handoffs.append(
-                self._streams.gather.run(_sender(transport, buffer.tensor, source, group.packing.num_ranks))
-            )
-        shapes = tuple(tensor.shape for tensor in padded)
-        self._flight = _Flight(tuple(handoffs), sources, shapes, metadata)
-        self._position.move(Live.GATHERING)
+            handoffs.append(self._streams.gather.run(_sender(transport, buffer.tensor, source, num_ranks)))
+        self._flight = _Flight(tuple(handoffs), sources, terms)
 
     def _ask(self, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Call `fsdp_pre_all_gather` with as many arguments as it takes: an older form takes the mesh alone."""
@@ -129,13 +178,7 @@ class SelfGatheredWeights:
         """Every rank must send as much as the one that holds most rows."""
         cut = self._cut
         most = max(rows.numel for rows in cut.rows)
-        if cut.dim != 0:
-            raise PlacementError(
-                f"{self._record.name}: a tensor subclass with its own all-gather "
-                f"({type(self._record.local).__name__}) is cut "
-                f"on dim 0 only, not on {cut.dim}"
-            )
-        held = cut.rows[self.group.mesh.shard_rank].numel
+        held = cut.rows[self.group.mesh.piece].numel
         if held == most or tensor.shape[:1] != (held,):
             return tensor
         whole = tensor.new_zeros((most, *tensor.shape[1:]))
@@ -157,20 +200,23 @@ class SelfGatheredWeights:
             handoff.wait()
         gathered = tuple(
             self._trimmed(buffer.tensor.view(self.group.packing.num_ranks, *shape))
-            for buffer, shape in zip(self._gathered, flight.shapes, strict=True)
+            for buffer, shape in zip(self._gathered, flight.terms.shapes, strict=True)
         )
-        self._flight = None
+        self._flight, self._arrived = None, _Arrived(flight.terms, self._versions())
         if self._made is None:
-            self._made = self._make(gathered, flight.metadata)
+            self._made = self._make(gathered, flight.terms.metadata)
         else:
             for buffer in self._made.inner:
                 buffer.allocate()
-            self._finish(gathered, flight.metadata, out=self._made.tensor)
+            self._finish(gathered, flight.terms.metadata, out=self._made.tensor)
         self._position.move(Live.WHOLE)
         parameter = self._made.parameter
         if parameter.requires_grad != self._record.requires_grad:
             parameter.requires_grad_(self._record.requires_grad)
         self._record.show(parameter)
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(buffer.tensor._version for buffer in self._gathered)
 
     def _make(self, gathered: tuple[torch.Tensor, ...], metadata: Any) -> _Made:
         with torch.inference_mode(False):
@@ -179,7 +225,10 @@ class SelfGatheredWeights:
             if whole.shape != shape:  # padded rows at the end
                 whole = torch.as_strided(whole, shape, torch.empty(shape, device="meta").stride(), 0)
             # From `.data`: with a version counter of its own, which refilling `whole` leaves alone (weights.py).
-            parameter = nn.Parameter(whole.data, requires_grad=self._record.requires_grad)
+            shown, spec = whole.data, self._record.whole_spec
+            if spec is not None:
+                shown = dtensor(shown, dtensor_spec(spec.mesh, spec.placements, spec.shape, whole.dtype))
+            parameter = nn.Parameter(shown, requires_grad=self._record.requires_grad)
         self._record.claim(parameter)
         self._watch(0, parameter)
         return _Made(parameter, whole, tuple(Buffer.of(tensor) for tensor in inner))
@@ -192,12 +241,21 @@ class SelfGatheredWeights:
     def free(self) -> None:
         """Show the shard again and give the memory back, whatever the state."""
         if self.live is not Live.SHARDED:
+            self._kept = None
             self._let_go()
             self._position.move(Live.SHARDED)
 
     @torch.no_grad()
     def shrink(self, size: int) -> None:
-        """Show the shard again. What was gathered is the subclass's own affair, so no part of it can be kept."""
+        """Show the shard again, and keep this rank's part of what was gathered for a mesh of `size` ranks.
+
+        Not of buffers that the subclass has written to since: they are gathered from all ranks again.
+        """
+        arrived, mesh = self._arrived, self.group.mesh
+        assert arrived is not None, "only what was gathered is shrunk"
+        if arrived.versions == self._versions():
+            parts = tuple(_part(buffer.tensor, size, mesh.shard_rank % size) for buffer in self._gathered)
+            self._kept = _Kept(parts, mesh.smaller_group(size), arrived.terms)
         self._let_go()
         self._position.move(Live.SHRUNK)
 
@@ -207,6 +265,7 @@ class SelfGatheredWeights:
             for handoff in self._flight.handoffs:
                 handoff.wait()
             self._flight = None
+        self._arrived = None
         for buffer in (*self._gathered, *(self._made.inner if self._made is not None else ())):
             buffer.free()
 
@@ -215,3 +274,9 @@ def _sender(
     transport: Transport, output: torch.Tensor, source: torch.Tensor, num_ranks: int
 ) -> Callable[[bool], Pending | None]:
     return lambda async_op: transport.all_gather(output, source, (source.numel(),) * num_ranks, async_op)
+
+
+def _part(gathered: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """The part of `gathered`, 1-D, that `rank` of `size` keeps."""
+    numel = gathered.numel() // size
+    return gathered[rank * numel : (rank + 1) * numel].clone()

@@ -40,7 +40,8 @@ RECOMPUTED = -1
 
 
 class Unit:
-    """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too.
+    """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too;
+    `surrounds`: there are units below its modules.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -55,6 +56,7 @@ class Unit:
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         policy: UnitPolicy,
+        surrounds: bool = False,
     ) -> None:
         self.id = next(_ids)
         self.class_name = type(modules[0]).__name__
@@ -65,6 +67,7 @@ class Unit:
         self.streams = streams
         self.precision = precision
         self.policy = policy
+        self._surrounds = surrounds
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
         self._runtime: weakref.ref[Runtime] | None = None
@@ -131,6 +134,14 @@ class Unit:
             self.show_shards()
             self.regroup()
 
+    def reduce_fully(self, is_last: bool) -> None:
+        """Of a step of several backwards the next one is the last, or it is not and leaves over what can wait."""
+        policy = self.policy
+        over_shards = is_last or not policy.accumulates_whole
+        over_copies = is_last or not policy.accumulates_copies
+        if (policy.reduce_gradients, policy.all_reduce_gradients) != (over_shards, over_copies):
+            self.change(reduce_gradients=over_shards, all_reduce_gradients=over_copies)
+
     # Grouping
 
     def regroup(self) -> None:
@@ -145,7 +156,7 @@ class Unit:
         self._is_gone_through_once = False
         self.weights, self.gradients = [], []
         for batch in (batch for members in kinds.values() for batch in self._batches(members)):
-            group = Group(batch, self.mesh, self.precision, self._place)
+            group = Group(batch, self.precision, self._place)
             gradients = Gradients(group, self.streams, partial(_completed, this, len(self.gradients)))
             self.gradients.append(gradients)
             self.weights.append(
@@ -170,12 +181,17 @@ class Unit:
             return True
         if self._gathers_as_one or isinstance(parameter.cut, Runs):  # those of one plan share a line
             return False
-        return parameter.cut.in_order and travels_alone(parameter, self.streams)
+        return parameter.cut.in_order and travels_alone(parameter, self.streams, self._surrounds)
 
     @property
     def leaves(self) -> list[nn.Parameter]:
         """What the optimizer owns of it."""
         return [leaf.parameter for weights in self.weights for leaf in weights.group.leaves]
+
+    @property
+    def meshes(self) -> list[DataMesh]:
+        """Its own mesh, and those that some of its parameters are sharded over instead."""
+        return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
 
     @property
     def num_kinds(self) -> int:
@@ -253,14 +269,25 @@ class Unit:
 
     def shards_written(self) -> None:
         """Shards have new values: whole parameters made from the old ones are stale."""
+        self.outdate_kept()
         runtime = self.runtime
         if runtime is not None and self.live is not Live.SHARDED:
             runtime.shards_written(self)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Drop or zero the shards' gradients, and drop those that wait for a reduction."""
+    def outdate_kept(self) -> None:
+        """Shards may have been written, unnoticed (`parameter.data.copy_(...)`): what is kept of them whole, by
+        placements that say so, is brought up to date at the next gather."""
+        for weights in self.weights:
+            weights.group.outdate()
+
+    def drop_unreduced(self) -> None:
+        """Drop gradients that wait for a reduction, or for half of one."""
         for gradients in self.gradients:
             gradients.drop_unreduced()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop or zero the shards' gradients, and drop those that wait for a reduction."""
+        self.drop_unreduced()
         for leaf in self.leaves:
             gradient = leaf.grad
             if set_to_none or gradient is None:
@@ -278,13 +305,14 @@ class Unit:
     def gather(self) -> None:
         """Start the all-gathers."""
         user, full = self.policy.all_gather, self.in_full_precision
-        transport = self.mesh.gather_transport if user is None else UsersCollectives(user, self.mesh.shard_group)
         for weights in self.weights:
             if weights.live is Live.WHOLE:
                 continue  # other groups of the unit were freed alone
             if self.policy.notices_replaced:
                 for parameter in weights.group.parameters:
-                    parameter.notice_replaced(self.mesh.shard_rank)
+                    parameter.notice_replaced()
+            mesh = weights.group.mesh
+            transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
             weights.gather(transport, full)
 
     def wait(self) -> None:
@@ -311,10 +339,11 @@ class Unit:
 
     def reduce(self) -> None:
         """Start the reductions of what has been collected."""
-        group = self.mesh.reduction_group() if self.policy.separate_reduce_group else self.mesh.shard_group
-        user = self.policy.reduce_scatter
-        transport = self.mesh.reduce_transport(group) if user is None else UsersCollectives(user, group)
+        user, apart = self.policy.reduce_scatter, self.policy.separate_reduce_group
         for gradients in self.gradients:
+            mesh = gradients.group.mesh
+            group = mesh.reduction_group() if apart else mesh.shard_group
+            transport = mesh.reduce_transport(group) if user is None else UsersCollectives(user, group)
             gradients.reduce(self.policy, transport)
 
     def settle(self) -> None:
@@ -369,8 +398,13 @@ class Unit:
 
     @property
     def unreduced(self) -> bool:
-        """Whether gradients wait for a reduction."""
+        """Whether gradients wait for a reduction, or for the other half of one."""
         return any(gradients.unreduced for gradients in self.gradients)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """The same of the reduction that this backward is to have: sums over the shard axis wait for a later one."""
+        return any(gradients.awaits_reduction(self.policy) for gradients in self.gradients)
 
     @property
     def is_past(self) -> bool:
@@ -401,9 +435,11 @@ class Unit:
         gradient, and with None when that is the last one."""
         self._on_gradients = when_complete
         self._completed = 0
-        divide_by = self.divide_by
+        divide_by, policy = self.divide_by, self.policy
         for gradients in self.gradients:
-            gradients.expect(divide_by, may_borrow=self.policy.reduce_scatter is None)
+            gradients.expect(
+                divide_by, policy.reduce_scatter is None, policy.reduce_gradients, policy.accumulation is not None
+            )
 
     def end_backward(self) -> None:
         """What has not come will not come."""

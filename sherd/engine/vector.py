@@ -88,6 +88,8 @@ class Run:
         self.flat = nn.Parameter(seats[0].group.rest[first:stop].detach(), requires_grad=True)
         self._extents = [Extent(each.start - first, each.numel) for each in filled]
         self._starts = [each.start for each in self._extents]
+        self._is_filled = len(self._starts) == len(self.seats)
+        self._shape = self.flat.shape
         # Parts that begin where the shards do may have their elements in another order, unless they are neighbours
         # with a single dimension.
         self._may_be_turned = len(filled) == 1 or any(seat.record.local.dim() > 1 for seat in seats)
@@ -109,22 +111,22 @@ class Run:
 
     def _as_vector(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The vector that `parts` are views of, uncopied, if they lie there as the shards do in their buffer."""
-        first, numel = parts[0], self.flat.numel()
+        first = parts[0]
         if not self._starts:
             return first.new_empty(0)
-        itemsize = first.itemsize
-        addresses = list(map(torch.Tensor.data_ptr, parts[: len(self._starts)]))
+        addresses = list(map(torch.Tensor.data_ptr, parts if self._is_filled else parts[: len(self._starts)]))
         if addresses != self._addresses:
+            itemsize = first.itemsize
             self._addresses = [addresses[0] + start * itemsize for start in self._starts]
             if addresses != self._addresses:
                 return None
-        # An address within the memory of a living storage is that storage's.
-        offset = first.storage_offset()
-        if first.untyped_storage().nbytes() < (offset + numel) * itemsize:
-            return None
         if self._may_be_turned and not all(map(torch.Tensor.is_contiguous, parts)):
             return None
-        return first.as_strided((numel,), (1,), offset)
+        try:
+            # An address within the memory of a living storage is that storage's.
+            return first.as_strided(self._shape, (1,))
+        except RuntimeError:  # it ends before the last of them
+            return None
 
     def _copied(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         vector = torch.zeros(self.flat.numel(), dtype=dtype, device=parts[0].device)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd._torch import dtensor, dtensor_spec
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Land, Pending, Transport
@@ -65,7 +64,10 @@ class _Whole:
     """The whole buffer, and the parameters cut from it, in one dtype."""
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
-        self.buffer = Buffer(group.packing.whole_numel, dtype, group.device)
+        resident = group.resident
+        self.buffer = (
+            Buffer(group.packing.whole_numel, dtype, group.device) if resident is None else Buffer.around(resident)
+        )
         flat = self.buffer.tensor
         self.copy_out = copy_out(group.packing, flat)
         self.parameters = []
@@ -73,12 +75,14 @@ class _Whole:
             # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
             # in-place operation" to autograd, while a user's change of one parameter still is.
             tensor = flat.data[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
-            if parameter.whole_spec is not None:
-                old = parameter.whole_spec
-                tensor = dtensor(tensor, dtensor_spec(old.mesh, old.placements, old.shape, dtype))
-            self.parameters.append(nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+            self.parameters.append(nn.Parameter(parameter.as_whole(tensor), requires_grad=parameter.requires_grad))
         del tensor
         self.own_uses = self.buffer.uses
+
+    def free(self) -> None:
+        """Give the memory back, unless the shards are in it."""
+        if self.buffer.is_ours:
+            self.buffer.free()
 
 
 class Weights:
@@ -92,6 +96,7 @@ class Weights:
         self._wholes: dict[torch.dtype, _Whole] = {}
         self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
+        self._versions: dict[torch.dtype, int] = {}
         self._part: torch.Tensor | None = None
         self._part_group: dist.ProcessGroup | None = None
 
@@ -103,7 +108,7 @@ class Weights:
             # Outside inference mode too: what is made in it can never be written in training.
             with torch.no_grad(), torch.inference_mode(False):
                 made = self._wholes[self._dtype] = _Whole(self.group, self._dtype)
-                made.buffer.free()
+                made.free()
             for index, parameter in enumerate(made.parameters):
                 self.group.parameters[index].claim(parameter)
                 self._watch(index, parameter)
@@ -136,7 +141,7 @@ class Weights:
 
     def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
-        yield Kind.SHARDS, self.group.rest
+        yield from self.group.held()
         if self._made is not None:
             yield Kind.WHOLE, self._made.buffer.tensor
         if self._part is not None:
@@ -161,6 +166,8 @@ class Weights:
             self._dtype = self.group.dtype if full_precision else self.group.compute_dtype
         if self.live is Live.SHRUNK:
             self._gather_part()
+        elif self._is_up_to_date():
+            self._flight = _Flight(self._streams.gather.run(lambda async_op: None), self.group.rest, None)
         elif transport.shares_memory:
             self._gather_onto(transport)
         else:
@@ -172,11 +179,15 @@ class Weights:
         """Whether the whole buffer is the gather lane's memory, which writes it ahead of compute, or compute's own."""
         return self.group.packing.is_cut_into_runs
 
-    def _source(self) -> torch.Tensor:
-        """The rest buffer, as it is sent."""
+    def _is_up_to_date(self) -> bool:
+        """Whether the whole parameters are there still, or are the shards; if not, they will be, as of now."""
         group = self.group
-        source = group.place.fetch(group.rest, group.device)
-        return source if self._dtype == group.dtype else source.to(self._dtype)
+        if group.is_one_piece and group.resident is not None:
+            return True
+        if not group.mesh.keeps_whole:
+            return False
+        before, self._versions[self._dtype] = self._versions.get(self._dtype), group.version
+        return before == self._versions[self._dtype]
 
     def _gather_rows(self, transport: Transport) -> None:
         """Into rows, that are copied out later; into the whole buffer itself where they are the same thing."""
@@ -186,14 +197,14 @@ class Weights:
         flight: list[torch.Tensor] = []
 
         def start(async_op: bool) -> Pending | None:
-            source = self._source()
+            source = self.group.source(self._dtype)
             if in_place:
                 whole.buffer.allocate()
                 rows = whole.buffer.tensor[: packing.rows_numel]
             else:
                 rows = transport.empty(packing.rows_numel, self._dtype, group.device)
             flight.extend((source, rows))
-            return transport.all_gather(rows, source, self.group.sizes, async_op)
+            return transport.all_gather(rows, source, self.group.shard_sizes, async_op)
 
         handoff = self._streams.gather.run(start)
         source, rows = flight
@@ -202,18 +213,19 @@ class Weights:
     def _gather_onto(self, transport: Transport) -> None:
         """Copied into the whole buffer from where the ranks have it, which happens as late as in `wait`: a gather that
         runs ahead takes no memory for what it will bring."""
-        whole, source, own = self._whole, self._source(), self.group.mesh.shard_rank
+        whole, source, own = self._whole, self.group.source(self._dtype), self.group.mesh.shard_rank
 
         def land(rank: int, part: torch.Tensor) -> None:
             whole.buffer.allocate()
-            whole.copy_out.land(rank, part)
+            for piece, its in self.group.pieces_of(rank, part):
+                whole.copy_out.land(piece, its)
 
         def land_others(rank: int, part: torch.Tensor) -> None:
             if rank != own:  # this rank's part comes at once, and has time
                 land(rank, part)
 
         handoff = self._streams.gather.run(
-            lambda async_op: transport.all_gather_onto(land_others, source, self.group.sizes, async_op)
+            lambda async_op: transport.all_gather_onto(land_others, source, self.group.shard_sizes, async_op)
         )
         self._flight = _Flight(handoff, source, None, land)
 
@@ -273,10 +285,12 @@ class Weights:
         self._position.move(Live.SHARDED)
 
     def _free_whole(self) -> None:
+        if self.group.mesh.keeps_whole:
+            return
         if self._lane_owns_whole:
             # The buffer goes back to the lane's pool: not before compute has read it.
             self._streams.gather.follow_compute()
-        self._whole.buffer.free()
+        self._whole.free()
 
     @torch.no_grad()
     def shrink(self, size: int) -> None:

@@ -1,0 +1,65 @@
+"""A shard that its replicas own pieces of: each keeps all of it, steps its own, fetches others' before use.
+
+    replica 0   optimizer steps | a a |           fetches      | a a | b b |    which is what it sends
+    replica 1   optimizer steps       | b b |                  | a a | b b |    along the shard axis
+
+Pieces are fetched once after they were written, not for each gather: a step of several micro-batches pays for it once.
+Where it is of the shards' own dtype, and on their device, a rank's piece is a part of the shard that it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sherd.comm.mesh import DataMesh
+from sherd.comm.transport import Sizes
+from sherd.layout.extent import Extent
+
+
+class FetchedShard:
+    """`sizes` are those of the replicas' pieces; the shard is 1-D, of all of them. A copy for each dtype asked for."""
+
+    def __init__(self, sizes: Sizes, mesh: DataMesh) -> None:
+        self.sizes = sizes
+        self._mesh = mesh
+        self._own = Extent(sum(sizes[: mesh.replica]), sizes[mesh.replica])
+        self._copies: dict[torch.dtype, torch.Tensor] = {}
+        self._versions: dict[torch.dtype, int] = {}
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces."""
+        return sum(self.sizes)
+
+    def holding(self, shard: torch.Tensor) -> torch.Tensor:
+        """Keep `shard`, `[numel]`, and return the part of it that is this rank's piece."""
+        self._copies[shard.dtype] = shard
+        return self.own_part(shard)
+
+    def own_part(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of `shard`, a view."""
+        return shard[self._own.start : self._own.stop]
+
+    def around(self, piece: torch.Tensor, version: int) -> torch.Tensor:
+        """The shard, given this rank's piece of it. Collective over the replicate axis if `version` is a new one."""
+        shard = self._copies.get(piece.dtype)
+        if shard is None:
+            shard = self._copies[piece.dtype] = torch.empty(self.numel, dtype=piece.dtype, device=piece.device)
+        if self._versions.get(piece.dtype) != version:
+            own = self.own_part(shard)
+            if not self.has_piece(piece):
+                own.copy_(piece)
+            self._mesh.fetch_transport.all_gather(shard, own, self.sizes, False)
+            self._versions[piece.dtype] = version
+        return shard
+
+    def has_piece(self, piece: torch.Tensor) -> bool:
+        """Whether `piece`, this rank's, is a part of a copy."""
+        shard = self._copies.get(piece.dtype)
+        return shard is not None and self.own_part(shard).data_ptr() == piece.data_ptr()
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Its copies."""
+        yield from self._copies.values()

@@ -1,0 +1,253 @@
+"""Which DTensor is the shard of a parameter that is a DTensor already, on axes that are not data parallel?
+
+A tensor-parallel parameter was cut by its own axes first, and then by ours. DTensor reads placements from left to
+right, and our axes go in front, as everywhere else; where both cut one dim it calls ours strided. A tensor of 10 rows
+over `tp` of 2 and `dp` of 2, on the mesh (dp, tp), `[_StridedShard(0, split_factor=2), Shard(0)]`:
+
+    tp 0 | 0 1 2 3 4 |   dp 0 | 0 1 2 |        read from the left   dp 0 | 0 1 2 5 6 7 |   tp 0 | 0 1 2 |
+                         dp 1 | 3 4   |                                                    tp 1 | 5 6 7 |
+    tp 1 | 5 6 7 8 9 |   dp 0 | 5 6 7 |                             dp 1 | 3 4 8 9 |       tp 0 | 3 4   |
+                         dp 1 | 8 9   |                                                    tp 1 | 8 9   |
+
+Read so, 9 rows over `dp` of 4 come out otherwise than they were cut: row 8 is on tp 1, dp 3, and would seem to be on
+tp 0, dp 3, where nothing is. Of such a tensor our axis goes behind, on the mesh (tp, dp), where both orders are one.
+Runs are never read from the left: they are of what the other axes have left to a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate as ReplicateSpec
+from torch.distributed.tensor import Shard as ShardSpec
+from torch.distributed.tensor.placement_types import Placement as PlacementSpec
+
+from sherd._torch import DTensorSpec, concatenate_meshes, dtensor_spec, strided_shard
+from sherd.comm.mesh import DataMesh, permuted
+from sherd.errors import MeshError, OwnershipError, PlacementError
+from sherd.layout.extent import chunks
+from sherd.layout.placement import Cut
+from sherd.layout.runs import Runs
+from sherd.tensor.placement import ragged_spec
+
+
+def own_spec(mesh: DataMesh, cut: Cut | Runs, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """The shard of a plain parameter."""
+    if isinstance(cut, Runs):
+        return ragged_spec(mesh.mesh, _copies(mesh), shape, dtype, cut, mesh.piece_axes)
+    if mesh.spreads and cut.dim is not None:
+        return dtensor_spec(mesh.in_cut_order, (ShardSpec(cut.dim), ShardSpec(cut.dim)), shape, dtype)
+    return dtensor_spec(mesh.in_cut_order, _data_placements(mesh, cut.dim), shape, dtype)
+
+
+def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
+    return (ReplicateSpec(),) * mesh.mesh.ndim
+
+
+def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[PlacementSpec, ...]:
+    """Placements on the data-parallel axes; `split` is how many parts other axes to the right cut `dim` into."""
+    placements = list(_copies(mesh))
+    if dim is not None and mesh.shard_axis is not None:
+        placements[mesh.shard_axis] = _shard(dim, split)
+    return tuple(placements)
+
+
+def beside(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
+    """The shard of a parameter that is a DTensor on another mesh, of which `cut` cuts this rank's part.
+
+    Raises:
+        MeshError: the two meshes have ranks or an axis in common, or are not parts of one.
+        PlacementError: it is a partial sum there.
+        OwnershipError: they are the same mesh.
+    """
+    if whole.mesh == mesh.mesh:
+        raise OwnershipError(
+            f"{name}: it is a DTensor on the very mesh it would be sharded over, {mesh.mesh}, so something has sharded "
+            "it already (a unit that no longer exists?): build the model anew; or it is tensor parallel there: shard "
+            "it over another axis"
+        )
+    _require_no_sums(whole, name)
+    return _in_front_or_behind(whole, [whole.mesh], whole.placements, mesh, cut, name)
+
+
+def on_full_mesh(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
+    """The shard of a parameter that is a DTensor on the full mesh whose data-parallel axes the user named; or, where it
+    has no others, on another one.
+
+    Raises:
+        PlacementError: it is on another mesh, not replicated on a data-parallel axis, or a partial sum on another one.
+    """
+    assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
+    full, names = mesh.full, mesh.full.mesh_dim_names or ()
+    if whole.mesh != full and set(names) == {*mesh.dims.shard_names, *mesh.dims.replicate_names}:
+        return beside(whole, mesh, cut, name)  # a mesh of data-parallel axes only, named to say which does what
+    if whole.mesh != full:
+        raise PlacementError(
+            f"{name}: it is a DTensor on {whole.mesh}, not on the mesh that fully_shard was given, {full}"
+        )
+    for axis_name in (*mesh.dims.shard_names, *mesh.dims.replicate_names):
+        placement = whole.placements[names.index(axis_name)]
+        if not placement.is_replicate():
+            raise PlacementError(
+                f"{name}: data-parallel axis {axis_name!r} must find it replicated, its placement there is "
+                f"{placement}; distribute it with Replicate() on the data-parallel axes"
+            )
+    _require_no_sums(whole, name)
+    if len(mesh.dims.shard_names) <= 1 and len(mesh.dims.replicate_names) <= 1 and not mesh.spreads:
+        spec = _in_place(whole, mesh, cut)
+        if spec is not None:
+            return spec
+    # Several axes were flattened into one, or ours must go behind: a mesh of the data axes and the ones that are left.
+    data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
+    others = [axis for axis in range(full.ndim) if axis not in data_axes]
+    rest = tuple(whole.placements[axis] for axis in others)
+    return _in_front_or_behind(whole, [full[names[axis]] for axis in others], rest, mesh, cut, name)
+
+
+def _in_place(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTensorSpec | None:
+    """The whole's spec with the shard axis, one of the same mesh, cutting it too; None if that reads otherwise."""
+    assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
+    dim = None if isinstance(cut, Runs) else cut.dim
+    if not mesh.dims.shard_names or (dim is None and isinstance(cut, Cut)):
+        return whole
+    axis = (mesh.full.mesh_dim_names or ()).index(mesh.dims.shard_names[0])
+    if isinstance(cut, Runs):
+        return ragged_spec(mesh.full, whole.placements, whole.shape, _dtype(whole), cut, (axis,))
+    assert dim is not None, "what is not cut stays as it is"
+    sizes = [mesh.full.size(at) if _cuts_dim(each, dim) else 1 for at, each in enumerate(whole.placements)]
+    before, behind = sizes[:axis], sizes[axis + 1 :]
+    strided = any(_is_strided(each) for each in whole.placements)
+    if not all(_reads_as_cut(n, mesh.num_shards, behind, strided) for n in set(_parts(whole.shape[dim], before))):
+        return None
+    placements = (*whole.placements[:axis], _shard(dim, prod(behind)), *whole.placements[axis + 1 :])
+    return dtensor_spec(mesh.full, placements, whole.shape, _dtype(whole))
+
+
+def _in_front_or_behind(
+    whole: DTensorSpec,
+    meshes: Sequence[DeviceMesh],
+    rest: tuple[PlacementSpec, ...],
+    mesh: DataMesh,
+    cut: Cut | Runs,
+    name: str,
+) -> DTensorSpec:
+    """The shard on the data-parallel axes and `meshes`, whose axes have the placements `rest`."""
+    if not meshes:
+        return own_spec(mesh, cut, whole.shape, _dtype(whole))
+    _require_apart(mesh.mesh, meshes, name)
+    if isinstance(cut, Runs):
+        joined, given = _joined([mesh.mesh, *meshes], name), (*_copies(mesh), *rest)
+        return ragged_spec(joined, given, whole.shape, _dtype(whole), cut, mesh.piece_axes)
+    dim = cut.dim if mesh.shard_axis is not None else None
+    if mesh.spreads:
+        base = _joined([mesh.mesh, *meshes], name)
+        in_cut_order = permuted(base, (*range(mesh.mesh.ndim, base.ndim), *mesh.piece_axes))
+        ours = (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
+        return dtensor_spec(in_cut_order, (*rest, *ours), whole.shape, _dtype(whole))
+    sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
+    behind = [size for size, placement in zip(sizes, rest, strict=True) if _cuts_dim(placement, dim)]
+    strided = any(_is_strided(each) for each in rest)
+    if dim is None or _reads_as_cut(whole.shape[dim], mesh.num_shards, behind, strided):
+        order, placements = [mesh.mesh, *meshes], (*_data_placements(mesh, dim, prod(behind)), *rest)
+    else:
+        order, placements = [*meshes, mesh.mesh], (*rest, *_data_placements(mesh, dim))
+    return dtensor_spec(_joined(order, name), placements, whole.shape, _dtype(whole))
+
+
+# Reading from the left
+
+
+def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bool) -> bool:
+    """Whether `size` rows, cut by axes of the sizes `behind` in turn and then by ours, are found where they are by who
+    reads from the left: ours first, strided, then `behind`. `strided`: one of those is so itself.
+    """
+    if size % (num_shards * prod(behind)) == 0:
+        return True
+    if strided:
+        return False
+    parts = _parts(size, behind)
+    if parts != [each.numel for each in chunks(size, prod(behind))]:
+        return False
+    by_rank = zip(*([each.numel for each in chunks(part, num_shards)] for part in parts), strict=True)
+    return all(list(held) == _parts(sum(held), behind) for held in by_rank)
+
+
+def _parts(size: int, cuts: Sequence[int]) -> list[int]:
+    """The sizes into which axes of the sizes `cuts` cut `size` rows, each cutting what the one before has left."""
+    parts = [size]
+    for num_parts in cuts:
+        parts = [each.numel for part in parts for each in chunks(part, num_parts)]
+    return parts
+
+
+def _cuts_dim(placement: PlacementSpec, dim: int | None) -> bool:
+    """Whether `placement` cuts `dim`, strided or not; of a strided one `is_shard` says no (2.13)."""
+    return dim is not None and getattr(placement, "dim", None) == dim
+
+
+def _is_strided(placement: PlacementSpec) -> bool:
+    return getattr(placement, "split_factor", 1) != 1
+
+
+def _shard(dim: int, split: int) -> PlacementSpec:
+    return ShardSpec(dim) if split == 1 else strided_shard(dim, split)
+
+
+# What does not fit
+
+
+def _require_no_sums(whole: DTensorSpec, name: str) -> None:
+    """Raise if the parameter is the sum of what several ranks hold."""
+    for axis, placement in enumerate(whole.placements):
+        if placement.is_partial():
+            axis_name = axis if whole.mesh.mesh_dim_names is None else repr(whole.mesh.mesh_dim_names[axis])
+            raise PlacementError(
+                f"{name}: its placement on axis {axis_name} is {placement}, a sum that nobody has made yet, so there "
+                "is no value for an optimizer to change; redistribute it to Replicate() or Shard(dim), then fully_shard"
+            )
+
+
+def _require_apart(data: DeviceMesh, meshes: Sequence[DeviceMesh], name: str) -> None:
+    """Raise unless `data` and `meshes` can be axes of one mesh.
+
+    Two axes of one mesh have this rank in common and no other.
+    """
+    for other in meshes:
+        found = f"{name}: it is a DTensor on {other} and is to be sharded over {data}"
+        common = set(data.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
+        if len(common) > 1:
+            raise MeshError(
+                f"{found}, which have ranks {sorted(common)} in common: give fully_shard the data-parallel axes alone, "
+                "as mesh['dp'] of a mesh (dp, tp), or the mesh that the parameter is on and dp_mesh_dims"
+            )
+        if data.mesh_dim_names is None or other.mesh_dim_names is None or data.device_type != other.device_type:
+            raise MeshError(
+                f"{found}; the two must be parts of one mesh whose axes have names: "
+                "mesh = init_device_mesh(device_type, (2, 4), mesh_dim_names=('dp', 'tp')), parallelize_module over "
+                "mesh['tp'] and fully_shard over mesh['dp']"
+            )
+        twice = set(data.mesh_dim_names) & set(other.mesh_dim_names)
+        if twice:
+            raise MeshError(
+                f"{found}: axis {twice.pop()!r} would be named twice; take both from one mesh, whose axes have names "
+                "of their own"
+            )
+
+
+def _joined(meshes: list[DeviceMesh], name: str) -> DeviceMesh:
+    """One mesh with the axes of all."""
+    try:
+        return concatenate_meshes(meshes)
+    except RuntimeError as error:
+        raise MeshError(
+            f"{name}: it would be sharded over {' and '.join(map(str, meshes))}, which are no parts of one mesh "
+            f"({error}); take both from one init_device_mesh(...)"
+        ) from error
+
+
+def _dtype(spec: DTensorSpec) -> torch.dtype:
+    assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
+    return spec.tensor_meta.dtype
