@@ -156,6 +156,7 @@ class _Runs:
     def __init__(self, kind: type[Optimizer]) -> None:
         self.kind = kind
         self._plain_step: Callable[[Any], Any] = kind.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
+        self._knows_forms = _is_known(kind)
         self._runs: list[Run] = []
         self._homes: dict[int, Home] = {}
         self._idle: list[nn.Parameter] = []
@@ -181,16 +182,26 @@ class _Runs:
     def _step_with(self, optimizer: Any, stepped: list[list[nn.Parameter]]) -> None:
         """Step as if the optimizer had been built from these parameters, and find it as it was afterwards."""
         groups, state_of = optimizer.param_groups, optimizer.state
-        theirs = [group["params"] for group in groups]
+        theirs = [(group, group["params"]) for group in groups]
+        # Going through one tensor as a list takes longer than going through it by itself.
+        singles = [
+            group
+            for group, parameters in zip(groups, stepped, strict=True)
+            if len(parameters) == 1 and self._knows_forms and group.get("foreach")
+        ]
         for group, parameters in zip(groups, stepped, strict=True):
             group["params"] = parameters
+        for group in singles:
+            group["foreach"] = False
         for run in self._runs:
             run.lend_state(state_of)
         try:
             self._plain_step(optimizer)
         finally:
-            for group, parameters in zip(groups, theirs, strict=True):
+            for group, parameters in theirs:
                 group["params"] = parameters
+            for group in singles:
+                group["foreach"] = True
             for run in self._runs:
                 run.take_back(state_of)
 
@@ -266,7 +277,7 @@ def _groups_of(unit: Unit | None) -> list[Group]:
 
 def _seats(group: Group, place_of: dict[int, int]) -> list[Seat]:
     """All of a group's shards, in the order they lie in; those that this rank holds nothing of come last."""
-    held = [slot.held(group.mesh.shard_rank) for slot in group.packing.slots]
+    held = [slot.held(group.mesh.piece) for slot in group.packing.slots]
     seats = [
         Seat(record, group, extent, place_of.get(id(record.shard), -1))
         for record, extent in zip(group.parameters, held, strict=True)
