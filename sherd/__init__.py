@@ -1,12 +1,16 @@
 """Fully sharded data parallel training for PyTorch. The names mirror `torch.distributed.fsdp`, so a changed import is a
 port."""
 
+from sherd.api.accumulate import accumulate
 from sherd.api.auto_shard import auto_shard
+from sherd.api.extensions import DTensorExtensions, FSDPExtensions
 from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
 from sherd.api.memory import memory_report, track_memory
 from sherd.api.migration import explain_migration
 from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from sherd.api.placements import OnMesh, Placements
+from sherd.api.replicate import replicate
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -52,7 +56,9 @@ __all__ = [
     "CPUOffloadPolicy",
     "Comm",
     "CommPolicy",
+    "DTensorExtensions",
     "DataParallelMeshDims",
+    "FSDPExtensions",
     "FSDPModule",
     "Flat",
     "FlatParameter",
@@ -64,8 +70,10 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OnMesh",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Placements",
     "PrefetchPolicy",
     "RaggedDTensor",
     "ReduceScatter",
@@ -81,6 +89,7 @@ __all__ = [
     "UnshardHandle",
     "Whole",
     "__version__",
+    "accumulate",
     "auto_shard",
     "clip_grad_norm_",
     "explain_migration",
@@ -88,6 +97,7 @@ __all__ = [
     "fully_shard",
     "memory_report",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
     "track_memory",
     "unsharded",

@@ -130,10 +130,11 @@ def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place:
 def _require_room(unit: Unit) -> None:
     if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
         raise PolicyError(f"A communication hook is already registered for unit {unit.name}; register one, once")
-    if unit.mesh.num_replicas > 1 and unit.mesh.num_shards > 1:
+    if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.spreads):
         raise PolicyError(
-            f"Communication hook is not supported for hybrid strategies: unit {unit.name} is sharded over "
-            f"{unit.mesh.num_shards} ranks and replicated over {unit.mesh.num_replicas}; use set_all_reduce_hook"
+            f"Communication hook is not supported for hybrid strategies: unit {unit.name} is cut into "
+            f"{unit.mesh.num_pieces} over {unit.mesh.num_shards} x {unit.mesh.num_replicas} ranks; use "
+            "set_all_reduce_hook"
         )
     dtypes = {each.resting.dtype for each in unit.parameters if each.requires_grad}
     if len(dtypes) > 1:

@@ -5,6 +5,7 @@
     mixed_precision, full precision in eval           `MixedPrecisionPolicy`
     cpu_offload                                       `OffloadPolicy`
     backward_prefetch, forward_prefetch               `PrefetchPolicy`
+    sharding_strategy=Placements(...)                 the levels of a `DataMesh`, how parameters are cut
     use_orig_params                                   `Flat()`, merged into one flat parameter or not
 
 Names, fields, defaults and environment variables are those of torch 2.13's `torch.distributed.fsdp`.
@@ -13,7 +14,7 @@ Names, fields, defaults and environment variables are those of torch 2.13's `tor
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -21,15 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.comm.mesh import DataMesh, default_device_type, mesh_of_groups, one_rank_group
+from sherd.api.placements import Placements, Strategy
+from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups, one_rank_group
 from sherd.errors import MeshError, PolicyError, PolicyTypeError
+from sherd.layout.runs import Flat, RunPlacement
 from sherd.policy import (
     CommPolicy,
     CPUOffloadPolicy,
+    Level,
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
+    UnitPolicy,
 )
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
@@ -113,7 +119,7 @@ class Choices:
     """
 
     process_group: Any = None
-    sharding_strategy: ShardingStrategy | None = None
+    sharding_strategy: ShardingStrategy | Placements | None = None
     cpu_offload: CPUOffload | None = None
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     mixed_precision: MixedPrecision | None = None
@@ -125,7 +131,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         kinds: dict[str, tuple[type, ...]] = {
-            "sharding_strategy": (ShardingStrategy,),
+            "sharding_strategy": (ShardingStrategy, Placements),
             "cpu_offload": (CPUOffload,),
             "backward_prefetch": (BackwardPrefetch,),
             "mixed_precision": (MixedPrecision,),
@@ -150,13 +156,46 @@ class Choices:
 
     @property
     def strategy(self) -> ShardingStrategy:
-        """`FULL_SHARD` unless another one was chosen."""
-        return self.sharding_strategy if self.sharding_strategy is not None else ShardingStrategy.FULL_SHARD
+        """`FULL_SHARD` unless another one was chosen; for placements the one that uses the same groups."""
+        chosen = self.sharding_strategy
+        if isinstance(chosen, Placements):
+            if len(chosen.levels) > 1:
+                return ShardingStrategy.HYBRID_SHARD
+            return ShardingStrategy.NO_SHARD if chosen.levels == (Level.COPIES,) else ShardingStrategy.FULL_SHARD
+        return chosen if chosen is not None else ShardingStrategy.FULL_SHARD
+
+    @property
+    def placement(self) -> ShardSpec | RunPlacement:
+        """How parameters are cut: to the element, unless placements say otherwise.
+
+        Raises:
+            PolicyError: they do, for a flat parameter.
+        """
+        cut = self._placements.cut if self._placements is not None else None
+        if not self.use_orig_params:
+            if not isinstance(cut, Flat | None):
+                raise PolicyError(
+                    f"sharding_strategy=Placements(...) that cut as {cut} with use_orig_params=False: a flat parameter "
+                    "is cut as Flat(); pass that, or use_orig_params=True"
+                )
+            return Flat(together=True)
+        return Flat() if cut is None else cut
+
+    @property
+    def _placements(self) -> Placements | None:
+        return self.sharding_strategy if isinstance(self.sharding_strategy, Placements) else None
+
+    @property
+    def policy(self) -> UnitPolicy:
+        """What a unit does, and when."""
+        levels = None if self._placements is None else self._placements.levels
+        chosen = Strategy(levels, None).policy(self.reshard_after_forward, self.prefetch)
+        return replace(chosen, notices_replaced=self.notices_replaced)
 
     @property
     def reshard_after_forward(self) -> bool | None:
         """As `fully_shard` takes it: None frees all but the root's."""
-        return None if self.strategy.frees_after_forward else False
+        return None if self.strategy.frees_after_forward or self._placements is not None else False
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
@@ -202,6 +241,12 @@ class Choices:
         Raises:
             MeshError: groups or axes that do not fit the strategy.
         """
+        mesh = self._mesh(has_policy)
+        if self._placements is None or self.strategy is ShardingStrategy.NO_SHARD:
+            return mesh
+        return arranged(mesh, self._placements.levels)
+
+    def _mesh(self, has_policy: bool) -> DataMesh:
         if self.strategy.is_hybrid:
             return self._hybrid_mesh(has_policy)
         if self.device_mesh is not None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, overload
 
@@ -11,14 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.api.module import FSDPModule, checked_reshard, swap_class
-from sherd.comm.mesh import data_mesh
-from sherd.engine.forms import AnyPlacement
+from sherd.api.module import FSDPModule, checked_reshard, require_divides, swap_class
+from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
+from sherd.comm.mesh import DataMesh, data_mesh
+from sherd.engine.forms import Wish
 from sherd.engine.making import make_unit
 from sherd.engine.ownership import Found, belongings
 from sherd.engine.seal import unit_of
 from sherd.engine.unit import Unit
-from sherd.errors import ModuleError, PlacementError, PolicyTypeError
+from sherd.errors import MeshError, ModuleError, PlacementError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import RunPlacement
 from sherd.policy import (
@@ -27,11 +27,10 @@ from sherd.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
-    UnitPolicy,
 )
 from sherd.wrap import is_container
 
-ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | None"]
+ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | OnMesh | None"]
 
 
 @overload
@@ -48,6 +47,7 @@ def fully_shard(
     prefetch_policy: PrefetchPolicy = ...,
     placement: ShardSpec | RunPlacement | None = ...,
     comm_policy: CommPolicy = ...,
+    placements: Placements | str | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -65,6 +65,7 @@ def fully_shard(
     prefetch_policy: PrefetchPolicy = ...,
     placement: ShardSpec | RunPlacement | None = ...,
     comm_policy: CommPolicy = ...,
+    placements: Placements | str | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -81,6 +82,7 @@ def fully_shard(
     prefetch_policy: PrefetchPolicy = PrefetchPolicy(),
     placement: ShardSpec | RunPlacement | None = None,
     comm_policy: CommPolicy = CommPolicy(),
+    placements: Placements | str | None = None,
 ) -> Any:
     """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
     right after.
@@ -98,7 +100,8 @@ def fully_shard(
             False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's
             gather is among k. None: False for the root, True for others.
         shard_placement_fn: given a parameter, how to cut it: torch's `Shard(dim)`, on any dim, even or not; `Flat()`,
-            `Blocks(rows)` or `Whole()` (beyond torch); or None for `placement`.
+            `Blocks(rows)` or `Whole()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for
+            `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs.
         offload_policy: where shards rest; `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory.
         ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
@@ -109,16 +112,19 @@ def fully_shard(
             Under `Flat`, `Blocks` and `Whole` whole parameters are views of what was gathered, so nothing is copied,
             and shards are `RaggedDTensor`s. Beyond torch.
         comm_policy: how bytes travel. Beyond torch.
+        placements: what of parameters, gradients and optimizer state is sharded over which axis of the mesh, as
+            `Placements(...)` or by name, cut as `placement`: "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp" and
+            others (`Placements.preset`). None: "zero3" over one axis, "hsdp" over two. Beyond torch.
 
     Returns:
         `module`, changed in place.
 
     Raises:
         ModuleError: a container without forward, or a module that is sharded already.
-        MeshError: a mesh with other than 1 or 2 axes, or without the names asked for.
+        MeshError: a mesh with other than 1 or 2 axes, or without the names asked for, or fewer axes than `placements`.
         PlacementError: a parameter that cannot be cut as asked.
-        PolicyError: an int `reshard_after_forward` that does not divide the shard axis. `PolicyTypeError` for other
-            types.
+        PolicyError: an int `reshard_after_forward` that does not divide the shard axis, or one for parameters that
+            `placements` says are not sharded. `PolicyTypeError` for other types.
         OwnershipError: a parameter of another unit under another mesh.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -132,20 +138,25 @@ def fully_shard(
         dp_mesh_dims=(dp_mesh_dims, DataParallelMeshDims | None),
         prefetch_policy=(prefetch_policy, PrefetchPolicy),
         comm_policy=(comm_policy, CommPolicy),
+        placements=(placements, Placements | str | None),
     )
-    if placement is not None and not _is_placement(placement):
-        raise PolicyTypeError(f"fully_shard(placement={placement!r}): {_EXPECTED}, or None for Shard(0)")
-    data = data_mesh(mesh, dp_mesh_dims, comm_policy)
-    if reshard_after_forward is not None:
-        reshard_after_forward = checked_reshard(reshard_after_forward, data.num_shards)
+    if placement is not None and not is_cut(placement):
+        raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
+    strategy = strategy_of(placements, placement)
+    wishes = _Wishes(
+        strategy.arranged(data_mesh(mesh, dp_mesh_dims, comm_policy)),
+        strategy.cut,
+        shard_placement_fn,
+        checked_reshard(reshard_after_forward),
+    )
     make_unit(
         modules,
         belongings(modules, ignored_params or (), lambda each: unit_of(each) is not None),
-        data,
-        functools.partial(_placement, placement, shard_placement_fn),
+        wishes.mesh,
+        wishes,
         mp_policy,
         offload_policy,
-        UnitPolicy(reshard_after_forward=reshard_after_forward, prefetch=prefetch_policy),
+        strategy.policy(reshard_after_forward, prefetch_policy),
     )
     for each in modules:
         swap_class(each)
@@ -190,26 +201,53 @@ def _check_types(**arguments: tuple[Any, Any]) -> None:
             )
 
 
-def _placement(
-    default: ShardSpec | RunPlacement | None, chosen_by: ShardPlacementFn | None, found: Found
-) -> AnyPlacement | None:
-    """How the user wants one parameter cut; None for the default."""
-    asked = None if chosen_by is None else chosen_by(found.parameter)
-    if asked is None:
-        asked = default
-    if asked is not None and not _is_placement(asked):
-        raise PlacementError(
-            f"{found.name}: shard_placement_fn returned {asked!r}; {_EXPECTED}, or None for the unit's"
-        )
-    if isinstance(asked, ShardSpec):
-        # A unit's own placement holds for its scalars as far as it can: they have no dim to cut.
-        return Shard(asked.dim) if found.parameter.dim() or chosen_by is not None else None
-    return asked
+class _Wishes:
+    """How the user wants each parameter of a unit sharded; every mesh is looked at once."""
 
+    def __init__(
+        self,
+        mesh: DataMesh,
+        default: ShardSpec | RunPlacement | None,
+        chosen_by: ShardPlacementFn | None,
+        reshard_after_forward: bool | int | None,
+    ) -> None:
+        require_divides(reshard_after_forward, mesh)
+        self.mesh = mesh
+        self._default = default
+        self._chosen_by = chosen_by
+        self._reshard = reshard_after_forward
+        self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
-_EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Whole()"
+    def __call__(self, found: Found) -> Wish:
+        """What is wanted of one parameter.
 
+        Raises:
+            PlacementError: the function has returned something else. `MeshError`, `PolicyError` for a mesh that does
+                not fit.
+        """
+        asked: Any = None if self._chosen_by is None else self._chosen_by(found.parameter)
+        mesh = self.mesh
+        if isinstance(asked, OnMesh):
+            mesh, asked = self._other_mesh(asked, found.name), asked.placement
+        if asked is None:
+            return Wish(rule_of(self._default, found.parameter), mesh)
+        if not is_cut(asked):
+            raise PlacementError(
+                f"{found.name}: shard_placement_fn returned {asked!r}; {EXPECTED}, one of them OnMesh(...), or None "
+                "for the unit's"
+            )
+        return Wish(Shard(asked.dim) if isinstance(asked, ShardSpec) else asked, mesh)
 
-def _is_placement(value: Any) -> bool:
-    # The class itself has all that makes a placement, but is none: `placement=Flat`.
-    return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
+    def _other_mesh(self, asked: OnMesh, name: str) -> DataMesh:
+        key = id(asked.mesh), asked.dp_mesh_dims
+        if key not in self._meshes:
+            mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self.mesh.comm)
+            unit_ranks, ranks = (set(each.mesh.mesh.flatten().tolist()) for each in (self.mesh, mesh))
+            if not ranks <= unit_ranks:
+                raise MeshError(
+                    f"{name}: its mesh {mesh.mesh} has ranks {sorted(ranks - unit_ranks)} that the unit's, "
+                    f"{self.mesh.mesh}, does not have; a parameter is shared by some of the ranks that share its unit"
+                )
+            require_divides(self._reshard, mesh)
+            self._meshes[key] = mesh
+        return self._meshes[key]

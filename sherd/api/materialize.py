@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from sherd._torch import local_tensor
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
 from sherd.comm.mesh import DataMesh
@@ -89,16 +91,20 @@ def move(root: nn.Module, device_id: int | str | torch.device | None, ignored: I
 
 @torch.no_grad()
 def take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
-    """Let all ranks have the parameters and buffers of rank 0: along the replicate axis, then along the shard axis."""
+    """Let all ranks have the parameters and buffers of rank 0: along the replicate axis, then along the shard axis.
+
+    Of a DTensor its part, which the ranks of the other axes have others of.
+    """
     tensors = {id(each): each for module in _modules(root, ignored) for each in _own(module, ignored)}
     for group in (mesh.replicate_group, mesh.shard_group):
         if group is None or dist.get_world_size(group) == 1:
             continue
         for tensor in tensors.values():
-            sent = tensor.detach().contiguous()
+            here = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            sent = here.detach().contiguous()
             dist.broadcast(sent, group_src=0, group=group)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.copy_(sent)
+            if sent.data_ptr() != here.data_ptr():
+                here.copy_(sent)
 
 
 def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tuple[nn.Module, str], torch.dtype]:

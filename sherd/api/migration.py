@@ -466,6 +466,8 @@ class _Program:
                 "limit_all_gathers: nothing to say, gathers never run further ahead than prefetch_policy allows; its "
                 "bytes_in_flight bounds them in bytes."
             )
+        if request.given.get("extensions") is not None:
+            self._note("extensions: nothing to say, DTensors are sharded as they are; a subclass would not be asked.")
         if request.synchronizes:
             self._note(
                 "sync_module_states: a full state dict that rank 0 alone has is loaded into shards by "

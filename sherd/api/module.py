@@ -17,6 +17,7 @@ from sherd.comm.collectives import (
     GroupMemoryReduceScatter,
     SymmetricAllGather,
 )
+from sherd.comm.mesh import DataMesh
 from sherd.engine.hooks import as_forward
 from sherd.engine.seal import runtime_of, unit_of
 from sherd.engine.unit import Unit
@@ -138,8 +139,9 @@ class FSDPModule:
         """Reduce-scatter on a process group of its own, beside the all-gathers. Collective over the shard axis."""
         _require_bool("set_separate_reduce_scatter_group", enable)
         for unit in self._sherd_units(recurse):
-            if enable and unit.mesh.shard_group is not None:
-                unit.mesh.reduction_group()
+            for mesh in unit.meshes if enable else ():
+                if mesh.shard_group is not None:
+                    mesh.reduction_group()
             unit.change(separate_reduce_group=enable)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
@@ -161,8 +163,13 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """What becomes of whole parameters after forward, as `fully_shard(reshard_after_forward=...)`; an int too."""
+        value = checked_reshard(reshard_after_forward)
+        if value is None:
+            raise PolicyTypeError("set_reshard_after_forward(None): expected a bool or an int")
         for unit in self._sherd_units(recurse):
-            unit.change(reshard_after_forward=checked_reshard(reshard_after_forward, unit.mesh.num_shards))
+            for mesh in unit.meshes:
+                require_divides(value, mesh)
+            unit.change(reshard_after_forward=value)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are freed after backward; if not, the next forward needs no all-gather."""
@@ -295,17 +302,30 @@ class FSDPModule:
                 )
 
 
-def checked_reshard(value: Any, num_shards: int) -> bool | int:
-    """`reshard_after_forward` as a user may give it. Raises `PolicyTypeError`, or `PolicyError` for a number that does
-    not divide."""
-    if not isinstance(value, int):
-        raise PolicyTypeError(f"reshard_after_forward={value!r}: expected a bool, or an int that divides {num_shards}")
-    if not isinstance(value, bool) and (value < 1 or num_shards % value):
-        raise PolicyError(
-            f"reshard_after_forward={value}: parameters are sharded over {num_shards} ranks, and {value} does not "
-            f"divide that; use one of {[n for n in range(1, num_shards + 1) if num_shards % n == 0]}, True or False"
+def checked_reshard(value: Any) -> bool | int | None:
+    """`reshard_after_forward` as a user may give it; None is the default. Raises `PolicyTypeError`."""
+    if value is not None and not isinstance(value, int):
+        raise PolicyTypeError(
+            f"reshard_after_forward={value!r}: expected a bool, or an int that divides the ranks of the shard axis"
         )
     return value
+
+
+def require_divides(reshard: bool | int | None, mesh: DataMesh) -> None:
+    """Raise `PolicyError` if parameters cannot be resharded over groups of so many ranks of `mesh`."""
+    if reshard is None or isinstance(reshard, bool):
+        return
+    num_shards = mesh.num_shards
+    if mesh.keeps_whole:
+        raise PolicyError(
+            f"reshard_after_forward={reshard}: by its placements every rank keeps whole parameters; leave it out, or "
+            "shard them (zero3, hsdp, hfsdp)"
+        )
+    if reshard < 1 or num_shards % reshard:
+        raise PolicyError(
+            f"reshard_after_forward={reshard}: parameters are sharded over {num_shards} ranks, and {reshard} does not "
+            f"divide that; use one of {[n for n in range(1, num_shards + 1) if num_shards % n == 0]}, True or False"
+        )
 
 
 def _require_bool(method: str, value: Any) -> None:

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from sherd._torch import (
     asked_by_checkpointing,
     dtensor_spec,
+    is_sharded_tensor,
     local_tensor,
-    sharded_tensor_of_rows,
     spec_of,
     whole_of_sharded_tensor,
 )
+from sherd.api.extensions import FSDPExtensions, gathers_by_itself
 from sherd.api.fsdp1 import ShardingStrategy
 from sherd.api.state_dict_type import (
     SETTINGS,
@@ -41,9 +41,10 @@ from sherd.api.state_dict_type import (
     default_settings,
     settings_of,
 )
+from sherd.checkpoint.parts import around, lies_as, on_mesh_device, whole_of
+from sherd.comm.mesh import DataMesh, permuted
 from sherd.engine.loan import whole_copies
 from sherd.engine.parameter import WRAPPED, ShardedParameter, plain_name
-from sherd.engine.pieces import piece_of
 from sherd.engine.seal import unit_of
 from sherd.engine.unit import Unit
 from sherd.errors import PlacementError
@@ -166,12 +167,12 @@ def _after_save(wrapper: Any, state_dict: dict[str, Any], prefix: str, local_met
     if kind is StateDictType.FULL_STATE_DICT:
         rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
         shown = not _lends_elsewhere(unit) and (not rank0_only or wrapper.rank == 0)
-        _put_whole(state_dict, unit, contents, shown, config.offload_to_cpu)
+        _put_whole(state_dict, wrapper, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
     elif kind is StateDictType.LOCAL_STATE_DICT:
         hidden = _put_flat(state_dict, unit, contents, prefix)
     elif isinstance(config, ShardedStateDictConfig) and config.wanted is not ShardedForm.RUNS:
-        _put_rows(state_dict, unit, contents, config.wanted, config.offload_to_cpu)
+        _put_rows(state_dict, wrapper, contents, config.wanted, config.offload_to_cpu)
     for key in hidden:
         state_dict.pop(key, None)
     _finish_buffers(state_dict, contents, kind)
@@ -214,12 +215,27 @@ def _is_not_sharded(wrapper: Any) -> bool:
     return wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
 
 
-def _put_whole(state_dict: dict[str, Any], unit: Unit, contents: _Contents, shown: bool, on_host: bool) -> None:
-    """Whole tensors in the place of shards. Collective over the shard axis, if the parameters are not lent."""
-    for record, whole in _wholes(unit, contents, shown, on_host).items():
-        plain = whole.full_tensor() if isinstance(whole, DTensor) else whole
+def _put_whole(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, shown: bool, on_host: bool) -> None:
+    """Whole tensors in the place of shards. Collective over the shard axis, if the parameters are not lent; under
+    tensor parallelism over its axes too."""
+    unit = _unit(wrapper)
+    wholes = _wholes(unit, contents, shown, on_host)
+    if gathers_by_itself(wrapper._sherd_extensions) and unit.loan is None:
+        for record in wrapper._sherd_extended:
+            gathered = _gathered(wrapper, record, record.shard.detach())
+            wholes.update({record: gathered} if shown else {})
+    for record, whole in wholes.items():
+        plain = whole_of(whole) if isinstance(whole, DTensor) else whole
         for key in (key for key, its in contents.parameters.items() if its is record and key in state_dict):
             state_dict[key] = plain
+
+
+def _gathered(wrapper: Any, record: ShardedParameter, shards: Any) -> torch.Tensor:
+    """A tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
+    extensions = wrapper._sherd_extensions
+    part = extensions.all_gather_dtensor(shards, record.shard_spec.mesh)
+    whole: torch.Tensor = extensions.post_unflatten_transform(part, wrapper._sherd_extended[record])
+    return whole
 
 
 def _wholes(unit: Unit, contents: _Contents, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
@@ -239,15 +255,8 @@ def _keep_lent_shards(state_dict: dict[str, Any], contents: _Contents) -> None:
     """This rank's parts of parameters that are lent, as shards: what is in the shards themselves may be out of date."""
     for key, record in contents.parameters.items():
         if record.lent is not None and key in state_dict:
-            rank = _rank_of(record)
-            part = piece_of(_plain(record.lent), record.cut, rank).detach().clone()
+            part = record.part_of(_plain(record.lent)).detach().clone()
             state_dict[key] = as_dtensor(part, record.shard_spec)
-
-
-def _rank_of(record: ShardedParameter) -> int:
-    owner = record.owner
-    assert isinstance(owner, Unit), "it hangs on a unit's module, which that unit or a companion owns"
-    return owner.mesh.shard_rank
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,29 +274,23 @@ def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefi
     return {key for key, record in contents.parameters.items() if record.flat is not None}
 
 
-def _put_rows(state_dict: dict[str, Any], unit: Unit, contents: _Contents, form: ShardedForm, on_host: bool) -> None:
+def _put_rows(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, form: ShardedForm, on_host: bool) -> None:
     """Rows of each parameter, cut as `torch.chunk` does. Collective over the shard axis."""
+    unit = _unit(wrapper)
     for record, whole in _wholes(unit, contents, True, on_host).items():
-        if isinstance(whole, DTensor):
-            continue  # tensor parallel: the shard says so, and is a DTensor already
-        rows = _rows_of(record, whole, unit, form)
+        rows = _rows_of(whole, unit.mesh, wrapper._sherd_extensions, form)
         for key in (key for key, its in contents.parameters.items() if its is record and key in state_dict):
             state_dict[key] = rows
 
 
-def _rows_of(record: ShardedParameter, whole: torch.Tensor, unit: Unit, form: ShardedForm) -> Any:
-    mesh = unit.mesh
+def _rows_of(whole: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, form: ShardedForm) -> Any:
+    assert mesh.shard_axis is not None and mesh.shard_group is not None, "a wrapper that is sharded has a shard axis"
     if form is ShardedForm.SHARDED_TENSOR:
-        assert mesh.shard_group is not None, "a wrapper that is sharded has a shard axis"
-        return sharded_tensor_of_rows(whole, mesh.shard_group) if whole.dim() else whole
-    placements: list[Placement] = [Replicate()] * mesh.mesh.ndim
-    chunk = whole
-    if whole.dim():
-        assert mesh.shard_axis is not None, "a wrapper that is sharded has a shard axis"
-        placements[mesh.shard_axis] = Shard(0)
-        chunks = whole.chunk(mesh.num_shards)
-        chunk = chunks[mesh.shard_rank].clone() if mesh.shard_rank < len(chunks) else whole[:0].clone()
-    return as_dtensor(chunk, dtensor_spec(mesh.mesh, tuple(placements), whole.shape, whole.dtype))
+        per_node = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        return extensions.chunk_tensor(whole, mesh.shard_rank, mesh.num_shards, per_node, mesh.shard_group)
+    shard_last = mesh.shard_axis == mesh.mesh.ndim - 1
+    rows_over = mesh.mesh if shard_last else permuted(mesh.mesh, (1 - mesh.shard_axis, mesh.shard_axis))
+    return extensions.chunk_dtensor(whole, mesh.shard_rank, rows_over)
 
 
 def _finish_buffers(state_dict: dict[str, Any], contents: _Contents, kind: StateDictType) -> None:
@@ -329,12 +332,35 @@ def _before_load(
         state_dict[prefix + plain_name(key[len(prefix) :])] = state_dict.pop(key)
     contents = _Contents.of(wrapper, prefix)
     _take_flat(state_dict, unit, contents, prefix)
-    for key in contents.parameters:
-        whole = whole_of_sharded_tensor(state_dict.get(key), unit.mesh.device)
-        if whole is not None:
-            state_dict[key] = whole
+    for key, record in contents.parameters.items():
+        if key in state_dict:
+            state_dict[key] = _taken_up(wrapper, record, state_dict[key])
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def _taken_up(wrapper: Any, record: ShardedParameter, given: Any) -> Any:
+    """Legacy values whole, and of a tensor-parallel parameter what lies otherwise on the same axes as the shard does,
+    gathered over the data-parallel ones alone; anything else as it is."""
+    extensions, spec = wrapper._sherd_extensions, record.shard_spec
+    if is_sharded_tensor(given):
+        inner, shards = extensions.pre_load_state_dict_transform(given)
+        whole = whole_of_sharded_tensor(inner, record.mesh.device, shards)
+        is_part = inner is not given and record in wrapper._sherd_extended
+        return extensions.post_unflatten_transform(whole, wrapper._sherd_extended[record]) if is_part else whole
+    if record not in wrapper._sherd_extended or not isinstance(given, DTensor) or lies_as(given, spec):
+        return given
+    if given.shape != spec.shape or given.device_mesh != spec.mesh or not _same_beside(given, record):
+        return given
+    whole = _gathered(wrapper, record, on_mesh_device(given))
+    return around(record.part_of(_plain(whole)).detach().clone(), spec)
+
+
+def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
+    """Whether `given`, on the same mesh as the shard, lies as that does on the axes that are not data parallel."""
+    names, own = given.device_mesh.mesh_dim_names or (), record.mesh.mesh.mesh_dim_names or ()
+    pairs = zip(names, given.placements, record.shard_spec.placements, strict=True)
+    return all(theirs == ours for name, theirs, ours in pairs if name not in own)
 
 
 def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> None:
@@ -360,8 +386,8 @@ def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, pref
     (group,) = (weights.group for weights in unit.weights)
     vector = local_tensor(given)
     for record, slot in zip(group.parameters, group.packing.slots, strict=True):
-        held, spec = slot.held(group.mesh.shard_rank), record.shard_spec
-        part = vector[held.start : held.stop].view(slot.cut.local_shape(group.mesh.shard_rank))
+        held, spec = slot.held(group.mesh.piece), record.shard_spec
+        part = vector[held.start : held.stop].view(slot.cut.local_shape(group.mesh.piece))
         shard = as_dtensor(part, dtensor_spec(spec.mesh, spec.placements, spec.shape, vector.dtype))
         for key in (key for key, its in contents.parameters.items() if its is record):
             state_dict[key] = shard

@@ -9,29 +9,32 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from sherd._torch import asked_by_checkpointing
+from sherd._torch import asked_by_checkpointing, is_tensor_parallel
 from sherd.api import comm_hook, materialize, optim_states, state_dict_type, state_dicts
+from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, restored, restores_by_itself
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.ignored import Ignored
 from sherd.api.module import FSDPModule
+from sherd.api.placements import Placements, rule_of
 from sherd.api.unsharded import unsharded
 from sherd.clip import clip_grad_norm_
 from sherd.comm.mesh import DataMesh
 from sherd.engine.flat import FlatParameter
+from sherd.engine.forms import Wish
 from sherd.engine.making import make_unit
 from sherd.engine.ownership import Belongings, belongings
 from sherd.engine.parameter import WRAPPED, plain_name
 from sherd.engine.seal import runtime_of, unit_of
 from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, UnsupportedError, WrapperStateError
-from sherd.layout.runs import Flat
-from sherd.policy import UnitPolicy
 from sherd.wrap import apply_wraps, check_frozen, check_none_wrapped, choose
 
 
@@ -46,7 +49,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         module: the module to wrap.
         process_group: the ranks that shard; for hybrid strategies a pair: those that shard, and those that hold copies.
             None: all ranks.
-        sharding_strategy: what is sharded, and when whole parameters are freed. None: `FULL_SHARD`.
+        sharding_strategy: what is sharded, and when whole parameters are freed. None: `FULL_SHARD`. Beyond torch:
+            `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
         backward_prefetch: when to gather the next unit in backward; None: when it is needed.
@@ -62,19 +66,22 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             rank holds a run, some of them empty. False: one `FlatParameter` per unit.
         ignored_states: parameters, or modules, that stay as they are.
         device_mesh: instead of `process_group`: a 1-D mesh, or for hybrid strategies a 2-D one `(replicate, shard)`.
+            Beside tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
+        extensions: what is done with parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
 
     Raises:
-        MeshError: groups or a mesh that do not fit the strategy.
+        MeshError: groups or a mesh that do not fit the strategy, or a DTensor among the parameters.
         ModuleError: a module that is wrapped already, below an `auto_wrap_policy`.
         PlacementError: an integer parameter, or a flat parameter among the parameters.
         PolicyError: choices that exclude each other; `PolicyTypeError` for wrong types.
+        UnsupportedError: tensor-parallel parameters without `use_orig_params`.
     """
 
     def __init__(
         self,
         module: nn.Module,
         process_group: Any = None,
-        sharding_strategy: ShardingStrategy | None = None,
+        sharding_strategy: ShardingStrategy | Placements | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Any = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
@@ -88,6 +95,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        extensions: FSDPExtensions | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -113,11 +121,17 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self.forward_prefetch = choices.forward_prefetch
         self.limit_all_gathers = choices.limit_all_gathers
         self._sherd_choices = choices
+        self._sherd_extensions = extensions_given(extensions)
         if auto_wrap_policy is not None:
             # Before anything is wrapped: what no unit can have leaves the module as it was.
             everything = belongings([module], ignored.parameters, lambda each: unit_of(each) is not None)
             _check_parameters(everything, use_orig_params=True)
-            below = {"param_init_fn": param_init_fn, "sync_module_states": sync_module_states}
+            _check_parallel(everything, choices)
+            below = {
+                "param_init_fn": param_init_fn,
+                "sync_module_states": sync_module_states,
+                "extensions": self._sherd_extensions,
+            }
             _wrap_below(module, auto_wrap_policy, choices, mesh, ignored, below)
         materialize.give_memory(module, mesh.device, param_init_fn, ignored)
         materialize.move(module, device_id, ignored)
@@ -131,21 +145,31 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def _sherd_shard(self, mesh: DataMesh, ignored: Ignored) -> None:
         """Make the unit, and the flat parameter."""
         choices = self._sherd_choices
+        cut = choices.placement
         found = belongings([self], ignored.parameters, lambda each: unit_of(each) is not None)
         _check_parameters(found, choices.use_orig_params)
+        _check_parallel(found, choices)
+        extended = [flattened(self._sherd_extensions, each.parameter, each.name) for each in found.owned]
         unit = make_unit(
             [self],
             found,
             mesh,
-            lambda _: Flat(together=not choices.use_orig_params),
+            lambda each: Wish(rule_of(cut, each.parameter), mesh),
             choices.precision,
             choices.offload,
-            UnitPolicy(
-                reshard_after_forward=choices.reshard_after_forward,
-                prefetch=choices.prefetch,
-                notices_replaced=choices.notices_replaced,
-            ),
+            choices.policy,
         )
+        self._sherd_undistributed = [
+            each for each in found.modules if each._parameters and not is_tensor_parallel(each)
+        ]
+        self._sherd_extended = {
+            record: each for record, each in zip(unit.parameters, extended, strict=True) if each is not None
+        }
+        if restores_by_itself(self._sherd_extensions):
+            for record, extension in self._sherd_extended.items():
+                whole = record.whole_spec
+                assert whole is not None, "only a DTensor is extended"
+                record.restore_with(partial(restored, self._sherd_extensions, extension, whole, record.name))
         if found.owned and not choices.use_orig_params:
             unit.flatten(self, state_dicts.FLAT_PARAM)
 
@@ -170,7 +194,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that shard, or under `NO_SHARD` those that hold copies."""
         mesh = self._sherd_unit_and_module()[0].mesh
-        group = mesh.replicate_group if self.sharding_strategy is ShardingStrategy.NO_SHARD else mesh.shard_group
+        copies = self.sharding_strategy is ShardingStrategy.NO_SHARD or mesh.shard_group is None
+        group = mesh.replicate_group if copies else mesh.shard_group
         assert group is not None, "NO_SHARD has a replicate axis, the others a shard axis"
         return group
 
@@ -193,11 +218,25 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """The wrapped module's forward; parameters are whole inside."""
         state_dicts.settle(self)
         unit = self._sherd_unit_and_module()[0]
+        if self._sherd_undistributed:
+            self._sherd_require_still_undistributed()
         if self._sherd_buffers and unit.precision.full_precision_in_eval:
             wanted = None if unit.in_full_precision else self.mixed_precision.buffer_dtype
             materialize.recast_buffers(self._sherd_buffers, wanted)
         wrapped: Any = self._modules[WRAPPED]
         return wrapped(*args, **kwargs)
+
+    def _sherd_require_still_undistributed(self) -> None:
+        """Before the first forward: a flat parameter hides the parameters from `parallelize_module`, which would raise
+        at shards."""
+        for each in self._sherd_undistributed:
+            if is_tensor_parallel(each):
+                raise ModuleError(
+                    f"parallelize_module was applied to a {type(each).__name__} after it was wrapped in "
+                    f"{self._sherd_unit_and_module()[0].name}, whose shards it cannot distribute; build the model "
+                    "anew, apply parallelize_module, and wrap it then"
+                )
+        self._sherd_undistributed = []
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper does not have, the wrapped module is asked for."""
@@ -415,6 +454,25 @@ def _wrapped(module: nn.Module, kwargs: dict[str, Any], precise: tuple[type[nn.M
     if isinstance(module, precise):
         materialize.compute_in_full_precision(module)
     return FullyShardedDataParallel(module, **kwargs)
+
+
+def _check_parallel(found: Belongings, choices: Choices) -> None:
+    """Raise for DTensors among the parameters, where they cannot be what is asked for."""
+    for each in found.owned:
+        parameter: torch.Tensor = each.parameter
+        if not isinstance(parameter, DTensor) or isinstance(parameter, FlatParameter):
+            continue
+        lies = f"{each.name} is a DTensor, {parameter.placements} on {parameter.device_mesh}"
+        if not choices.use_orig_params:
+            raise UnsupportedError(
+                f"{lies}, and use_orig_params=False would merge it with parameters that lie otherwise into one vector, "
+                "whose norm no rank could tell; pass use_orig_params=True"
+            )
+        if choices.strategy is ShardingStrategy.NO_SHARD:
+            raise UnsupportedError(
+                f"{lies}, which NO_SHARD does not replicate over another axis; pass HYBRID_SHARD and a device_mesh of "
+                "two axes (replicate, shard), the second of size 1, or use fully_shard(..., placements='ddp')"
+            )
 
 
 def _check_parameters(found: Belongings, use_orig_params: bool) -> None:

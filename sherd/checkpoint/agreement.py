@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from sherd.checkpoint.names import Owned
 from sherd.checkpoint.parts import around, local_shape
+from sherd.comm.mesh import DataMesh
+from sherd.engine.parameter import record_of
 from sherd.errors import OptimStateError
 
 State = dict[str, Any]
@@ -62,21 +64,30 @@ def agree(owned: list[Owned], states: dict[int, State]) -> None:
     Raises:
         OptimStateError: they differ where they hold something. On all of them.
     """
-    groups: dict[int, tuple[dist.ProcessGroup | None, list[Owned]]] = {}
+    by_mesh: dict[DataMesh | None, list[Owned]] = {}
     for each in owned:
         if each.spec is not None:
-            group = None if each.unit is None else each.unit.mesh.shard_group
-            groups.setdefault(id(group), (group, []))[1].append(each)
-    for group, members in groups.values():
-        mine = [_outline(each, states.get(id(each))) for each in members]
-        told = [mine]
-        if group is not None and group.size() > 1:
-            told *= group.size()
-            dist.all_gather_object(told, mine, group=group)
+            by_mesh.setdefault(_mesh_of(each), []).append(each)
+    for mesh, members in by_mesh.items():
+        told = [[_outline(each, states.get(id(each))) for each in members]]
+        for group in () if mesh is None else mesh.piece_groups:
+            told = _told_by_all(told, group)
         for at, each in enumerate(members):
             state = _completed(each, states.get(id(each)), [rank[at] for rank in told])
             if state is not None:
                 states[id(each)] = state
+
+
+def _mesh_of(owned: Owned) -> DataMesh | None:
+    record = record_of(owned.parameter)
+    return None if record is None else record.mesh
+
+
+def _told_by_all(told: list[list[Outline]], group: dist.ProcessGroup) -> list[list[Outline]]:
+    """What each rank of `group` was told, one after the other."""
+    by_rank: list[list[list[Outline]]] = [told] * group.size()
+    dist.all_gather_object(by_rank, told, group=group)
+    return [each for its in by_rank for each in its]
 
 
 def _outline(owned: Owned, state: State | None) -> Outline:

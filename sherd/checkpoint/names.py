@@ -196,7 +196,7 @@ def _owned(path: str, record: ShardedParameter | None, leaf: nn.Parameter, names
     if record.flat is None:
         return Owned(path, leaf, (Member(names[id(record)], record.shard.shape, record.shard_spec),), unit)
     (weights,) = unit.weights
-    group, rank = weights.group, unit.mesh.shard_rank
+    group, rank = weights.group, weights.group.mesh.piece
     members = tuple(
         Member(names.get(id(each), each.name), each.shard.shape, each.shard_spec, slot.held(rank), slot.whole.start)
         for each, slot in zip(group.parameters, group.packing.slots, strict=True)

@@ -53,12 +53,17 @@ def whole_of(value: torch.Tensor) -> torch.Tensor:
     """All of a DTensor, gathered on the device of its mesh, in memory of its own; of a plain tensor a copy."""
     if not isinstance(value, DTensor):
         return value.detach().clone()
-    local, kind = local_tensor(value).detach(), value.device_mesh.device_type
-    if local.device.type != kind:  # offloaded: collectives are for the mesh's own device
-        value = around(local.to(kind), spec_of(value))
+    local, value = local_tensor(value).detach(), on_mesh_device(value)
     detached: Any = value.detach()
     whole: torch.Tensor = detached.full_tensor()
     return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+
+
+def on_mesh_device(value: DTensor) -> DTensor:
+    """`value`, from the host if it was offloaded: collectives are for the mesh's own device."""
+    kind = value.device_mesh.device_type
+    local = local_tensor(value)
+    return value if local.device.type == kind else around(local.detach().to(kind), spec_of(value))
 
 
 def laid_out(value: torch.Tensor, spec: DTensorSpec, device: torch.device) -> DTensor:

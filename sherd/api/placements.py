@@ -1,0 +1,233 @@
+"""What of parameters, gradients and optimizer state is sharded over which data-parallel axis: strategies as values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard as ShardSpec
+
+from sherd.comm.mesh import DataMesh, arranged
+from sherd.engine.forms import AnyPlacement
+from sherd.errors import PlacementError, PolicyError, PolicyTypeError
+from sherd.layout.placement import Shard
+from sherd.layout.runs import RunPlacement
+from sherd.policy import DataParallelMeshDims, Level, PrefetchPolicy, UnitPolicy
+
+AxisPlacement = ShardSpec | RunPlacement | Replicate
+
+PRESETS: dict[str, tuple[Level, ...]] = {
+    "ddp": (Level.COPIES,),
+    "zero1": (Level.OPTIMIZER,),
+    "zero2": (Level.GRADIENTS,),
+    "zero3": (Level.PARAMETERS,),
+    "hsdp": (Level.COPIES, Level.PARAMETERS),
+    "hsdp_zero2": (Level.COPIES, Level.GRADIENTS),
+    "hfsdp": (Level.OPTIMIZER, Level.PARAMETERS),
+    "zero1_across_zero2_within": (Level.OPTIMIZER, Level.GRADIENTS),
+}
+"""By name: the level over each axis, the outer one first. One for a single axis is meant for all axes of a mesh."""
+
+
+@dataclass(frozen=True)
+class Placements:
+    """How parameters, gradients and optimizer state are placed over each data-parallel axis.
+
+    Each is one placement, or a sequence of one per axis in the mesh's order (the outer, replicate axis first); torch's
+    `Replicate()`, or how everything is cut: `Shard(dim)`, `Flat()`, `Blocks(rows)`, `Whole()`, the same wherever it is
+    not `Replicate()`. What may stand together over one axis:
+
+        parameter   gradient    optimizer                                              over one axis, alone
+        Replicate   Replicate   Replicate   gradients all-reduced                      DDP
+        Replicate   Replicate   Shard       reduced at the last backward of a step     ZeRO-1
+        Replicate   Shard       Shard       reduced at every backward                  ZeRO-2
+        Shard       Shard       Shard       and parameters gathered for use            ZeRO-3
+
+    Over two axes: HSDP is DDP across and ZeRO-3 within, HFSDP ZeRO-1 across and ZeRO-3 within.
+
+    Args:
+        parameter: where parameters are between two uses.
+        gradient: where gradients are while micro-batches are added up.
+        optimizer: where the parameters that the optimizer steps are, and its state.
+
+    Raises:
+        PlacementError: they do not stand together, or cut in different ways.
+        PolicyError: sequences of different lengths, or of more than two.
+        PolicyTypeError: something that is no placement.
+    """
+
+    parameter: AxisPlacement | Sequence[AxisPlacement]
+    gradient: AxisPlacement | Sequence[AxisPlacement]
+    optimizer: AxisPlacement | Sequence[AxisPlacement]
+
+    def __post_init__(self) -> None:
+        for name in ("parameter", "gradient", "optimizer"):
+            object.__setattr__(self, name, _per_axis(name, getattr(self, name)))
+        if len({len(each) for each in self._kinds}) > 1 or not 1 <= len(self._kinds[0]) <= 2:
+            raise PolicyError(
+                f"Placements: {len(self._kinds[0])} placements for parameters, {len(self._kinds[1])} for gradients, "
+                f"{len(self._kinds[2])} for the optimizer; give each one placement for one data-parallel axis, or two "
+                "for (replicate, shard), and flatten further axes into one of them (dp_mesh_dims)"
+            )
+        cuts = {each for kind in self._kinds for each in kind if not isinstance(each, Replicate)}
+        if len(cuts) > 1:
+            raise PlacementError(
+                f"Placements cut in different ways, {sorted(map(repr, cuts))}; all that is not Replicate() is cut alike"
+            )
+        _ = self.levels
+
+    @classmethod
+    def preset(cls, name: str, placement: ShardSpec | RunPlacement | None = None) -> Placements:
+        """A strategy by name (`PRESETS`), with everything that it shards cut as `placement`; None is `Shard(0)`.
+
+        Raises:
+            PolicyError: there is none of that name.
+        """
+        if name not in PRESETS:
+            raise PolicyError(f"placements={name!r}: expected one of {', '.join(PRESETS)}, or a Placements(...)")
+        copy, cut = Replicate(), ShardSpec(0) if placement is None else placement
+
+        def kind(least: Level) -> tuple[AxisPlacement, ...]:
+            return tuple(cut if level >= least else copy for level in PRESETS[name])
+
+        return cls(kind(Level.PARAMETERS), kind(Level.GRADIENTS), kind(Level.OPTIMIZER))
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """What is sharded, axis by axis."""
+        return tuple(_level(axis, *kinds) for axis, kinds in enumerate(zip(*self._kinds, strict=True)))
+
+    @property
+    def cut(self) -> ShardSpec | RunPlacement | None:
+        """How everything is cut that is not replicated; None if nothing is."""
+        cuts = (each for kind in self._kinds for each in kind if not isinstance(each, Replicate))
+        return next(cuts, None)
+
+    @property
+    def _kinds(self) -> tuple[tuple[AxisPlacement, ...], ...]:
+        return self.parameter, self.gradient, self.optimizer  # type: ignore[return-value]  # tuples since __post_init__
+
+
+def _per_axis(name: str, given: Any) -> tuple[AxisPlacement, ...]:
+    placements = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for each in placements:
+        if isinstance(each, type) or not isinstance(each, AxisPlacement):
+            raise PolicyTypeError(
+                f"Placements({name}=...): expected Replicate(), Shard(dim), Flat(), Blocks(rows) or Whole(), one or a "
+                f"sequence of one per data-parallel axis, got {each!r}"
+            )
+    return placements
+
+
+def _level(axis: int, parameter: AxisPlacement, gradient: AxisPlacement, optimizer: AxisPlacement) -> Level:
+    sharded = [not isinstance(each, Replicate) for each in (parameter, gradient, optimizer)]
+    if sharded != sorted(sharded):
+        raise PlacementError(
+            f"Placements over data-parallel axis {axis}: parameter {parameter}, gradient {gradient}, optimizer "
+            f"{optimizer}; what is sharded for the parameter must be for the gradient, and what is for the gradient "
+            "must be for the optimizer. Replicate, Replicate, Shard is ZeRO-1, Replicate, Shard, Shard is ZeRO-2"
+        )
+    return Level(sum(sharded))
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """An answer of `shard_placement_fn`: shard this parameter over another mesh than the rest of its unit.
+
+    Routed experts, say, of which each rank of an expert axis has others, so that fewer ranks share one. Its gradient is
+    summed over `mesh` and divided by what the unit's other gradients are, the number of ranks of the unit's mesh: each
+    of these has its own batch, whose tokens have come to the expert.
+
+    Args:
+        mesh: as `fully_shard`'s: 1-D, `(replicate, shard)`, or larger with `dp_mesh_dims`.
+        placement: how the parameter is cut; None for the unit's.
+        dp_mesh_dims: which axes of a larger `mesh` are data parallel for it.
+
+    Raises:
+        PolicyTypeError: an argument of another type.
+    """
+
+    mesh: DeviceMesh
+    placement: ShardSpec | RunPlacement | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, DeviceMesh):
+            raise PolicyTypeError(f"OnMesh(mesh=...): expected a DeviceMesh, got {self.mesh!r}")
+        if self.placement is not None and not is_cut(self.placement):
+            raise PolicyTypeError(f"OnMesh(placement={self.placement!r}): {EXPECTED}, or None for the unit's")
+        if self.dp_mesh_dims is not None and not isinstance(self.dp_mesh_dims, DataParallelMeshDims):
+            raise PolicyTypeError(f"OnMesh(dp_mesh_dims=...): expected DataParallelMeshDims, got {self.dp_mesh_dims!r}")
+
+
+def rule_of(cut: ShardSpec | RunPlacement | None, parameter: nn.Parameter) -> AnyPlacement | None:
+    """What a user's word for a cut means for `parameter` in the engine's terms. A scalar has no dim to cut."""
+    if isinstance(cut, ShardSpec):
+        return Shard(cut.dim) if parameter.dim() else None
+    return cut
+
+
+EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Whole()"
+
+
+def is_cut(value: Any) -> bool:
+    """Whether `value` says how to cut a parameter."""
+    # The class itself has all that makes a placement, but is none: `placement=Flat`.
+    return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What `placements` and `placement` of one call mean together: levels over axes, how to cut, what is kept when.
+
+    `levels` None is the default, which the mesh decides.
+    """
+
+    levels: tuple[Level, ...] | None
+    cut: ShardSpec | RunPlacement | None
+
+    def arranged(self, mesh: DataMesh) -> DataMesh:
+        """`mesh`, used so. Raises `MeshError` if it has fewer axes."""
+        return mesh if self.levels is None else arranged(mesh, self.levels)
+
+    @property
+    def _highest(self) -> Level:
+        return Level.PARAMETERS if self.levels is None else max(self.levels)
+
+    def policy(self, reshard_after_forward: bool | int | None, prefetch: PrefetchPolicy) -> UnitPolicy:
+        """What follows for a unit.
+
+        Raises:
+            PolicyError: parameters are to be resharded that are not sharded.
+        """
+        lowest = Level.COPIES if self.levels is None else min(self.levels)
+        if self._highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):
+            raise PolicyError(
+                f"reshard_after_forward={reshard_after_forward}: by its placements every rank keeps whole parameters; "
+                "leave it out, or shard them (zero3, hsdp, hfsdp)"
+            )
+        return UnitPolicy(
+            reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
+            accumulates_whole=self._highest < Level.GRADIENTS,
+            accumulates_copies=lowest < Level.GRADIENTS,
+        )
+
+
+def strategy_of(placements: Placements | str | None, cut: ShardSpec | RunPlacement | None) -> Strategy:
+    """The strategy that a user has named, or spelt out.
+
+    Raises:
+        PolicyError: there is none of that name, or `cut` is given beside placements that say it.
+    """
+    if placements is None:
+        return Strategy(None, cut)
+    if isinstance(placements, str):
+        return Strategy(Placements.preset(placements).levels, cut)
+    if cut is not None and cut != placements.cut:
+        raise PolicyError(f"placement={cut} beside {placements}, which says how to cut; give one of them")
+    return Strategy(placements.levels, placements.cut)

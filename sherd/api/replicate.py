@@ -1,0 +1,55 @@
+"""`replicate`: every rank keeps whole parameters, gradients are all-reduced (DDP), with the methods of a sharded
+module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sherd.api.fully_shard import fully_shard
+from sherd.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+
+def replicate(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    comm_policy: CommPolicy = CommPolicy(),
+) -> Any:
+    """Keep a copy of the parameters below `module` on every rank and all-reduce their gradients in backward.
+
+    It is `fully_shard(..., placements="ddp")`: the unit computes with the very memory that the optimizer steps, where
+    `mp_policy` asks for no other dtype; its gradients are reduced as one, behind the backward of units before it. Call
+    it on blocks first and on the model last, for overlap. All copies must start equal: it does not broadcast.
+
+    Args:
+        module: a module, or a list of modules that make one unit.
+        mesh: the ranks; of a mesh with two axes, all of them. None: all ranks of the default process group.
+        mp_policy: as for `fully_shard`, and so are the others.
+        offload_policy: where the copies rest.
+        ignored_params: parameters that are left alone, their gradients too.
+        dp_mesh_dims: which axes of a larger `mesh` are data parallel.
+        comm_policy: how bytes travel. Beyond torch.
+
+    Returns:
+        `module`, changed in place: an `FSDPModule`.
+
+    Raises:
+        ModuleError, MeshError, PlacementError, OwnershipError: as `fully_shard`.
+    """
+    return fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        comm_policy=comm_policy,
+        placements="ddp",
+    )
