@@ -1,0 +1,194 @@
+"""How do sherd's modules become instances of torch's `FSDPModule`, for packages that ask by isinstance?
+
+The classes that `fully_shard` makes, and the wrapper's, get one more base, the last of all:
+
+    FSDPLinear ─▶ sherd's FSDPModule ─▶ Linear ─▶ Module ─▶ TorchFace ─▶ torch's FSDPModule
+
+so every method stays ours, and what torch's has beyond them is in `TorchFace`. A class stays the same object: modules
+sharded before are instances too, and nothing that was compiled for them is compiled again.
+
+Nothing of torch's FSDP is imported before the first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from sherd.api.module import FSDPModule
+from sherd.engine.seal import unit_of
+from sherd.errors import PolicyTypeError
+from sherd.interop.step import StageUnits
+
+
+class torch_fsdp_identity:
+    """Make sherd's modules instances of `torch.distributed.fsdp.FSDPModule`, or no longer.
+
+    It takes effect when it is called, on all modules sharded before or after; used in a `with` statement, what was in
+    force before is in force again at the end. `fully_shard.state(module)` of torch's then gives what torch's pipeline
+    stages read from it.
+
+    Args:
+        enabled: False: no longer.
+
+    Raises:
+        PolicyTypeError: `enabled` is no bool.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise PolicyTypeError(f"torch_fsdp_identity({enabled!r}): expected a bool")
+        self._before = _identity.for_all
+        _identity.give_to_all(enabled)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _identity.give_to_all(self._before)
+
+
+def lend_identity(borrower: object, modules: Iterable[nn.Module]) -> None:
+    """Let the classes of `modules` be subclasses of torch's `FSDPModule` for as long as `borrower` exists."""
+    for cls in {type(module) for module in modules}:
+        _identity.give(cls)
+        weakref.finalize(borrower, _identity.take_back, cls)
+
+
+class _Identity:
+    """Who has torch's base, and why: all classes, or those that somebody asked for."""
+
+    def __init__(self) -> None:
+        self.for_all = False
+        self._asked: Counter[type] = Counter()
+        self._undo: list[Callable[[], None]] = []
+
+    def give_to_all(self, enabled: bool) -> None:
+        """Every class that is there, and every one that will be made."""
+        if enabled == self.for_all:
+            return
+        self.for_all = enabled
+        if enabled:
+            FSDPModule.__init_subclass__ = classmethod(_made)  # type: ignore[assignment, method-assign]
+            self._undo = [_answer_state(), _watch_torchs_stages()]
+        else:
+            del FSDPModule.__init_subclass__
+            for undo in self._undo:
+                undo()
+            self._undo = []
+        for cls in FSDPModule.__subclasses__():
+            self.show(cls)
+
+    def give(self, cls: type) -> None:
+        """One more asks for `cls`."""
+        self._asked[cls] += 1
+        self.show(cls)
+
+    def take_back(self, cls: type) -> None:
+        """One fewer asks for `cls`."""
+        self._asked[cls] -= 1
+        if not self._asked[cls]:
+            del self._asked[cls]
+        self.show(cls)
+
+    def show(self, cls: type) -> None:
+        """Give or take the base, as is due."""
+        due = self.for_all or cls in self._asked
+        if not due and not issubclass(cls, _faces()):
+            return
+        others = tuple(base for base in cls.__bases__ if base is not _torch_face())
+        if "__new__" not in vars(cls):
+            # The wrapper. Python goes on asking for a `__new__` after the base that had one is gone, so it keeps one.
+            cls.__new__ = staticmethod(_new)  # type: ignore[assignment]
+        cls.__bases__ = (*others, _torch_face()) if due else others
+
+
+_identity = _Identity()
+
+
+def _made(cls: Any, /, **options: Any) -> None:
+    """A class is made while all have the identity."""
+    super(FSDPModule, cls).__init_subclass__(**options)  # the user's own class may have one
+    _identity.show(cls)
+
+
+def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(cls)
+
+
+@functools.cache
+def _torch_face() -> type:
+    from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+    class TorchFace(TorchFSDPModule):
+        """The base that makes an instance of torch's `FSDPModule`: what that has beyond sherd's, in sherd's terms."""
+
+        def _set_unshard_async_op(self, async_op: bool) -> None:
+            """sherd's gathers are asynchronous wherever that is of use."""
+
+        def _get_fsdp_state(self) -> Any:
+            return _State(self)
+
+    return TorchFace
+
+
+def _faces() -> tuple[type, ...]:
+    """The base, if anybody has asked for it by now."""
+    return (_torch_face(),) if _torch_face.cache_info().currsize else ()
+
+
+# What torch's pipeline stages read
+
+
+class _ParamGroup:
+    """As much of torch's FSDPParamGroup as a pipeline stage uses."""
+
+    def __init__(self, post_backward: Callable[[], None]) -> None:
+        self.post_backward = post_backward
+
+
+class _State:
+    """As much of torch's FSDPState as a pipeline stage uses; one for a module, made when asked for."""
+
+    def __init__(self, module: Any) -> None:
+        self._units = StageUnits(module, type(module).__name__)
+        self._fsdp_param_groups = [_ParamGroup(self._units.start_reductions)]
+        self._state_ctx = self
+
+    @property
+    def all_states(self) -> list[_State]:
+        """Itself: it speaks for all units below the module."""
+        return [self]
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._units.finish_reductions()
+
+
+def _answer_state() -> Callable[[], None]:
+    """Have torch's `fully_shard.state(module)` answer for sherd's modules; returns what undoes it."""
+    from torch.distributed.fsdp import fully_shard
+
+    theirs: Any = fully_shard
+    before = theirs.state
+
+    @functools.wraps(before)
+    def state(module: nn.Module) -> Any:
+        return before(module) if unit_of(module) is None else _State(module)
+
+    theirs.state = state
+    return functools.partial(setattr, theirs, "state", before)
+
+
+def _watch_torchs_stages() -> Callable[[], None]:
+    """Have torch's own pipeline stages show whole parameters where they split a backward; returns what undoes it."""
+    from sherd.interop.pipelining import split_backwards_in_torchs_stages
+
+    return split_backwards_in_torchs_stages()

@@ -1,0 +1,146 @@
+"""How do torch's pipeline schedules drive sherd's modules? A stage for them: `PipelineStage`, instead of torch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import local_tensor
+from sherd.engine.seal import unit_of
+from sherd.errors import StateError
+from sherd.interop.identity import lend_identity
+from sherd.interop.step import StageUnits
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """A stage of a pipeline whose module was sharded by sherd, as a whole, in parts, or not at all.
+
+    Arguments, attributes and methods are those of `torch.distributed.pipelining.PipelineStage`, and so are the
+    schedules that take it. In one step of a schedule
+
+    - parameters are gathered before the stage's first forward, or ahead of it where the schedule says UNSHARD, and kept
+      until its last backward, or until the schedule says RESHARD;
+    - gradients of all micro-batches are added up whole and reduced once, in the last backward or after it;
+    - a backward in two parts (zero-bubble schedules) works like any other.
+
+    What was chosen for each unit (`reshard_after_forward` and so on) holds again after the step.
+
+    Raises (in a step):
+        ModuleError, OwnershipError, StateError: a unit that is not the stage's alone.
+    """
+
+    shows_whole_parameters = True
+    """So that the engine knows this kind of stage from torch's (`sherd._torch.splitting_stage`)."""
+
+    def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(submodule, stage_index, num_stages, *args, **kwargs)
+        self._sherd_units = StageUnits(submodule, f"stage {stage_index}")
+        self._sherd_lent: set[type] = set()
+        self._sherd_earlier: list[tuple[nn.Parameter, torch.Tensor]] | None = None
+
+    def clear_runtime_states(self) -> None:
+        """As torch's; a schedule calls it when a step begins."""
+        super().clear_runtime_states()
+        self._sherd_earlier = None
+        self._sherd_units.begin()
+        # torch's schedules say UNSHARD and RESHARD to instances of its FSDPModule only.
+        units = [module for _, module in self._sherd_units.sharded if type(module) not in self._sherd_lent]
+        lend_identity(self, units)
+        self._sherd_lent |= {type(module) for module in units}
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward and fwd_chunk_id == len(self.args_recv_info) - 1:
+            self._sherd_units.end()
+        return output
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """As torch's (2.13), which frees what was gathered to learn the shapes; but it clears all gradients as well.
+
+        There are some if shapes are learnt again: an evaluation between a step and the optimizer's.
+        """
+        self._sherd_units.free()
+        gradients = [(each, each.grad) for each in self.submod.parameters()]
+        super()._post_metadata_inference_cleanup()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """As torch's."""
+        backward = functools.partial(super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward)
+        if backward_type != "full":
+            with self._sherd_units.split_backward():
+                return backward()
+        if not last_backward:
+            return backward()
+        self._sherd_set_earlier_aside()
+        self._sherd_units.last_backward()
+        module = self.submod
+        self.submod = None  # type: ignore[assignment]  # torch's stage would tell it not to reduce
+        try:
+            return backward()
+        finally:
+            self.submod = module
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce what the micro-batches have added up, as far as the last backward has not, and divide it by
+        `grad_scale_factor`; gradients of earlier steps are added as they are."""
+        if not self.has_backward:
+            return
+        self._sherd_set_earlier_aside()
+        self._sherd_units.reduce()
+        self.scale_grads(grad_scale_factor)
+        earlier, self._sherd_earlier = self._sherd_earlier, None
+        for leaf, gradient in earlier or ():
+            leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
+
+    def _sherd_set_earlier_aside(self) -> None:
+        """Keep gradients that shards have from earlier steps out of this one's scaling."""
+        if self._sherd_earlier is None:
+            leaves = [leaf for unit, _ in self._sherd_units.sharded for leaf in unit.leaves]
+            self._sherd_earlier = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
+            for leaf, _ in self._sherd_earlier:
+                leaf.grad = None
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients of all parameters by `grad_scale_factor`."""
+        gradients = [each.grad for each in self.submod.parameters() if each.grad is not None]
+        if grad_scale_factor != 1 and gradients:
+            torch._foreach_div_([_local(each) for each in gradients], grad_scale_factor)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def split_backwards_in_torchs_stages() -> Callable[[], None]:
+    """Have torch's own stages show whole parameters where they split a backward; returns what undoes it."""
+    name = "backward_maybe_with_nosync"
+    owner = next(cls for cls in pipelining.PipelineStage.__mro__ if name in vars(cls))
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def run(stage: Any, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
+        units = StageUnits(stage.submod, f"stage {stage.stage_index}")
+        if backward_type == "full" or isinstance(stage, PipelineStage) or not units.sharded:
+            return original(stage, backward_type, *args, **kwargs)
+        if unit_of(stage.submod) is None:
+            raise StateError(
+                f"{units.name}: its schedule splits backward in two, and modules inside are sharded but not the "
+                f"stage's own, {type(stage.submod).__name__}, which torch's PipelineStage looks at; call fully_shard "
+                "on it too, or use sherd.interop.pipelining.PipelineStage"
+            )
+        with units.split_backward():
+            return original(stage, backward_type, *args, **kwargs)
+
+    setattr(owner, name, run)
+    return functools.partial(setattr, owner, name, original)

@@ -1,0 +1,201 @@
+"""What do the units of one pipeline stage do in one step of a schedule? Many micro-batches, one gather, one reduction.
+
+    begin ─▶ forward and backward, any number of times and in any order ─▶ (last_backward) ─▶ reduce
+      └──▶ forward, any number of times ─▶ end
+
+In between, units keep their whole parameters, or give them up when the schedule says so, and add their gradients up
+whole. What the user has chosen for each unit holds again for the last backward, which reduces as it goes then, or else
+at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sherd.engine.runtime import Runtime
+from sherd.engine.seal import runtime_of, unit_of
+from sherd.engine.unit import Unit
+from sherd.errors import ModuleError, OwnershipError, StateError
+from sherd.schedule.actions import EndBackward, GradientsReady
+from sherd.schedule.state import Live
+
+DURING_A_STEP = {
+    "reshard_after_forward": False,
+    "reshard_after_backward": False,
+    "reduce_gradients": False,
+}
+"""Fields of a unit's policy, and their values between micro-batches."""
+
+CHANGED = (*DURING_A_STEP, "all_reduce_gradients")
+"""Fields that a step changes: torch's stage sets the last one too."""
+
+
+class StageUnits:
+    """The units at and below `module`, which one pipeline stage runs."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self._chosen: list[tuple[Unit, dict[str, Any]]] = []
+        self._has_begun = False
+
+    @property
+    def sharded(self) -> list[tuple[Unit, nn.Module]]:
+        """Every unit, each once, with the first of its modules, outermost first."""
+        found: dict[int, tuple[Unit, nn.Module]] = {}
+        for module in self.module.modules():
+            unit = unit_of(module)
+            if unit is not None:
+                found.setdefault(unit.id, (unit, module))
+        return list(found.values())
+
+    @property
+    def runtimes(self) -> list[tuple[Runtime, Unit]]:
+        """Every unit with the runtime it is sealed into; sealed now, if it was not."""
+        return [(runtime_of(unit, module), unit) for unit, module in self.sharded]
+
+    def check(self) -> None:
+        """Raise if the units are not this stage's alone.
+
+        Raises:
+            ModuleError: a unit has modules outside of the stage.
+            OwnershipError: a unit uses a parameter that a unit of another stage owns.
+            StateError: the units belong to a larger model that has run as one, or `accumulate` counts their backwards.
+        """
+        inside = {id(module) for module in self.module.modules()}
+        units = {unit.id: unit for unit, _ in self.sharded}
+        for unit in units.values():
+            away = [type(module).__name__ for module in unit.modules if id(module) not in inside]
+            if away:
+                raise ModuleError(
+                    f"{self.name}: unit {unit.name} also has modules that are not in the stage's module "
+                    f"({', '.join(away)}); call fully_shard for each stage by itself"
+                )
+            owner = next((each for each in unit.companions if each.id not in units), None)
+            if owner is not None:
+                raise OwnershipError(
+                    f"{self.name}: unit {unit.name} uses a parameter that unit {owner.name} owns, which is not in this "
+                    "stage, and each stage gathers and reduces by itself; give each stage a parameter of its own"
+                )
+            if unit.policy.accumulation is not None:
+                raise StateError(
+                    f"{self.name}: a schedule runs inside accumulate(), which counts the backward of each micro-batch; "
+                    "leave it out, as a step of a schedule reduces once by itself, and to add several steps up call "
+                    "set_requires_gradient_sync(False) before all but the last"
+                )
+            runtime = unit.runtime
+            if runtime is not None and runtime.root.id not in units:
+                raise StateError(
+                    f"{self.name}: unit {unit.name} has run below {runtime.root.name}, which is not in the stage; "
+                    "build the stages before the whole model is run, or call fully_shard for each stage by itself"
+                )
+
+    # A step
+
+    def begin(self) -> None:
+        """A step begins. One that did not end, because it raised, is given up, with its gradients."""
+        if self._has_begun:
+            self._give_up()
+        self.check()
+        self._has_begun = True
+        for unit, _ in self.sharded:
+            self._chosen.append((unit, {name: getattr(unit.policy, name) for name in CHANGED}))
+            unit.change(**DURING_A_STEP)
+
+    def gather(self) -> None:
+        """Make all units whole; every gather is started before the first is waited for."""
+        missing = [(runtime, unit) for runtime, unit in self.runtimes if unit.live is not Live.WHOLE]
+        for wait in (False, True):
+            for runtime, unit in missing:
+                runtime.unshard(unit, wait)
+
+    def free(self) -> None:
+        """Back to shards."""
+        for runtime, unit in self.runtimes:
+            runtime.reshard(unit)
+
+    def end(self) -> None:
+        """The step has ended, and left no gradients: back to shards, and to what the user has chosen."""
+        self.free()
+        self._as_chosen()
+        self._has_begun = False
+
+    def last_backward(self) -> None:
+        """The backward that comes is the last one: it may reduce, with what the others have left, and free as it goes.
+
+        Not one in two parts: what its second part brings comes after units are passed.
+        """
+        self._as_chosen()
+
+    def reduce(self) -> None:
+        """The step has ended: back to shards, to which the gradients of all micro-batches are added."""
+        self._as_chosen()
+        self.start_reductions()
+        self.finish_reductions()
+        self._has_begun = False
+
+    def start_reductions(self) -> None:
+        """Back to shards, and start each unit's reduction, in the order of backward, as far as it is to reduce at all
+        (`set_requires_gradient_sync`)."""
+        self.free()
+        for runtime in self._each_runtime():
+            runtime.revise()
+            for index, unit in reversed(list(enumerate(runtime.units))):
+                if unit.unreduced:
+                    runtime.on(GradientsReady(index))
+
+    def finish_reductions(self) -> None:
+        """The shards have their gradients from here on."""
+        for runtime in self._each_runtime():
+            runtime.expect_last_backward(True)
+            runtime.on(EndBackward())
+
+    def _each_runtime(self) -> list[Runtime]:
+        return list({id(runtime): runtime for runtime, _ in self.runtimes}.values())
+
+    def _as_chosen(self) -> None:
+        for unit, chosen in self._chosen:
+            unit.change(**chosen)
+        self._chosen.clear()
+
+    def _give_up(self) -> None:
+        for runtime in self._each_runtime():
+            runtime.reset()
+        self._as_chosen()
+        self._has_begun = False
+
+    # A backward in two parts
+
+    @contextmanager
+    def split_backward(self) -> Iterator[None]:
+        """Around half of a backward: for the inputs, or for the parameters, of which torch walks through
+        `module.parameters()` and writes to each one's `.grad` by hand.
+
+        So all are whole and among the modules' parameters (those of a flat one are not, else), and what was written is
+        taken up as if backward had brought it.
+        """
+        self.gather()
+        units = [unit for unit, _ in self.sharded]
+        for unit in units:
+            unit.register_parameters(True)
+        try:
+            yield
+            self._deliver(units)
+        finally:
+            for unit in units:
+                unit.register_parameters(False)
+
+    def _deliver(self, units: list[Unit]) -> None:
+        """Send gradients that lie on whole parameters through autograd, whose hooks bring them to where all go."""
+        shown = (record.places[0].shown for unit in units for record in unit.parameters)
+        written = [whole for whole in shown if whole is not None and whole.is_leaf and whole.grad is not None]
+        gradients = [whole.grad for whole in written]
+        for whole in written:
+            whole.grad = None
+        if written:
+            torch.autograd.backward(written, gradients)
