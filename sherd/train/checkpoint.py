@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from sherd import __version__
 from sherd.train.config import Config, InputError
 
-__all__ = ["Checkpoint", "Manifest", "load", "newest", "save"]
+__all__ = ["Checkpoint", "Manifest", "NoCheckpoint", "load", "newest", "save", "shapes"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -60,8 +60,9 @@ class Checkpoint:
 
     def check_model(self, config: Config) -> None:
         """Raises InputError when it is of another model than `config`'s."""
-        saved, wanted = self.manifest.config["model"], config.tree()["model"]
-        differ = [f"model.{k} is {saved.get(k)!r} there and {v!r} here" for k, v in wanted.items() if saved.get(k) != v]
+        # Through a Config: a field that is newer than the checkpoint has its default there.
+        saved, wanted = Config.of(self.manifest.config).tree()["model"], config.tree()["model"]
+        differ = [f"model.{k} is {saved[k]!r} there and {v!r} here" for k, v in wanted.items() if saved[k] != v]
         if differ:
             raise InputError(f"{self.path} is a checkpoint of another model: {', '.join(differ)}; use another --out")
 
@@ -75,21 +76,27 @@ class Checkpoint:
 
     def changes(self, config: Config) -> list[str]:
         """Fields that decide the losses and differ from the saved run's, as `section.field: old -> new`."""
-        free = {"out", "ranks", "eval_every", "save_every", "keep", "prompt", "sample", "temperature", "path"}
-        saved = self.manifest.config
+        free = {"out", "ranks", "mesh", "timeout", "eval_every", "save_every", "keep", "path"}
+        free |= {"prompt", "sample", "temperature"}
+        saved = Config.of(self.manifest.config).tree()
         return [
-            f"{section}.{name}: {saved[section].get(name)} -> {value}"
+            f"{section}.{name}: {saved[section][name]} -> {value}"
             for section, values in config.tree().items()
             for name, value in values.items()
-            if name not in free and saved[section].get(name) != value
+            if name not in free and saved[section][name] != value
         ]
+
+
+class NoCheckpoint(InputError):
+    """A folder without a whole checkpoint."""
 
 
 def newest(out: Path) -> Checkpoint:
     """The last whole checkpoint of the run in `out`.
 
     Raises:
-        InputError: there is none.
+        NoCheckpoint: there is none.
+        InputError: it is of another format.
     """
     notes: list[str] = []
     # Names sort as steps do: they have leading zeros, and "step-00000250.part" comes after "step-00000250".
@@ -99,8 +106,8 @@ def newest(out: Path) -> Checkpoint:
         except _Half as reason:
             notes.append(f"{path} is half-written ({reason})")
     if notes:
-        raise InputError(f"{notes[0]}, and there is no older whole checkpoint; start anew with another --out")
-    raise InputError(f"{out} holds no checkpoint to resume from; start without --resume, or name the run's --out")
+        raise NoCheckpoint(f"{notes[0]}, and there is no older whole checkpoint; start anew with another --out")
+    raise NoCheckpoint(f"{out} holds no checkpoint to resume from; start without --resume, or name the run's --out")
 
 
 class _Half(Exception):
@@ -140,8 +147,9 @@ def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
     part = out / "checkpoints" / f"step-{step:08}.part"
     _on_rank_0(lambda: _make_room(part))
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    _name_those_of_all_stages(optimizer_state)
     write_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
-    manifest = Manifest(step, dist.get_world_size(), config.tree(), text, _shapes(model), files={})
+    manifest = Manifest(step, dist.get_world_size(), config.tree(), text, _digest(shapes(model)), files={})
     _on_rank_0(lambda: _finish(part, manifest))
     return part.with_suffix("")
 
@@ -181,18 +189,37 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     Raises:
         InputError: the parameters have other names or shapes, as when a Hugging Face config has changed.
     """
-    if _shapes(model) != checkpoint.manifest.parameters:
+    if _digest(shapes(model)) != checkpoint.manifest.parameters:
         raise InputError(
             f"{checkpoint.path} is a checkpoint of another model: its parameters have other names or shapes; "
             "use another --out"
         )
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    own = set(model_state)
     state = {"model": model_state, "optimizer": optimizer_state}
     read_shards(state, checkpoint_id=checkpoint.path)
+    groups: Any = optimizer_state["param_groups"]
+    for group in groups:
+        group["params"] = [name for name in group["params"] if name in own]
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
-def _shapes(model: nn.Module) -> str:
-    """The same for all models whose parameters have these names and whole shapes, sharded or not."""
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+def _name_those_of_all_stages(optimizer_state: dict[str, Any]) -> None:
+    """Let each group of parameters name those of all ranks: pipeline stages have different ones, and what is no tensor
+    is written by one rank only."""
+    groups: list[dict[str, Any]] = optimizer_state["param_groups"]
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, [group["params"] for group in groups])
+    for group, *names in zip(groups, *of_all, strict=True):
+        group["params"] = list(dict.fromkeys(name for each in names for name in each))
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Each parameter's whole shape, sharded or not, those of all pipeline stages together. Every rank calls it."""
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, {name: tuple(each.shape) for name, each in model.named_parameters()})
+    return {name: shape for each in of_all for name, shape in each.items()}
+
+
+def _digest(shapes: dict[str, tuple[int, ...]]) -> str:
+    return hashlib.sha256(repr(list(shapes.items())).encode()).hexdigest()[:16]

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sherd.train.checkpoint import Checkpoint, newest
-from sherd.train.config import Config, InputError, assigned, describe, read_tree
+from sherd._torch import set_timeout
+from sherd.train.checkpoint import Checkpoint, NoCheckpoint, newest
+from sherd.train.config import Config, InputError, Tree, assigned, describe, read_tree
 from sherd.train.data import Corpus, read_corpus
 from sherd.train.loop import Trainer, introduce, train
+from sherd.train.mesh import Grid, axes_of, usual_ranks
 from sherd.train.ranks import BAD_INPUT, STOPPED, Stop, group, on_rank_0, start, together
 from sherd.train.report import Report, Silent
 
@@ -28,8 +31,8 @@ __all__ = ["configure", "main"]
 
 RUNS = Path("runs")
 MANY_MACHINES = (
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500\n"
-    "  -m sherd.train.cli train --out FOLDER_THAT_ALL_SHARE"
+    "torchrun --nnodes 2 --node-rank 0_OR_1 --nproc-per-node 8 --master-addr FIRST_HOST --master-port 29500\n"
+    "    -m sherd.train.cli train --out FOLDER_THAT_ALL_SHARE"
 )
 
 
@@ -56,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--out", metavar="PATH", help="run.out: a new or empty folder; with --resume, a run's")
     p.add_argument("--steps", type=int, metavar="N", help="run.steps")
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run")
+    p.add_argument("--resume-or-start", action="store_true", help="the same, or start in --out where nothing was saved")
+    p.add_argument("--mesh", metavar="AXES", help="run.mesh: how ranks share the work, as in dp=2,tp=2")
     p.add_argument("--nproc", type=int, metavar="N", help="processes to start: 2, or one per GPU, unless told")
     p.add_argument("fields", nargs="*", metavar="section.field=value", help="any other field")
     return top
@@ -79,24 +84,39 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
     Raises:
         InputError: the words, the config file or the folder cannot be used.
     """
-    options = {"data": {"path": args.data}, "run": {"out": args.out, "steps": args.steps}}
+    options = {"data": {"path": args.data}, "run": {"out": args.out, "steps": args.steps, "mesh": args.mesh}}
     given = {section: {k: v for k, v in values.items() if v is not None} for section, values in options.items()}
     trees = [read_tree(args.config) if args.config else {}, assigned(args.fields), given]
-    if not args.resume:
+    checkpoint = _to_resume(args, trees)
+    if checkpoint is None:
         config = Config.of(*trees)
         out = Path(config.run.out)
-        if config.run.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        is_free = args.resume_or_start or not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        if config.run.out and not is_free:
             raise InputError(
                 f"{out} is not an empty folder; --resume goes on with the run in it, another --out starts one"
             )
         return config, None
-    named = Config.of(*({"run": tree["run"]} for tree in trees if "run" in tree)).run.out
-    folder = named or str(_last_run())
-    checkpoint = newest(Path(folder))
+    folder = str(checkpoint.path.parent.parent)
     # The saved run decides what the words leave open; but how many ranks there are is today's matter.
     config = Config.of(checkpoint.manifest.config, {"run": {"ranks": 0}}, *trees, {"run": {"out": folder}})
     checkpoint.check_model(config)
     return config, checkpoint
+
+
+def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> Checkpoint | None:
+    """What the run goes on from; None for one that starts."""
+    if not (args.resume or args.resume_or_start):
+        return None
+    named = Config.of(*({"run": tree["run"]} for tree in trees if "run" in tree)).run.out
+    if args.resume_or_start and not named:
+        raise InputError("--resume-or-start needs the --out that it is to look in")
+    try:
+        return newest(Path(named or _last_run()))
+    except NoCheckpoint:
+        if not args.resume_or_start:
+            raise
+        return None
 
 
 def _runs() -> list[int]:
@@ -139,14 +159,14 @@ def _device(config: Config) -> str:
 
 
 def _usual_ranks(config: Config) -> int:
-    return torch.cuda.device_count() if _device(config) == "cuda" else 2
+    return usual_ranks(config, torch.cuda.device_count() if _device(config) == "cuda" else 2)
 
 
 def _enough(num_ranks: int, config: Config) -> None:
     """Refuse a number of ranks that the config, or this machine, has no use for."""
     if num_ranks < 1:
         raise InputError(f"--nproc {num_ranks} is too few; a run needs at least one process")
-    config.accumulation(num_ranks)
+    config.accumulation(axes_of(config, num_ranks).num_data)
     local, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count()
     if _device(config) == "cuda" and local > num_gpus:
         raise InputError(f"{local} ranks on a machine of {num_gpus} GPUs; start one per GPU, or set run.device")
@@ -164,16 +184,49 @@ def _be_rank(args: argparse.Namespace) -> int:
     stop = Stop()
     with group():
         config, resumed = together(lambda: configure(args))
+        set_timeout(timedelta(seconds=config.run.timeout))
+        together(lambda: _same_start(resumed))
         together(lambda: _enough(dist.get_world_size(), config))
         corpus = together(lambda: _text(config, resumed))
         together(lambda: _same(corpus))
         out = on_rank_0(lambda: _claim(config))
-        mesh = _mesh(_device(config))
-        trainer = together(lambda: Trainer(config, corpus, mesh))
+        together(lambda: _seen_by_all(out))
+        grid = _grid(config)
+        trainer = together(lambda: Trainer(config, corpus, grid))
         with Report(out) if dist.get_rank() == 0 else Silent() as report:
             introduce(trainer, out, resumed, report)
             finished = train(trainer, out, resumed, report, stop)
     return 0 if finished else STOPPED
+
+
+def _same_start(resumed: Checkpoint | None) -> None:
+    """Refuse ranks that would go on from different steps, for the folder of one is not that of the other."""
+    step = resumed.manifest.step if resumed else 0
+    first = on_rank_0(lambda: step)
+    if step != first:
+        raise InputError(
+            f"rank {dist.get_rank()} would go on after step {step}, but rank 0 after step {first}; --out must be one "
+            "folder that all machines share"
+        )
+
+
+def _seen_by_all(out: Path) -> None:
+    """Refuse a folder that is not the same on all machines: a checkpoint would lie in parts here and there."""
+    mark = out / on_rank_0(lambda: f".seen-{secrets.token_hex(8)}")
+    on_rank_0(mark.touch)
+    try:
+        together(lambda: _find(mark))
+    finally:
+        if dist.get_rank() == 0:
+            mark.unlink()
+
+
+def _find(mark: Path) -> None:
+    if not mark.exists():
+        raise InputError(
+            f"rank {dist.get_rank()} does not see what rank 0 has written to {mark.parent}; --out must be one folder "
+            "that all machines share"
+        )
 
 
 def _same(corpus: Corpus) -> None:
@@ -183,10 +236,11 @@ def _same(corpus: Corpus) -> None:
         raise InputError(f"rank {dist.get_rank()} found another text in {corpus.source} than rank 0; give all the same")
 
 
-def _mesh(device: str) -> DeviceMesh:
+def _grid(config: Config) -> Grid:
+    device = _device(config)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return init_device_mesh(device, (dist.get_world_size(),))
+    return Grid(axes_of(config, dist.get_world_size()), device)
 
 
 if __name__ == "__main__":

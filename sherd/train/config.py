@@ -55,9 +55,12 @@ class Model:
 
     layers: int = _at_least(1, 4, "decoder blocks")
     width: int = _at_least(1, 128, "numbers per token in the residual stream")
-    heads: int = _at_least(1, 2, "query heads; they divide the width")
-    kv_heads: int = _at_least(1, 1, "key and value heads; they divide the query heads")
-    hidden: int = _at_least(1, 384, "numbers per token inside the feed-forward layer")
+    heads: int = _at_least(1, 4, "query heads; they divide the width")
+    kv_heads: int = _at_least(1, 2, "key and value heads; they divide the query heads")
+    hidden: int = _at_least(1, 384, "numbers per token inside the feed-forward layer, or inside one expert")
+    experts: int = _at_least(0, 0, "experts of a feed-forward layer, a mixture of them; 0: no mixture")
+    top_k: int = _at_least(1, 2, "experts that a token goes to")
+    balance: float = _at_least(0, 0.01, "weight of the loss that grows when experts get unequal shares of the tokens")
     tied: bool = _field(True, "the output layer reads the embedding's weight")
     rope_base: float = _above(0, 10000.0, "longest wavelength of the rotary embedding, in positions / 2 pi")
     hf: str = _field("", "a Hugging Face config.json; it replaces every other field of this section")
@@ -95,7 +98,9 @@ class Run:
     steps: int = _at_least(0, 0, "optimizer steps; 0: as many as fit into run.minutes")
     minutes: float = _above(0, 3.0, "of training, on top of which come start, evaluation and saving")
     ranks: int = _at_least(0, 0, "ranks the run must have; 0: as many as there are")
+    mesh: str = _field("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, ep, cp, tp, pp; empty: all are dp")
     seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")
+    timeout: float = _above(0, 600.0, "seconds after which a rank that does not answer is taken for dead")
     device: str = _one_of(("auto", "cpu", "cuda"), "auto is cuda where there is one")
     precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
     eval_every: int = _at_least(0, 250, "steps between evaluations; 0: at the end only")
@@ -136,18 +141,17 @@ class Config:
                 f"model.kv_heads = {m.kv_heads} does not divide model.heads = {m.heads}; "
                 "each key head serves the same number of query heads"
             )
+        if m.experts and m.top_k > m.experts:
+            raise InputError(
+                f"model.top_k = {m.top_k} is more than model.experts = {m.experts}; a token goes to an expert once"
+            )
 
     def accumulation(self, num_ranks: int) -> int:
-        """Micro-batches per rank and step.
+        """Micro-batches per rank and step, where `num_ranks` ranks read different samples.
 
         Raises:
-            InputError: the batch does not divide, or `run.ranks` names another number of ranks.
+            InputError: the batch does not divide.
         """
-        if self.run.ranks and self.run.ranks != num_ranks:
-            raise InputError(
-                f"run.ranks = {self.run.ranks}, but there are {num_ranks} ranks; "
-                f"start {self.run.ranks} processes, or set run.ranks = {num_ranks}"
-            )
         batch, share = self.optimizer.batch, num_ranks * self.optimizer.micro_batch
         if batch % share:
             raise InputError(

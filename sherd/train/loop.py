@@ -6,23 +6,22 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from sherd import FSDPModule
+from sherd import clip_grad_norm_
 from sherd.train import checkpoint as checkpoints
 from sherd.train.checkpoint import Checkpoint
 from sherd.train.config import Config, InputError, Optimizer
 from sherd.train.data import SEPARATOR, Corpus, Windows, batch, seeded
-from sherd.train.models import build
+from sherd.train.mesh import Axes, Grid
+from sherd.train.parallel import build
+from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
 
@@ -69,12 +68,12 @@ class Step:
 class Trainer:
     """A sharded model, its optimizer, and the number of steps done. Every rank calls each method alike."""
 
-    def __init__(self, config: Config, corpus: Corpus, mesh: DeviceMesh) -> None:
-        self.config, self.corpus = config, corpus
-        self.rank, self.num_ranks = mesh.get_rank(), mesh.size()
-        self.accumulation = config.accumulation(self.num_ranks)
-        self.device = torch.device(mesh.device_type)
-        self.model = build(config, mesh)
+    def __init__(self, config: Config, corpus: Corpus, grid: Grid) -> None:
+        self.config, self.corpus, self.grid = config, corpus, grid
+        self.accumulation = config.accumulation(grid.axes.num_data)
+        self.device = torch.device(grid.device_type)
+        self.model = build(config, grid)
+        self.passes = passes(self.model, grid, config)
         self.optimizer = _adamw(self.model, config.optimizer)
         self.windows = Windows(corpus.held_out, config.data.context)
         self.done = 0
@@ -99,13 +98,13 @@ class Trainer:
         """
         begun, choice, num_steps = time.monotonic(), self.config.optimizer, self.config.run.steps
         # Dropout draws from the global generator: seeded anew here, it survives a resume without being saved.
-        torch.manual_seed(hash((self.config.run.seed, self.done, self.rank)))
+        torch.manual_seed(hash((self.config.run.seed, self.done, dist.get_rank())))
         self.model.train()
-        loss = self._backward()
+        loss = self.passes.train(self._micro_batches(), self.accumulation)
         told = torch.stack([loss, loss.new_tensor(stop)])
         dist.all_reduce(told)  # one message for both, so that all ranks leave the loop after the same step
         nats, num_stops = told.tolist()
-        norm = _whole(nn.utils.clip_grad_norm_(self.model.parameters(), choice.clip))
+        norm = float(clip_grad_norm_(self.model.parameters(), choice.clip, extra_groups=self.grid.stage_groups))
         if not math.isfinite(nats + norm):
             # Before the update: what a checkpoint holds stays finite, and can be gone on from.
             raise InputError(
@@ -136,28 +135,12 @@ class Trainer:
         steps = on_rank_0(lambda: self.done + max(1, int(left / self.seconds_per_step)))
         self.config = replace(self.config, run=replace(self.config.run, steps=steps))
 
-    def _backward(self) -> Tensor:
-        """Gradients of the batch's mean loss, and this rank's share of that loss, float64.
-
-        Gradients are reduced after every micro-batch, not once per step: whole gradients, kept from one
-        micro-batch to the next, are what sharding is there to avoid.
-        """
+    def _micro_batches(self) -> Iterator[Batch]:
+        """This rank's samples of the batch that comes next. What the batch is depends on no mesh."""
         config, size = self.config, self.config.optimizer.micro_batch
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        first = self.done * config.optimizer.batch + self.rank * size * self.accumulation
+        first = self.done * config.optimizer.batch + self.grid.data_rank * size * self.accumulation
         for at in range(first, first + size * self.accumulation, size):
-            inputs, targets = batch(self.corpus.train, config.data.context, config.run.seed, at, size)
-            loss = self._losses(inputs, targets).mean() / self.accumulation
-            assert isinstance(self.model, FSDPModule), "build shards the root"
-            self.model.set_is_last_backward(at == first + size * (self.accumulation - 1))
-            loss.backward()
-            total += loss.detach() / self.num_ranks
-        return total
-
-    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy of each target, in nats, float32, flat."""
-        logits = self.model(inputs.to(self.device)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten(), reduction="none")
+            yield batch(self.corpus.train, config.data.context, config.run.seed, at, size)
 
     @torch.no_grad()
     def evaluate(self, num_windows: int | None = None) -> float:
@@ -165,14 +148,15 @@ class Trainer:
         self.model.eval()
         spread = max(1, self.windows.num // num_windows) if num_windows else 1
         chosen = range(0, self.windows.num, spread)
-        share = -(-len(chosen) // self.num_ranks)  # of each rank; the last ones may get empty windows
-        mine = [n * spread for n in range(self.rank * share, (self.rank + 1) * share)]
+        rank = self.grid.data_rank
+        share = -(-len(chosen) // self.grid.axes.num_data)  # of each rank; the last ones may get empty windows
+        mine = [n * spread for n in range(rank * share, (rank + 1) * share)]
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # nats, bytes
         size = self.config.optimizer.micro_batch
         for at in range(0, share, size):
             inputs, targets, weights = self.windows.batch(mine[at : at + size])
-            weights = weights.to(self.device).flatten()
-            total += torch.stack([self._losses(inputs, targets) @ weights, weights.sum()])
+            weights = self.passes.part(weights).flatten()
+            total += torch.stack([self.passes.losses(inputs, targets) @ weights, weights.sum()])
         dist.all_reduce(total)
         return float(total[0] / total[1]) / math.log(2)
 
@@ -185,7 +169,7 @@ class Trainer:
         tokens = list(prompt)
         for _ in range(run.sample):
             context = torch.tensor([tokens[-self.config.data.context :]], device=self.device)
-            logits = self.model(context)[0, -1, :256].float().cpu()
+            logits = self.passes.logits(context)[0, -1, :256].float().cpu()
             if run.temperature:
                 odds = torch.softmax(logits / run.temperature, dim=0)
                 tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
@@ -206,17 +190,17 @@ def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=choice.lr, betas=(choice.beta1, choice.beta2), fused=True)
 
 
-def _whole(value: Tensor) -> float:
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)
-
-
 def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: Silent) -> None:
     """Say what is about to be trained, on what, and from where."""
     corpus, config = trainer.corpus, trainer.config
-    num_parameters = sum(p.numel() for p in trainer.model.parameters())
-    report.write("start", step=trainer.done, ranks=trainer.num_ranks, config=config.tree(), text=corpus.digest)
-    ranks = f"{trainer.num_ranks} rank{'s' if trainer.num_ranks > 1 else ''}"
-    report.say(f"model  {num_parameters:,} parameters, sharded over {ranks} on {trainer.device}")
+    num_parameters = sum(math.prod(shape) for shape in checkpoints.shapes(trainer.model).values())
+    report.write(
+        "start", step=trainer.done, ranks=trainer.grid.axes.num_ranks, config=config.tree(), text=corpus.digest
+    )
+    axes = trainer.grid.axes
+    ranks = f"{axes.num_ranks} rank{'s' if axes.num_ranks > 1 else ''}"
+    mesh = "" if axes == Axes(dp=axes.num_ranks) else f", {axes}"
+    report.say(f"model  {num_parameters:,} parameters, sharded over {ranks}{mesh} on {trainer.device}")
     report.say(
         f"text   {corpus.num_documents:,} documents in {corpus.source}: {len(corpus.train):,} bytes "
         f"to train on, {len(corpus.held_out):,} held out"

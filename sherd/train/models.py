@@ -1,34 +1,32 @@
-"""What is trained: a Llama-style decoder, or any Hugging Face causal LM, built and sharded block by block."""
+"""What is trained: a Llama-style decoder, dense or of experts, or any Hugging Face causal LM."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sherd import MixedPrecisionPolicy, fully_shard
-from sherd.train.config import Config, InputError, Model
+from sherd.train.config import InputError, Model
 from sherd.train.data import VOCABULARY, seeded
+from sherd.train.experts import MixtureOfExperts
+from sherd.train.sequence import WholeSequence
 
-__all__ = ["Decoder", "HuggingFace", "build", "rotate", "rotation"]
-
-T = TypeVar("T", "Decoder", "HuggingFace")
+__all__ = ["Block", "Decoder", "Elsewhere", "Head", "HuggingFace", "rotate", "rotation"]
 
 
-def rotation(length: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, each [length, width / 2], float32.
+def rotation(span: range, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding of the positions in `span`, each [length, width / 2], float32.
 
     Position p turns pair i by p * base ** (-2 i / width) radians. They are made anew in each forward: a
     buffer would hold garbage after a start on the meta device.
     """
     frequencies = base ** (-torch.arange(0, width, 2, device=device) / width)
-    angles = torch.outer(torch.arange(length, device=device), frequencies)
+    angles = torch.outer(torch.arange(span.start, span.stop, device=device), frequencies)
     return angles.cos(), angles.sin()
 
 
@@ -48,12 +46,13 @@ class Attention(nn.Module):
         self.key = nn.Linear(model.width, model.kv_heads * self.head_width, bias=False)
         self.value = nn.Linear(model.width, model.kv_heads * self.head_width, bias=False)
         self.out = nn.Linear(model.width, model.width, bias=False)
+        self.sequence = WholeSequence()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q = rotate(self._heads(self.query(x)), cos, sin)
         k = rotate(self._heads(self.key(x)), cos, sin)
         v = self._heads(self.value(x))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        mixed = self.sequence.attend(q, k, v)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -84,7 +83,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(model.width, eps=1e-6)
         self.attention = Attention(model)
         self.feed_forward_norm = nn.RMSNorm(model.width, eps=1e-6)
-        self.feed_forward = FeedForward(model)
+        self.feed_forward = MixtureOfExperts(model) if model.experts else FeedForward(model)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -92,25 +91,53 @@ class Block(nn.Module):
         return out
 
 
+class Head(nn.Module):
+    """The residual stream, [samples, length, width], to logits: products with one vector per byte.
+
+    A tied head is no parameter of its own, it is given the embedding: one that two modules held would come apart in
+    `to_empty`.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.weight = None if model.tied else nn.Parameter(torch.empty(VOCABULARY, model.width))
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        return F.linear(x, embedding if self.weight is None else self.weight)
+
+
+class Elsewhere(nn.Module):
+    """In the place of a module that another pipeline stage has: what came in goes on."""
+
+    weight = None
+
+    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
+        return x
+
+
 class Decoder(nn.Module):
-    """Tokens, int64 [samples, length], to logits of the next token, [samples, length, VOCABULARY]."""
+    """Tokens, int64 [samples, length], to logits of the next token, [samples, length, VOCABULARY].
+
+    As a stage of a pipeline it takes, or returns, the residual stream in their place, [samples, length, width].
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
-        self.embedding = nn.Embedding(VOCABULARY, model.width)
+        self.embedding: nn.Module = nn.Embedding(VOCABULARY, model.width)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
-        self.norm = nn.RMSNorm(model.width, eps=1e-6)
-        # A tied head is no parameter of its own: one that two modules held would come apart in `to_empty`.
-        self.head = None if model.tied else nn.Linear(model.width, VOCABULARY, bias=False)
+        self.norm: nn.Module = nn.RMSNorm(model.width, eps=1e-6)
+        self.head: nn.Module = Head(model)
+        self.sequence = WholeSequence()
 
     def forward(self, tokens: Tensor) -> Tensor:
+        model, span = self.model, self.sequence.span(tokens.shape[1])
         x = self.embedding(tokens)
-        cos, sin = rotation(tokens.shape[1], self.model.width // self.model.heads, self.model.rope_base, x.device)
+        cos, sin = rotation(span, model.width // model.heads, model.rope_base, x.device)
         for block in self.blocks:
             x = block(x, cos, sin)
-        x = self.norm(x)
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        logits: Tensor = self.head(self.norm(x), self.embedding.weight)
+        return logits
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -122,8 +149,10 @@ class Decoder(nn.Module):
             whole = self._first_value(name, parameter.shape, seeded(seed, name))
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
-                whole = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
-            parameter.copy_(whole)
+                shard = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
+                parameter.to_local().copy_(shard.to_local())
+            else:
+                parameter.copy_(whole)
 
     def _first_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         if len(shape) == 1:
@@ -131,9 +160,9 @@ class Decoder(nn.Module):
         if name.startswith(("embedding", "head")):
             std = 0.02
         else:
-            std = 0.7 * shape[1] ** -0.5
+            std = 0.7 * shape[-1] ** -0.5
             # What is added to the residual stream starts small: its size shall not grow with the depth.
-            if name.endswith(("out.weight", "down.weight")):
+            if name.endswith(("out.weight", "down.weight", "experts.down")):
                 std /= math.sqrt(2 * self.model.layers)
         return torch.randn(shape, generator=generator) * std
 
@@ -189,29 +218,3 @@ def _hf_config(path: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def build(config: Config, mesh: DeviceMesh) -> Decoder | HuggingFace:
-    """The model of `config` with its first weights, sharded over `mesh`: a unit per block, one for the rest.
-
-    Raises:
-        InputError: `model.hf` does not lead to a model.
-    """
-    if config.model.hf:
-        return _shard(HuggingFace(config.model.hf, config.run.seed).to(mesh.device_type), config, mesh)
-    with torch.device("meta"):
-        model = Decoder(config.model)
-    model = _shard(model, config, mesh)
-    model.to_empty(device=mesh.device_type)  # a rank only ever holds its shards
-    model.reset_parameters(config.run.seed)
-    return model
-
-
-def _shard(model: T, config: Config, mesh: DeviceMesh) -> T:
-    precision = MixedPrecisionPolicy()
-    if config.run.precision == "bf16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    return model

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -19,11 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sherd.train.config import InputError
+from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 
 __all__ = ["BAD_INPUT", "STOPPED", "Stop", "group", "on_rank_0", "start", "together"]
 
 T = TypeVar("T")
 BAD_INPUT, STOPPED = 2, 128 + signal.SIGTERM
+STARTING = timedelta(minutes=10)  # by which one rank may be ready later than another
 
 
 def start(num_ranks: int, module: str, words: list[str]) -> int:
@@ -81,13 +84,26 @@ def _set_environment(num_ranks: int) -> None:
 
 @contextmanager
 def group() -> Iterator[None]:
-    """The default process group. A crash leaves it as it is: waiting for other ranks could take for ever."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    """The default process group. A crash leaves it as it is: waiting for other ranks could take for ever.
+
+    Raises:
+        CommError: the ranks cannot reach one another, or, from inside, a collective could not be finished.
+    """
+    take_the_way_to_the_others()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=STARTING)
+    except RuntimeError as error:
+        raise apart(error) from error
     try:
         yield
     except InputError:
         dist.destroy_process_group()  # all ranks are here: `together` saw to it
         raise
+    except RuntimeError as error:
+        named = lost_touch(error)
+        if named is None:
+            raise
+        raise named from error
     dist.destroy_process_group()
 
 

@@ -1,0 +1,83 @@
+"""What is different where ranks are on several machines: which way leads to the others, and what if nobody answers?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+
+import torch.distributed as dist
+
+from sherd.errors import CommError, SherdError
+
+__all__ = ["apart", "interface_to", "lost_touch", "take_the_way_to_the_others"]
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+# What gloo and torch's store say when a collective cannot be finished; they have no exception of their own.
+_SIGNS = ("gloo/", "pair closure", "TCPStore")
+
+
+def take_the_way_to_the_others() -> None:
+    """Have gloo use the interface that leads to rank 0's machine, where torchrun has started ranks on several.
+
+    gloo itself takes the address of this machine's name, which on many is a loopback address, so that ranks of other
+    machines are refused. What the user has set is left alone.
+    """
+    host = os.environ.get("MASTER_ADDR", "")
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and host and "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = interface_to(host)
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface on the way to `host`; None where that is loopback, or cannot be told (Linux, IPv4)."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing, but decides from which address it would
+            own = probe.getsockname()[0]
+            names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == own]
+    except OSError:
+        return None
+    return names[0] if names and not own.startswith("127.") else None
+
+
+def _address_of(interface: str, probe: socket.socket) -> str | None:
+    import fcntl  # not on every platform
+
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:
+        return None  # it has none
+    return socket.inet_ntoa(answer[20:24])
+
+
+def apart(error: RuntimeError) -> CommError:
+    """`error`, from the making of the first process group, by its name."""
+    way = os.environ.get("GLOO_SOCKET_IFNAME", "the one of this machine's name")
+    return CommError(
+        f"the ranks did not all meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}. "
+        f"A rank has died or cannot be reached: look for the first error in the logs of all ranks; gloo's interface "
+        f"here is {way}, GLOO_SOCKET_IFNAME names another"
+    )
+
+
+def lost_touch(error: RuntimeError) -> CommError | None:
+    """`error` by its name, if it comes from a collective that could not be finished; None for any other.
+
+    What `fully_shard` sends raises a CommError by itself. This is for what torch sends: norms, sums of losses,
+    checkpoints.
+    """
+    is_of_torch = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
+    if isinstance(error, SherdError) or not is_of_torch:
+        return None
+    num_ranks = dist.get_world_size()
+    who = f"rank {1 - dist.get_rank()}" if num_ranks == 2 else f"another one of {num_ranks} ranks"
+    return CommError(
+        f"lost touch with {who}: {error}. That rank has died, has left, or is late by more than "
+        "run.timeout, or the link to its machine is cut: look for the first error in the logs of all ranks, then start "
+        "the run again with --resume"
+    )

@@ -1,0 +1,200 @@
+"""How a model is laid over the axes of a grid: sequences, tensors and experts first, then parameters are sharded."""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from sherd import MixedPrecisionPolicy, OnMesh, fully_shard
+from sherd.train.config import Config
+from sherd.train.exchange import ToExperts
+from sherd.train.experts import MixtureOfExperts
+from sherd.train.mesh import Grid
+from sherd.train.models import Block, Decoder, Elsewhere, Head, HuggingFace
+from sherd.train.sequence import CutSequence
+
+__all__ = ["build", "parallelize"]
+
+T = TypeVar("T", Decoder, HuggingFace)
+
+
+def build(config: Config, grid: Grid) -> Decoder | HuggingFace:
+    """The model of `config` with its first weights, laid over `grid`.
+
+    Raises:
+        InputError: `model.hf` does not lead to a model.
+    """
+    if config.model.hf:
+        return parallelize(HuggingFace(config.model.hf, config.run.seed).to(grid.device_type), grid, config)
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    model = parallelize(model, grid, config)
+    model.to_empty(device=grid.device_type)  # a rank only ever holds its shards
+    model.reset_parameters(config.run.seed)
+    return model
+
+
+def parallelize(model: T, grid: Grid, config: Config) -> T:
+    """Lay `model`, whole on every rank, over all axes of `grid`: a unit per block, one for the rest."""
+    if isinstance(model, Decoder):
+        _keep_own_layers(model, grid)
+        _cut_sequences(model, grid)
+        _cut_tensors(model, grid)
+        _spread_experts(model, grid, config)
+    _shard(model, grid, config)
+    return model
+
+
+# pp
+
+
+def _keep_own_layers(model: Decoder, grid: Grid) -> None:
+    """A stage has an equal share of the blocks, the first one also the embedding, the last one also the head. The
+    others' names stay free, so that a checkpoint knows no stages."""
+    num_blocks, num_stages = len(model.blocks), grid.axes.pp
+    for number in range(num_blocks):
+        if number * num_stages // num_blocks != grid.stage:
+            model.blocks[number] = Elsewhere()
+    if grid.stage > 0:
+        model.embedding = Elsewhere()
+    if grid.stage < num_stages - 1:
+        model.norm, model.head = Elsewhere(), Elsewhere()
+
+
+# cp, and the part of tp between attention layers
+
+
+def _cut_sequences(model: Decoder, grid: Grid) -> None:
+    """Let each layer know which of a sample's tokens it sees."""
+    if grid.cp is None and grid.tp is None:
+        return
+    around_attention, between = CutSequence(grid.cp, None), CutSequence(grid.cp, grid.tp)
+    model.sequence = around_attention if grid.stage == 0 else between
+    for block in _blocks(model):
+        block.attention.sequence = around_attention
+        if isinstance(block.feed_forward, MixtureOfExperts):
+            block.feed_forward.sequence = between
+
+
+# tp
+
+
+def _cut_tensors(model: Decoder, grid: Grid) -> None:
+    """Heads and hidden numbers over tp; the residual stream in between is cut by tokens:
+
+    embedding    rows of the vocabulary         tokens' sums, scattered
+    norm         whole, each on its tokens      (sequence parallel)
+    attention    its heads, on all tokens       sums scattered to tokens
+    experts      whole, each on its tokens
+    head         rows of the vocabulary         logits stay cut, see `passes`
+    """
+    if grid.tp is None:
+        return
+    tokens, everywhere = Shard(1), Replicate()
+    in_block: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(tokens, None, None), desired_input_layouts=(everywhere, None, None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=tokens),
+    }
+    dense: dict[str, ParallelStyle] = {
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(everywhere,)),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(output_layouts=tokens),
+    }
+    mixture: dict[str, ParallelStyle] = {"feed_forward_norm": SequenceParallel(use_local_output=True)}
+    # The weights get their values later, the same on all ranks: nothing is to be sent.
+    if isinstance(model.embedding, nn.Embedding):
+        cut = RowwiseParallel(input_layouts=everywhere, output_layouts=tokens)
+        parallelize_module(model.embedding, grid.tp, cut, src_data_rank=None)
+    if isinstance(model.head, Head):
+        parallelize_module(model.norm, grid.tp, SequenceParallel(), src_data_rank=None)
+        _cut_head(model.head, grid.tp)
+    for block in _blocks(model):
+        feed_forward = mixture if isinstance(block.feed_forward, MixtureOfExperts) else dense
+        parallelize_module(block, grid.tp, in_block | feed_forward, src_data_rank=None)
+
+
+def _cut_head(head: Head, tp: DeviceMesh) -> None:
+    """The head's rows over `tp`, each with all tokens: its output is this rank's logits of all."""
+
+    def gather(module: nn.Module, inputs: tuple[DTensor, Tensor]) -> tuple[DTensor, Tensor]:
+        x, embedding = inputs
+        return x.redistribute(placements=[Replicate()]), embedding
+
+    _distribute(head, tp, [Shard(0)])
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(lambda module, inputs, logits: logits.to_local())
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> None:
+    """Make DTensors of the parameters of `module` itself."""
+    for name, parameter in module.named_parameters(recurse=False):
+        cut = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(cut))
+
+
+# ep
+
+
+def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
+    """Experts over ep; and the loss that keeps them even in parts that add up to the whole one's gradient."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.balance /= config.accumulation(grid.axes.num_data) * grid.axes.tp
+            if grid.tp is not None:
+                _distribute(module.router, grid.tp, [Replicate()])
+            if grid.expert_cut is not None:
+                cuts = {"ep": Shard(0), "tp": Replicate()}
+                names = grid.expert_cut.mesh_dim_names
+                assert names is not None, "a grid's axes have names"
+                _distribute(module.experts, grid.expert_cut, [cuts[name] for name in names])
+            if grid.ep is not None:
+                module.experts.exchange = ToExperts(grid.ep)
+
+
+# replicate, dp, and cp once more
+
+
+def _shard(model: Decoder | HuggingFace, grid: Grid, config: Config) -> None:
+    precision = MixedPrecisionPolicy()
+    if config.run.precision == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in _blocks(model) if isinstance(model, Decoder) else model.blocks:
+        fully_shard(block, mesh=grid.data, mp_policy=precision, shard_placement_fn=functools.partial(_cut_of, grid))
+    fully_shard(model, mesh=grid.data, mp_policy=precision)
+
+
+def _cut_of(grid: Grid, parameter: nn.Parameter) -> Shard | OnMesh | None:
+    """How a parameter of a block is sharded: experts, of which each rank of ep has others, over fewer ranks."""
+    if parameter.dim() != 3:  # only experts' weights are stacked
+        return None
+    num_experts, mesh = parameter.shape[0] // grid.axes.ep, grid.experts
+    # Within experts where there are too few of them: a rank without one would pad its shard up to the others'.
+    cut = Shard(0 if num_experts % mesh.size(mesh.ndim - 1) == 0 else 1)
+    return cut if grid.ep is None else OnMesh(mesh, cut)
+
+
+def _blocks(model: Decoder) -> list[Block]:
+    """Those of this stage."""
+    return [block for block in model.blocks if isinstance(block, Block)]

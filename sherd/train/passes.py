@@ -1,0 +1,102 @@
+"""Forward and backward on this rank's part of the data: the parts of samples, and the losses of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from sherd import FSDPModule, accumulate
+from sherd.train.config import Config
+from sherd.train.mesh import Grid
+
+__all__ = ["Batch", "Passes", "passes"]
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [samples, context]
+
+
+def passes(model: nn.Module, grid: Grid, config: Config) -> Passes:
+    """Those of `model` on `grid`."""
+    if grid.pp is None:
+        return Passes(model, grid)
+    from sherd.train.pipeline import Pipelined  # torch's pipelines take a while to import, and bring its FSDP along
+
+    return Pipelined(model, grid, config)
+
+
+class Passes:
+    """A model on a grid. All ranks call each method alike, each with the samples of its data rank."""
+
+    def __init__(self, model: nn.Module, grid: Grid) -> None:
+        self.model, self.grid = model, grid
+        self.device = torch.device(grid.device_type)
+
+    def train(self, micro_batches: Iterable[Batch], num: int) -> Tensor:
+        """Gradients of the mean loss of `num` micro-batches, over all ranks; and this rank's share of that loss in
+        nats, float64: shares are summed over all ranks.
+
+        Gradients are reduced over `dp` after every micro-batch, not once per step: whole gradients, kept from one
+        micro-batch to the next, are what sharding is there to avoid. Over `replicate` they are once.
+        """
+        assert isinstance(self.model, FSDPModule), "build shards the root"
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with accumulate(self.model, num):
+            for number, (inputs, targets) in enumerate(micro_batches, 1):
+                self.model.set_is_last_backward(number == num)
+                with self._cut_logits():
+                    loss = self._losses(inputs, targets).mean() / num
+                    loss.backward()
+                total += loss.detach() / self.grid.axes.num_ranks
+        return total
+
+    def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of each target of this rank's `part`, in nats, float32, flat. Without gradients."""
+        with torch.no_grad(), self._cut_logits():
+            return self._losses(inputs, targets)
+
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._cross_entropy(self._forward(self.part(inputs)), self.part(targets))
+
+    def _forward(self, part: Tensor) -> Tensor:
+        """This rank's logits of `part`."""
+        logits: Tensor = self.model(part)
+        return logits
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Of each target, flat; `logits` are those of this rank."""
+        logits = self._of_all_tp(logits).float().flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.to_local() if isinstance(losses, DTensor) else losses
+
+    def _of_all_tp(self, logits: Tensor) -> Tensor:
+        """The same as a tensor of the whole vocabulary, if tp cuts it."""
+        if self.grid.tp is None:
+            return logits
+        return DTensor.from_local(logits, self.grid.tp, [Shard(-1)], run_check=False)
+
+    def part(self, samples: Tensor) -> Tensor:
+        """This rank's tokens of `samples`, [samples, context], on its device."""
+        return samples.chunk(self.grid.axes.cp, dim=1)[self.grid.context_rank].to(self.device)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The logits of `tokens`, [samples, length] of any length and the same on all ranks, whole on every rank."""
+        length, parts = tokens.shape[1], self.grid.axes.cp * self.grid.axes.tp
+        # Nothing is seen of what comes later, so what fills the last part up changes nothing.
+        filled = F.pad(tokens, (0, -length % parts))
+        logits = self._of_all_tp(self._forward(self.part(filled)))
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        if self.grid.cp is None:
+            return logits[:, :length]
+        of_all = [torch.empty_like(logits) for _ in range(self.grid.axes.cp)]
+        dist.all_gather(of_all, logits.contiguous(), group=self.grid.cp.get_group())
+        return torch.cat(of_all, dim=1)[:, :length]
+
+    def _cut_logits(self) -> AbstractContextManager[None]:
+        """Within it, the cross-entropy of logits that are cut by vocabulary, and its backward, need no whole ones."""
+        return nullcontext() if self.grid.tp is None else loss_parallel()
