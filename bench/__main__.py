@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import bytes, cuda, overhead, padding_row, peak, shard_time, small, state_dict, steps
+from . import bytes, cuda, mesh, overhead, padding_row, peak, shard_time, small, state_dict, steps
 from .ranks import Conditions
 from .systems import LEGEND
 from .table import Figure, Row, render
@@ -31,10 +31,13 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "clip": small.measure_clip,
     "padding": padding_row.measure,
     "state_dict": state_dict.measure,
+    "mesh": mesh.measure,
     "cuda": cuda.measure,
 }
 ON_CUDA_ALONE = ("cuda",)
 """Elsewhere they are a dry run, for whoever asks for it."""
+ASKED_FOR = ("mesh",)
+"""Not measured unless named: other ranks, another question."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,8 +69,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=FIGURES,
         metavar="NAME",
-        help=f"some of: {', '.join(FIGURES)}; all, if left out, but on the CPU without {', '.join(ON_CUDA_ALONE)}",
+        help=f"some of: {', '.join(FIGURES)}; all but mesh, if left out, and on the CPU without "
+        f"{', '.join(ON_CUDA_ALONE)}",
     )
+    parser.add_argument("--mesh", action="store_true", help="two axes, 4 CPU ranks: as --only mesh")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, conditions and raw samples")
     parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds (9, or 3 with --quick)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -82,8 +87,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
     if chosen.device == "auto":
         chosen.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if chosen.mesh:
+        chosen.only = [*(chosen.only or []), "mesh"]
     if chosen.only is None:
-        chosen.only = [name for name in FIGURES if chosen.device == "cuda" or name not in ON_CUDA_ALONE]
+        unasked = ASKED_FOR if chosen.device == "cuda" else (*ASKED_FOR, *ON_CUDA_ALONE)
+        chosen.only = [name for name in FIGURES if name not in unasked]
     return chosen
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -82,11 +84,25 @@ class MovedBytes(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = func._schema.name
         if func.namespace == "c10d":
-            self.sent[name] += bytes_sent(name, args, self.num_ranks, self.rank)
+            self.sent[name] += bytes_sent(name, args, *self._ranks_of(args))
         else:
             by_whom = self.carried if called_by_transport() else self.written
             by_whom[name] += bytes_written(func, args, kwargs, result)
         return result
+
+    def _ranks_of(self, args: tuple[Any, ...]) -> tuple[int, int]:
+        """Between how many ranks a collective is, and which of them this is."""
+        group = _group_in(args)
+        return (self.num_ranks, self.rank) if group is None else (group.size(), group.rank())
+
+
+def _group_in(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The process group among the arguments of a collective."""
+    for each in args:
+        if isinstance(each, torch.ScriptObject):
+            with suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(each)
+    return None
 
 
 def called_by_transport() -> bool:

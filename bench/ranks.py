@@ -32,6 +32,7 @@ class Conditions:
     device: str = "cpu"
     quick: bool = False
     rounds: int = 9
+    cpu_ranks: int = 2
 
     @property
     def num_gpus(self) -> int:
@@ -39,8 +40,8 @@ class Conditions:
 
     @property
     def num_processes(self) -> int:
-        """Two gloo ranks on the CPU; a rank per GPU; with a single GPU one process, whose group is fake."""
-        return max(self.num_gpus, 1) if self.device == "cuda" else 2
+        """`cpu_ranks` gloo ranks on the CPU; a rank per GPU; with a single GPU one process, whose group is fake."""
+        return max(self.num_gpus, 1) if self.device == "cuda" else self.cpu_ranks
 
     @property
     def group_is_real(self) -> bool:

@@ -68,13 +68,18 @@ def train(mesh: DeviceMesh, quick: bool, num_rounds: int) -> dict[str, Training]
 
 
 def train_one(mesh: DeviceMesh, workload: Workload, num_rounds: int) -> Training:
-    """A lap is one step: forward, backward, AdamW (foreach), zero_grad."""
+    """All systems side by side on this rank's batches."""
     trainees = {system.name: Trainee(system, workload, mesh) for system in (*contenders(mesh), FLAT_VIEW)}
+    return laps_of(trainees, dist.get_rank(), num_rounds)
+
+
+def laps_of(trainees: Mapping[str, Trainee], part: int, num_rounds: int) -> Training:
+    """A lap is one step: forward, backward, AdamW (foreach), zero_grad. `part`: which of the data is this rank's."""
     losses: dict[str, list[Tensor]] = {name: [] for name in trainees}
 
     def lap(name: str, _: int) -> Lap:
         trainee, number = trainees[name], len(losses[name])
-        batch = trainee.batch(seed=1000 * number + dist.get_rank())
+        batch = trainee.batch(seed=1000 * number + part)
         dist.barrier()  # a rank that is late from the step before must not be charged to this one
         taken, loss = timed(lambda: trainee.step(batch), trainee.device)
         losses[name].append(loss)
@@ -116,7 +121,8 @@ def disagreement(ranks: list[Training], group_is_real: bool) -> tuple[float, str
     for rank in ranks:
         names = [name for name in rank.losses if name != PLAIN.name]
         for step, losses in enumerate(zip(*(rank.losses[name] for name in names), strict=True)):
-            seen = [*losses, rank.losses[PLAIN.name][0]] if step == 0 else list(losses)
+            plain = rank.losses[PLAIN.name][:1] if step == 0 and PLAIN.name in rank.losses else []
+            seen = [*losses, *plain]
             worst = max(worst, (max(seen) - min(seen)) / abs(min(seen)))
     num_steps = len(next(iter(ranks[0].losses.values())))
     verdict = "agree" if worst <= AGREEMENT else "DISAGREE"
