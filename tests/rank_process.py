@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.rank_failures import failure_of
 
@@ -92,11 +93,16 @@ def _tidy() -> None:
     cut off a peer that is still reading.
     """
     gc.collect()
+    destroyed = False
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         # A group made by its members alone (`use_local_synchronization`) is named after them. It stays: the next of the
         # same ranks would get its name, and meet what this one has left in the store.
         if group is not dist.group.WORLD and name.isdigit():
             dist.destroy_process_group(group)
+            destroyed = True
+    if destroyed:
+        # DTensor remembers specs on meshes whose groups are gone now, and would give them to equal meshes.
+        _clear_sharding_prop_cache()
     compilations = torch._dynamo.utils.counters
     if compilations:
         # Else those of many tests add up to the limit that one code object has.

@@ -70,8 +70,8 @@ def broken_rules(layer: str, name: str) -> Iterator[str]:
     if is_under(name, "torch"):
         if layer in WITHOUT_TORCH:
             yield f"{layer} does without torch"
-        if any(is_under(name, rival) for rival in RIVALS):
-            yield "torch's own FSDP is for tests and bench only"
+        if layer != "interop" and any(is_under(name, rival) for rival in RIVALS):
+            yield "torch's own FSDP is for tests, bench and interop only"
         if is_private(name) and layer != "_torch":
             yield "private torch names belong in sherd/_torch.py"
 

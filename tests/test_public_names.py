@@ -29,7 +29,11 @@ FROM_A_PRIVATE_MODULE = {"AllGather", "Comm", "ReduceScatter"}
 OURS = {
     "Blocks",
     "CommPolicy",
+    "DTensorExtensions",
+    "FSDPExtensions",
     "Flat",
+    "OnMesh",
+    "Placements",
     "PrefetchPolicy",
     "RaggedDTensor",
     "ShardedForm",
@@ -37,11 +41,13 @@ OURS = {
     "SherdError",
     "Whole",
     "__version__",
+    "accumulate",
     "auto_shard",
     "clip_grad_norm_",
     "explain_migration",
     "flatten_optimizer",
     "memory_report",
+    "replicate",
     "track_memory",
     "unsharded",
 }
@@ -67,7 +73,8 @@ OF_THE_WRAPPER = {
 
 # Parameters that sherd adds, all optional.
 EXTRA = {
-    "fully_shard": {"comm_policy", "placement", "prefetch_policy"},
+    "FullyShardedDataParallel": {"extensions"},
+    "fully_shard": {"comm_policy", "placement", "placements", "prefetch_policy"},
     "MixedPrecisionPolicy": {"cast_root_forward_inputs", "full_precision_in_eval", "keep_low_precision_grads"},
     "ShardedStateDictConfig": {"form"},
 }

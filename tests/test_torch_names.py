@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from sherd import _torch
 
@@ -410,6 +412,37 @@ def test_hooked_step__runs_between_the_hooks_of_the_optimizer():
     assert heard == ["before", "step", "after"]
 
 
+def test_hooked_step__calls_global_hooks_around_its_own_and_takes_what_they_change():
+    heard = []
+    late = type("Late", (Counted,), {"step": _torch.hooked_step(lambda self, *args: heard.append(args))})
+    optimizer = Counted([torch.ones(1, requires_grad=True)], lr=0.1)
+    optimizer.__class__ = late
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((*args, "given"), kwargs))
+    optimizer.register_step_post_hook(lambda *_: heard.append("own"))
+    removes = (
+        _torch.register_optimizer_step_pre_hook(lambda *_: heard.append("all before")),
+        _torch.register_optimizer_step_post_hook(lambda *_: heard.append("all after")),
+    )
+    try:
+        optimizer.step()
+        assert heard == ["all before", ("given",), "own", "all after"]
+        optimizer.register_step_pre_hook(lambda *_: "nonsense")
+        with pytest.raises(RuntimeError, match="nonsense"):
+            optimizer.step()
+    finally:
+        for each in removes:
+            each.remove()
+
+
+def test_hooked_step__has_a_range_in_a_profile():
+    late = type("Late", (Counted,), {"step": _torch.hooked_step(lambda self: None)})
+    optimizer = Counted([torch.ones(1, requires_grad=True)], lr=0.1)
+    optimizer.__class__ = late
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#Late.step" in {each.key for each in profile.key_averages()}
+
+
 def test_gradients_of__are_those_of_the_tensors_themselves():
     class Loud(torch.Tensor):
         @classmethod
@@ -478,6 +511,8 @@ def sharded_tensor_made() -> list[object]:
     back = [_torch.whole_of_sharded_tensor(each, CPU).tolist() for each in (made, few)]
     assert back == [whole.tolist(), whole[:1].tolist()]
     assert _torch.whole_of_sharded_tensor(whole, CPU) is None
+    assert _torch.whole_of_sharded_tensor(made, CPU, few.local_shards())[:1].tolist() == whole[:1].tolist()
+    assert [_torch.is_sharded_tensor(each) for each in (made, whole)] == [True, False]
     return [tuple(made.metadata().size), mine.metadata.shard_offsets, mine.tensor.tolist(), len(few.local_shards())]
 
 
@@ -490,3 +525,106 @@ def test_sharded_tensor_of_rows__gives_each_rank_its_chunk(world):
 
 def test_whole_of_sharded_tensor__puts_the_shards_together(world):
     world(2).run(sharded_tensor_made)
+
+
+def test_is_sharded_tensor__tells_it_from_a_plain_one(world):
+    world(2).run(sharded_tensor_made)
+
+
+def modules_distributed() -> list[bool]:
+    mesh = mesh_of(1)
+    by_plan = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
+    modules = (by_plan, distribute_module(nn.Linear(2, 2), mesh), nn.Linear(2, 2))
+    return [_torch.is_tensor_parallel(each) for each in modules]
+
+
+def test_is_tensor_parallel__is_what_was_distributed(world):
+    assert world(1).run(modules_distributed) == [[True, True, False]]
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    return _torch.backend_of(group, CPU).options._timeout.total_seconds()
+
+
+def timeouts_set() -> list[float]:
+    before = timeout_of(dist.group.WORLD), dist.distributed_c10d.default_pg_timeout
+    try:
+        _torch.set_timeout(timedelta(seconds=7))
+        groups = [dist.group.WORLD, dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))]
+        return [timeout_of(each) for each in groups]
+    finally:
+        _torch.set_timeout(timedelta(seconds=before[0]))
+        dist.distributed_c10d.default_pg_timeout = before[1]
+
+
+def test_set_timeout__is_for_the_default_group_and_those_made_later(world):
+    assert world(2).run(timeouts_set) == [[7, 7, 9], [7, 7, 9]]
+
+
+def timeouts_adopted() -> list[float]:
+    before = timeout_of(dist.group.WORLD)
+    groups = [dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))]
+    try:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+        for each in groups:
+            _torch.adopt_timeout(each)
+        return [timeout_of(each) for each in groups]
+    finally:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=before))
+
+
+def timeouts_told() -> list[float | None]:
+    groups = [
+        dist.group.WORLD,
+        dist.new_group([dist.get_rank()], timedelta(seconds=11), use_local_synchronization=True),
+    ]
+    told = [_torch.timeout_of(each, CPU) for each in groups]
+    return [None if each is None else each.total_seconds() for each in told]
+
+
+def test_timeout_of__is_what_a_group_was_made_with(world):
+    for default, own in world(2).run(timeouts_told):
+        assert default is not None
+        assert own == 11
+
+
+def test_adopt_timeout__is_for_groups_that_were_given_none(world):
+    assert world(2).run(timeouts_adopted) == [[7, 9], [7, 9]]
+
+
+def splitting_stages_seen() -> list[tuple[str, list[int | None]]]:
+    from torch.distributed import pipelining
+
+    class Seen(pipelining.PipelineStage):
+        shows_whole_parameters = True
+
+    class Asking(nn.Linear):
+        def forward(self, x):
+            stage = _torch.splitting_stage()
+            answers.append(None if stage is None else stage.stage_index)
+            return super().forward(x)
+
+    kinds = [
+        (pipelining.ScheduleZBVZeroBubble, pipelining.PipelineStage),
+        (pipelining.ScheduleLoopedBFS, pipelining.PipelineStage),
+        (pipelining.ScheduleZBVZeroBubble, Seen),
+    ]
+    found = []
+    for schedule, kind in kinds:
+        answers: list[int | None] = []
+        stages = [kind(Asking(2, 2), index, 2, CPU) for index in range(2)]
+        driven = schedule(stages, 2, loss_fn=nn.functional.mse_loss)
+        driven.step(torch.ones(2, 2), target=torch.ones(2, 2))
+        answers.append(_torch.splitting_stage())
+        found.append((f"{schedule.__name__} {kind.__name__}", sorted(set(answers), key=str)))
+    return found
+
+
+def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule(world):
+    assert world(1).run(splitting_stages_seen) == [
+        [
+            ("ScheduleZBVZeroBubble PipelineStage", [0, 1, None]),  # None: outside
+            ("ScheduleLoopedBFS PipelineStage", [None]),
+            ("ScheduleZBVZeroBubble Seen", [None]),
+        ]
+    ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import Blocks, CommPolicy, DataParallelMeshDims, Flat, FSDPModule, Whole, fully_shard
@@ -112,59 +112,29 @@ def test_a_transport_that_cannot_serve_the_ranks_is_refused(threads, transport):
 # Parameters that are more than plain tensors
 
 
-def tensor_parallel():
-    """Runs are of plain tensors; `Shard` goes with tensor parallelism."""
+def sums():
+    """A tensor-parallel parameter is cut into runs, but not one that is a sum over ranks still."""
     _clear_sharding_prop_cache()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     for placement in (Flat(), Blocks(2), Whole()):
         model = made(stack)
         for block in model:
-            block.up.weight = nn.Parameter(distribute_tensor(block.up.weight.detach(), mesh["tp"], [Shard(0)]))
+            weight = block.up.weight.detach()
+            block.up.weight = nn.Parameter(DTensor.from_local(weight, mesh["tp"], [Partial()], run_check=False))
         before = remembered(model)
-        words = ("0.up.weight", "DTensor", "Shard(dim)")
         assert_refused(
             lambda m=model, p=placement: fully_shard(m, mesh=mesh["dp"], placement=p),
             PlacementError,
             ValueError,
-            *words,
+            "0.up.weight",
+            "sum",
+            "redistribute",
         )
         assert_untouched(model, before)
-        # As the message says: those by dim, the others as asked.
-        fully_shard(
-            model,
-            mesh=mesh["dp"],
-            shard_placement_fn=lambda param, p=placement: Shard(0) if isinstance(param, DTensor) else p,
-        )
-        assert {type(param.placements[0]).__name__ for param in model.parameters()} == {"Shard", "RaggedShard"}
 
 
-def test_a_tensor_parallel_parameter_is_not_cut_into_runs(world):
-    world(2).run(tensor_parallel)
-
-
-def on_a_larger_mesh():
-    """Named axes of a larger mesh take DTensors on it."""
-    _clear_sharding_prop_cache()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    model = made(stack)
-    for name, param in list(model.named_parameters()):
-        holder, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        value = distribute_tensor(param.detach(), mesh, [Replicate(), Shard(0)])
-        setattr(holder, attribute, nn.Parameter(value))
-    before = remembered(model)
-    dims = DataParallelMeshDims(shard="dp")
-    assert_refused(
-        lambda: fully_shard(model, mesh=mesh, dp_mesh_dims=dims, placement=Flat()),
-        PlacementError,
-        ValueError,
-        "0.up.weight",
-        "Shard(dim)",
-    )
-    assert_untouched(model, before)
-
-
-def test_a_dtensor_of_a_larger_mesh_is_not_cut_into_runs(world):
-    world(2).run(on_a_larger_mesh)
+def test_a_parameter_that_is_a_sum_is_not_cut_into_runs(world):
+    world(2).run(sums)
 
 
 def plain_on_a_larger_mesh():

@@ -41,9 +41,11 @@ def moved(layout, other, assign, after_a_step):
     wrong = differences(target.state_dict(), expected, case)
     assert all(isinstance(each, DTensor) for each in target.parameters()), case
     assert target.head.weight is target.embed.weight, case
-    found, losses = (train(each, optimizer_of(each), range(2, 4)) for each in (target, source))
-    if not torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=1e-4):
-        wrong.append(f"{case}: {found} is not {losses}")
+    # Training takes most of the time: each layout goes on from two others, and into each go two.
+    if (LAYOUTS.index(layout) - LAYOUTS.index(other)) % len(LAYOUTS) in (0, 1):
+        found, losses = (train(each, optimizer_of(each), range(2, 4)) for each in (target, source))
+        if not torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=1e-4):
+            wrong.append(f"{case}: {found} is not {losses}")
     return wrong
 
 

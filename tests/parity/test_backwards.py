@@ -1,9 +1,12 @@
 """Do unusual backwards, and programs that fail in the middle of one, leave the right gradients?"""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from sherd import fully_shard
 from tests.models import build, noise, shard
 from tests.parity.training import (
     Recipe,
@@ -224,3 +227,33 @@ def test_a_failed_forward_leaves_gradients_alone(threads):
     for before, after in threads(2).run(grads_kept_through_a_mishap, "mlp"):
         assert_named_close(before, expected, "gradient", 1e-5, 1e-6)
         assert_named_close(after, before, "gradient", 0, 0)
+
+
+class Weighted(torch.nn.Module):
+    """Its weight is made from two parameters, which autograd reads after it knows the input's gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(64))
+        self.gain = torch.nn.Parameter(torch.randn(64, 64))
+        self.direction = torch.nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        weight = self.gain * self.direction
+        return (x + self.bias) @ weight
+
+
+def gradients_beside_a_leafs():
+    plain = Weighted()
+    sharded = fully_shard(copy.deepcopy(plain))
+    found = []
+    for model in (sharded, plain):
+        x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()
+        for _ in range(2):
+            model(x).sum().backward()
+        found.append({"x": x.grad, **whole_grads(model)})
+    assert_named_close(*found, "gradient", 1e-5, 1e-5)
+
+
+def test_an_input_may_be_a_leaf(world):
+    world(2).run(gradients_beside_a_leafs)

@@ -127,6 +127,26 @@ def test_gradients_that_wait_for_one_another_are_there_at_once_with_their_rows()
     assert peak_of([ROOT], [GROUP], leaf(0), batch_bytes=1000).peak == 50 + 100 + 100 + 100
 
 
+def test_rows_that_come_late_do_not_meet_the_whole_nor_the_rows_of_the_unit_before():
+    late = replace(GROUP, collects_late=True)
+    # The gradients are there, beside the whole, when the last one comes; then beside the rows.
+    found = peak_of([ROOT], [late], leaf(0))
+    assert (found.peak, found.moment) == (50 + 100 + 100, Arrival(0, 0, 0))
+    # In unit 1's backward: 3 shards, the root's and its own whole, its own gradients and the 40 bytes of the root's,
+    # the rows and the sum of unit 2, which is in reduction.
+    waits = replace(AT_ONCE, reduce_buffers=1)
+    found = peak_of([ROOT, BLOCK, BLOCK], [late] * 3, chain(2), waits)
+    assert (found.peak, found.moment) == (150 + 200 + 100 + 40 + 150, Arrival(1, 0, 0))
+    early = peak_of([ROOT, BLOCK, BLOCK], [GROUP] * 3, chain(2), waits)
+    assert early.peak == found.peak + (100 + 60 - 100) + (100 - 40)
+
+
+def test_rows_of_backwards_that_are_not_reduced_do_not_come_late():
+    groups = [[replace(GROUP, collects_late=late)] * 3 for late in (False, True)]
+    early, late = (peak_of([ROOT, BLOCK, BLOCK], each, chain(2), unsynced=2) for each in groups)
+    assert late == early
+
+
 def test_a_large_gradient_that_is_borrowed_takes_no_rows():
     group = replace(GROUP, arriving=(100,), borrows=True)
     found = peak_of([ROOT], [group], leaf(0, 1))
@@ -265,6 +285,7 @@ sizes_of_a_group = st.builds(
     reduced=st.integers(1, 50),
     gradients=st.integers(1, 50),
     scratch=st.sampled_from([0, 11]),
+    collects_late=st.booleans(),
 )
 specs_of_a_unit = st.builds(
     UnitSpec, whole_bytes=st.just(10), after_forward=st.sampled_from(Keep), reshard_after_backward=st.just(True)

@@ -18,14 +18,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sherd.tensor.ragged import RaggedDTensor
 from tests.tensor.cuts import SHAPES, cuts, line, numbers, ragged, whole_of
+from tests.tensor.grids import EIGHT, FOUR, ragged_on
 
 KINDS = ("uneven", "rows", "last")
 OTHERS = ("plain", "stock rows", "stock columns")
 EVERY = KINDS + OTHERS
 
 
+def mesh_of(kind):
+    """What the tensors of a layout are on."""
+    return FOUR[kind].mesh() if kind in FOUR else line(dist.get_world_size())
+
+
 def tensor_of(whole, kind, mesh):
     """`whole` in one of the layouts, in memory of its own."""
+    if kind in FOUR:
+        return ragged_on(FOUR[kind], mesh, "uneven", whole)
     if kind in KINDS:
         return ragged(whole, *cuts(kind, [tuple(whole.shape)], mesh.size()), mesh)
     dim = {"plain": -1, "stock rows": 0, "stock columns": 1}[kind]
@@ -35,7 +43,7 @@ def tensor_of(whole, kind, mesh):
 
 
 def state(kind, factor=1.0):
-    mesh = line(dist.get_world_size())
+    mesh = mesh_of(kind)
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     return {
         f"{index}": tensor_of((numbers(shape) * factor).to(dtypes[index % 3]), kind, mesh)
@@ -74,7 +82,7 @@ class Model(nn.Module):
 
     def __init__(self, kind, factor=1.0):
         super().__init__()
-        mesh = line(dist.get_world_size())
+        mesh = mesh_of(kind)
         self.layers = nn.ModuleList([nn.Module(), nn.Module()])
         for index, shape in enumerate(SHAPES):
             value = tensor_of(numbers(shape) * factor, kind, mesh)
@@ -84,7 +92,7 @@ class Model(nn.Module):
 def trained(kind, factor=1.0, steps=1):
     model = Model(kind, factor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=kind != "plain")
-    mesh = line(dist.get_world_size())
+    mesh = mesh_of(kind)
     for step in range(steps):
         for each in model.parameters():
             each.grad = tensor_of(numbers(each.shape, seed=step), kind, mesh)
@@ -270,3 +278,86 @@ def saved_in_background(kind, folder):
 def test_a_checkpoint_is_saved_in_the_background(world, tmp_path):
     for kind in KINDS:
         world(2).run(saved_in_background, kind, str(tmp_path / kind))
+
+
+def save_each(kinds, folder):
+    for kind in kinds:
+        dcp.save(state(kind), checkpoint_id=f"{folder}/{kind}")
+
+
+def load_each(saved, kinds, folder):
+    wrong = []
+    plain = state("plain")
+    for kind in kinds:
+        for each in saved:
+            found = state(kind, factor=0.0)
+            dcp.load(found, checkpoint_id=f"{folder}/{each}")
+            for name, value in plain_values(found).items():
+                if not torch.equal(value, plain[name]):
+                    wrong.append((each, kind, name))
+    return wrong
+
+
+def test_what_lies_over_several_axes_loads_everywhere_and_back(world, tmp_path):
+    folder, ours, others = (
+        str(tmp_path),
+        ("tp columns", "tp rows", "tp copies", "two axes"),
+        ("uneven", "stock columns"),
+    )
+    world(4).run(save_each, ours, folder)
+    world(3).run(save_each, others, folder)
+    some = ("tp rows, the other way round", "tp copies", "two axes")
+    assert world(4).run(load_each, ("tp columns", "two axes", *others), some, folder) == [[]] * 4
+    assert world(2).run(load_each, ours, ("rows", "stock rows"), folder) == [[]] * 2
+    assert world(1).run(load_each, ours, ("plain",), folder) == [[]]
+
+
+def test_training_goes_on_with_other_axes(world, tmp_path):
+    for kind, saving, loading in (
+        ("tp columns", 4, (("two axes", 4), ("uneven", 2), ("plain", 1))),
+        ("two axes", 4, (("tp rows", 4), ("rows", 3), ("plain", 1))),
+        ("plain", 1, (("tp columns", 4), ("two axes", 4))),
+    ):
+        folder = str(tmp_path / kind)
+        world(saving).run(save_training, kind, folder)
+        for other, num_ranks in loading:
+            world(num_ranks).run(load_training, other, folder)
+
+
+def test_full_state_dicts_are_read_and_set_over_several_axes(world):
+    for kind in ("tp columns", "tp rows", "tp rows, the other way round", "two axes"):
+        world(4).run(full_states, kind, kind == "tp rows")
+        for broadcast in (True, False):
+            world(4).run(full_states_set, kind, broadcast)
+
+
+def written(grid):
+    mesh = grid.mesh()
+    found = {}
+    for shape in ((7, 6), (3, 4, 5), (5,), (), (0, 3), (1, 0)):
+        for kind in ("uneven", "rows", "whole"):
+            tensor = ragged_on(grid, mesh, kind, numbers(shape))
+            items = tensor.__create_write_items__("name", tensor)
+            assert [each.tensor_data.chunk for each in items] == tensor.__create_chunk_list__()
+            assert all(each.tensor_data.size == shape for each in items)
+            found[shape, kind] = [
+                (tuple(each.index.offset), tensor.__get_tensor_shard__(each.index).clone()) for each in items
+            ]
+    return found
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_every_element_is_written_once_or_by_copies(threads, name):
+    ranks = threads(8).run(written, EIGHT[name])
+    for (shape, kind), _ in ranks[0].items():
+        whole, count = numbers(shape), torch.zeros(shape)
+        parts = {}
+        for each in ranks:
+            for offset, part in each[shape, kind]:
+                assert torch.equal(parts.setdefault((offset, part.shape), part), part)
+        assert parts  # also of a tensor without elements, or it would be missing in the file
+        for (offset, sizes), part in parts.items():
+            place = tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
+            assert torch.equal(whole[place], part)
+            count[place] += 1
+        assert torch.equal(count, torch.ones(shape))

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd._torch import dtensor_spec
@@ -16,7 +15,6 @@ from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, ragged_dtensor, redistribute_to
-from tests.ranks import RanksFailed
 from tests.tensor.cuts import line, numbers, ragged, rows, spec_for, uneven, whole_of
 
 SHAPE = (6, 4)
@@ -254,14 +252,3 @@ def wrong_arguments():
 
 def test_wrong_arguments_are_named(threads):
     threads(2).run(wrong_arguments)
-
-
-def one_axis_of_two():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    spec = dtensor_spec(mesh, (Shard(1), RaggedShard(uneven(SHAPE, 2))), torch.Size(SHAPE), torch.float32)
-    layout_of(spec)
-
-
-def test_a_ragged_tensor_is_sharded_over_one_axis(threads):
-    with pytest.raises(RanksFailed, match="has one RaggedShard and, on the other axes, Replicate"):
-        threads(4).run(one_axis_of_two)

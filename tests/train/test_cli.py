@@ -51,6 +51,9 @@ CHECK = [
     ([*TEXT, "--nproc", "0"], "--nproc 0 is too few"),
     ([*TEXT, "--nproc", "-1"], "--nproc -1 is too few"),
     ([*TEXT, "--nproc", "2", "run.ranks=4"], "run.ranks = 4, but there are 2 ranks"),
+    ([*TEXT, "--mesh", "dp=2,xp=2"], "the mesh dp=2,xp=2 names 'xp=2', which is no axis"),
+    ([*TEXT, "--mesh", "dp=2,tp=2", "--nproc", "2"], "the mesh dp=2,tp=2 is for 4 ranks, but there are 2"),
+    ([*TEXT, "--mesh", "ep=2"], "ep=2, but the model has no experts"),
     ([*TEXT, "--steps", "-5"], "run.steps = -5 is out of its limits"),
     ([*TEXT, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
     ([*TEXT, "--stpes", "5"], "unrecognized arguments: --stpes"),
@@ -100,7 +103,8 @@ def test_two_processes_and_a_new_numbered_folder_are_the_default(started, tmp_pa
 def test_the_number_of_ranks_is_the_words_the_configs_or_the_default(started):
     cli.main(["train", *TEXT, "--nproc", "1"])
     cli.main(["train", *TEXT, "run.ranks=4", "optimizer.micro_batch=1"])
-    assert [num_ranks for num_ranks, _ in started] == [1, 4]
+    cli.main(["train", *TEXT, "--mesh", "dp=2,cp=2"])
+    assert [num_ranks for num_ranks, _ in started] == [1, 4, 4]
 
 
 def test_words_go_before_the_config_file_and_options_before_words(started, tmp_path, monkeypatch):

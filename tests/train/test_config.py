@@ -127,12 +127,6 @@ def test_a_batch_that_does_not_fit_the_ranks_says_what_would():
         config.accumulation(3)
 
 
-def test_too_few_ranks_for_the_config_are_refused():
-    config = Config.of({"run": {"ranks": 4}, "optimizer": {"batch": 16, "micro_batch": 1}})
-    with pytest.raises(InputError, match=r"run.ranks = 4, but there are 2 ranks"):
-        config.accumulation(2)
-
-
 def test_help_tells_of_every_field():
     text = describe()
     for name, section in SECTIONS.items():

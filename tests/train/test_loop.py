@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from sherd.train.checkpoint import newest
 from sherd.train.config import Config, InputError, Optimizer
 from sherd.train.data import batch, read_corpus
 from sherd.train.loop import PLANNED_AFTER, Trainer, introduce, learning_rate, lzma_bits, train
+from sherd.train.mesh import Grid, axes_of
 from sherd.train.models import Decoder
 from sherd.train.report import Report, Silent
 
@@ -39,6 +39,10 @@ def config(text, **run):
     return Config.of(TREE, {"data": {"path": text}, "run": run})
 
 
+def grid(config):
+    return Grid(axes_of(config, dist.get_world_size()), "cpu")
+
+
 class Recorded(Silent):
     """Keeps what it is told."""
 
@@ -58,7 +62,7 @@ class Recorded(Silent):
 def run(config, out, resume=False, stop_after=None):
     """Losses by step, and whether the run finished; every rank's view."""
     corpus, report = read_corpus(config.data), Recorded()
-    trainer = Trainer(config, corpus, init_device_mesh("cpu", (dist.get_world_size(),)))
+    trainer = Trainer(config, corpus, grid(config))
     resumed = newest(out) if resume else None
     finished = train(trainer, out, resumed, report, lambda: trainer.done + 1 == stop_after)
     losses = {record["step"]: record["loss"] for event, record in report.records if event == "step"}
@@ -119,7 +123,7 @@ def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(world, tex
 
 
 def stop_on_rank_1(config, out):
-    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    trainer = Trainer(config, read_corpus(config.data), grid(config))
     finished = train(trainer, out, None, Silent(), lambda: dist.get_rank() == 1 and trainer.done == 1)
     return finished, trainer.done
 
@@ -130,7 +134,7 @@ def test_one_rank_that_is_told_to_stop_stops_all_after_the_same_step(world, text
 
 def load_into_wider(config, out):
     wider = Config.of(config.tree(), {"model": {"hidden": 32}})
-    trainer = Trainer(wider, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    trainer = Trainer(wider, read_corpus(config.data), grid(config))
     try:
         train(trainer, out, newest(out), Silent())
     except InputError as error:
@@ -145,7 +149,7 @@ def test_weights_of_other_shapes_are_not_loaded(world, text, tmp_path):
 
 
 def plan(config):
-    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    trainer = Trainer(config, read_corpus(config.data), grid(config))
     while not trainer.finished and trainer.done < PLANNED_AFTER:
         trainer.step()
     return trainer.config.run.steps
@@ -158,7 +162,7 @@ def test_without_a_number_of_steps_all_ranks_agree_on_what_fits_into_the_minutes
 
 
 def evaluate(config):
-    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (dist.get_world_size(),)))
+    trainer = Trainer(config, read_corpus(config.data), grid(config))
     return trainer.evaluate(), trainer.evaluate(3), trainer.sample()
 
 
@@ -172,7 +176,7 @@ def test_evaluation_and_sample_do_not_depend_on_the_number_of_ranks(world, text)
 
 
 def blow_up(config):
-    trainer = Trainer(config, read_corpus(config.data), init_device_mesh("cpu", (2,)))
+    trainer = Trainer(config, read_corpus(config.data), grid(config))
     before = [parameter.full_tensor().clone() for parameter in trainer.model.parameters()]
     hook = trainer.model.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
     try:
@@ -194,7 +198,7 @@ def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks_before_it_reaches_th
 
 def write_report(config, out):
     corpus = read_corpus(config.data)
-    trainer = Trainer(config, corpus, init_device_mesh("cpu", (1,)))
+    trainer = Trainer(config, corpus, grid(config))
     said = io.StringIO()
     with contextlib.redirect_stdout(said), Report(out) as report:
         introduce(trainer, out, None, report)

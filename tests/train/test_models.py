@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sherd import FSDPModule
 from sherd.train.config import Config, InputError, Model
-from sherd.train.models import Attention, Decoder, HuggingFace, build, rotate, rotation
+from sherd.train.mesh import Grid, axes_of
+from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
+from sherd.train.parallel import build
 
 SMALL = Model(layers=2, width=16, heads=4, kv_heads=2, hidden=24)
 
@@ -25,7 +26,7 @@ def decoder(model=SMALL, seed=0):
 
 def test_rotation_turns_each_pair_by_position_times_frequency():
     x = torch.randn(5, 6)
-    turned = rotate(x, *rotation(5, 6, 100.0, x.device))
+    turned = rotate(x, *rotation(range(5), 6, 100.0, x.device))
     for position in range(5):
         for pair in range(3):
             z = complex(x[position, pair], x[position, pair + 3])
@@ -35,7 +36,7 @@ def test_rotation_turns_each_pair_by_position_times_frequency():
 
 def test_rotated_products_depend_on_distance_alone():
     q, k = torch.randn(8), torch.randn(8)
-    cos, sin = rotation(20, 8, 10000.0, q.device)
+    cos, sin = rotation(range(20), 8, 10000.0, q.device)
     products = [rotate(q, cos[i], sin[i]) @ rotate(k, cos[i + 7], sin[i + 7]) for i in (0, 5, 12)]
     torch.testing.assert_close(products[0].expand(3), torch.stack(products))
 
@@ -43,7 +44,7 @@ def test_rotated_products_depend_on_distance_alone():
 def test_attention_equals_a_loop_over_query_heads_that_share_key_heads():
     torch.manual_seed(0)
     attention, x = Attention(SMALL), torch.randn(2, 7, 16)
-    cos, sin = rotation(7, 4, 10000.0, x.device)
+    cos, sin = rotation(range(7), 4, 10000.0, x.device)
     heads = []
     for head in range(4):
         own, shared = slice(head * 4, head * 4 + 4), slice(head // 2 * 4, head // 2 * 4 + 4)
@@ -91,7 +92,7 @@ def test_a_parameters_first_value_depends_on_its_name_and_the_seed_alone():
 
 
 def whole_first_weights(config):
-    model = build(config, init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = build(config, Grid(axes_of(config, dist.get_world_size()), "cpu"))
     assert isinstance(model, FSDPModule)
     assert all(isinstance(block, FSDPModule) for block in model.blocks)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

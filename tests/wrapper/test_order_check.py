@@ -152,7 +152,7 @@ def test_full_precision_in_eval_on_one_rank_is_named(world):
 
 def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order_check, "_timeout_of", lambda *_: timedelta(seconds=1))
+        patch.setattr(order_check, "timeout_of", lambda *_: timedelta(seconds=1))
         patch.setattr(order_check, "_groups", type(order_check._groups)())
         model = wrapped(Branching())
         model(torch.ones(2, 4), "first")

@@ -74,7 +74,7 @@ CONSTRUCTIONS = {
     "strategy_by_name": (
         lambda: {"sharding_strategy": "FULL_SHARD"},
         TypeError,
-        ("sharding_strategy='FULL_SHARD'", "expected sherd's ShardingStrategy, got a builtins.str"),
+        ("sharding_strategy='FULL_SHARD'", "expected sherd's ShardingStrategy or Placements, got a builtins.str"),
     ),
     "offload_true": (lambda: {"cpu_offload": True}, TypeError, ("cpu_offload=True", "CPUOffload")),
     "dtype": (
@@ -85,7 +85,7 @@ CONSTRUCTIONS = {
     "torchs_own": (
         lambda: {"sharding_strategy": torch.distributed.fsdp.ShardingStrategy.FULL_SHARD},
         TypeError,
-        ("expected sherd's ShardingStrategy, got a torch.distributed.fsdp.api.ShardingStrategy",),
+        ("expected sherd's ShardingStrategy or Placements, got a torch.distributed.fsdp.api.ShardingStrategy",),
     ),
     "no_policy": (lambda: {"auto_wrap_policy": 3}, TypeError, ("expected a policy, got 3",)),
     "classes_as_policy": (lambda: {"auto_wrap_policy": {Block}}, TypeError, ("ModuleWrapPolicy({Block})",)),

@@ -1,0 +1,1 @@
+"""Do other packages, torch's pipelines first, work with sherd's modules?"""

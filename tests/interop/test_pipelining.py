@@ -1,0 +1,300 @@
+"""Do torch's pipeline schedules train sharded stages as one process trains the whole model?"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+
+from sherd import accumulate, fully_shard
+from sherd.engine.seal import unit_of
+from sherd.errors import ModuleError, OwnershipError, StateError
+from sherd.interop import torch_fsdp_identity
+from sherd.interop.pipelining import PipelineStage
+from sherd.interop.step import StageUnits
+from sherd.schedule.state import Live
+from tests.interop.stages import (
+    MICRO_BATCHES,
+    WIDTH,
+    Part,
+    assert_same,
+    batch,
+    counted,
+    loss_of,
+    make_schedule,
+    parts,
+    run_step,
+    shard,
+    stages_of,
+    train,
+)
+
+CPU = torch.device("cpu")
+
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
+SPLITTING = ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
+SCHEDULES = [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLITTING]
+
+
+def units_per_rank(schedule: str) -> int:
+    return 3 * len(stages_of(schedule, 0)[0])
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "ScheduleDualPipeV"])
+def test_a_pipeline_alone_trains_as_one_process_does(world, schedule):
+    runs = world(2).run(train, schedule, "flat")
+    assert_same(runs)
+    once = {"Gather": units_per_rank(schedule), "Reduce": units_per_rank(schedule)}
+    # The first step gathers a second time: torch runs each stage once to learn the shapes.
+    assert [run.counts for run in runs] == [[{**once, "Gather": 2 * once["Gather"]}, once]] * 2
+
+
+DATA_PARALLEL = [(schedule, "shard") for schedule in SCHEDULES]
+DATA_PARALLEL += [("Schedule1F1B", "zero1"), ("ScheduleZBVZeroBubble", "flat"), ("ScheduleZBVZeroBubble", "wrapper")]
+
+
+@pytest.mark.parametrize(("schedule", "how"), DATA_PARALLEL)
+def test_a_pipeline_beside_data_parallel_trains_as_one_process_does(world, schedule, how):
+    runs = world(4).run(train, schedule, how, num_dp=2)
+    assert_same(runs, num_dp=2)
+    once = {"Gather": units_per_rank(schedule), "Reduce": units_per_rank(schedule)}
+    assert all(run.counts[-1] == once for run in runs)
+
+
+@pytest.mark.parametrize(("schedule", "how"), [("ScheduleZBVZeroBubble", "only_blocks"), ("Schedule1F1B", "none")])
+def test_a_stage_may_be_sharded_in_parts_or_not_at_all(world, schedule, how):
+    assert_same(world(2).run(train, schedule, how))
+
+
+# In one process: stages after each other on one rank
+
+
+def alone(schedule: str, how: str = "shard", num_stages: int = 1, kind: Any = PipelineStage) -> tuple[Any, list[Any]]:
+    """A schedule and its stages, all on this rank."""
+    mesh = init_device_mesh("cpu", (1,))
+    stages = [kind(shard(part, how, mesh), index, num_stages, CPU) for index, part in enumerate(parts(num_stages))]
+    return make_schedule(schedule, stages), stages
+
+
+def gradients(stages: list[Any]) -> list[torch.Tensor]:
+    return [each.grad.full_tensor().clone() for stage in stages for each in stage.submod.parameters()]
+
+
+def live_of(stages: list[Any]) -> set[Live]:
+    return {unit_of(each).live for stage in stages for each in stage.submod.modules() if unit_of(each)}
+
+
+def low_precision_beside_no_pipeline() -> None:
+    schedule, stages = alone("ScheduleZBVZeroBubble", "bfloat16", num_stages=2)
+    run_step(schedule, stages, 0, 0)
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(*(shard(part, "bfloat16", mesh) for part in parts(2)))
+    inputs, targets = batch(0, 0)
+    for x, y in zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True):
+        loss_of(model(x), y).backward()
+    expected = [each.grad.full_tensor() / MICRO_BATCHES for each in model.parameters()]
+    torch.testing.assert_close(gradients(stages), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_low_precision_is_what_it_is_without_a_pipeline(world):
+    world(1).run(low_precision_beside_no_pipeline)
+
+
+def a_step_and_an_evaluation() -> None:
+    schedule, (stage,) = alone("ScheduleGPipe")
+    stage.submod.blocks[1].set_reshard_after_forward(False)
+    chosen = [unit.policy for unit, _ in StageUnits(stage.submod, "").sharded]
+    run_step(schedule, [stage], 0, 0)
+    before = gradients([stage])
+    inputs, _ = batch(0, 0)
+    with torch.no_grad(), counted() as counts:
+        output = schedule.eval(inputs, target=inputs)
+    assert counts == {"Gather": 2 * 3}  # torch learns the shapes again; then once for all micro-batches
+    torch.testing.assert_close(output, parts(1)[0](inputs))
+    torch.testing.assert_close(gradients([stage]), before)
+    assert live_of([stage]) == {Live.SHARDED}
+    assert chosen == [unit.policy for unit, _ in StageUnits(stage.submod, "").sharded]
+
+
+def two_steps(reduce_each: bool) -> None:
+    schedule, stages = alone("ScheduleZBVZeroBubble", num_stages=2)
+    each_alone = []
+    for step in range(2):
+        run_step(schedule, stages, step, 0)
+        each_alone.append(gradients(stages))
+        for stage in stages:
+            stage.submod.zero_grad()
+    for step in range(2):
+        for stage in stages:
+            stage.submod.set_requires_gradient_sync(reduce_each or step == 1)
+        run_step(schedule, stages, step, 0)
+    torch.testing.assert_close(gradients(stages), [a + b for a, b in zip(*each_alone, strict=True)])
+
+
+def test_an_evaluation_in_between_gathers_once_and_leaves_gradients_alone(world):
+    world(1).run(a_step_and_an_evaluation)
+
+
+@pytest.mark.parametrize("reduce_each", [True, False], ids="reduce_each_{}".format)
+def test_two_steps_add_their_gradients_up(world, reduce_each):
+    world(1).run(two_steps, reduce_each)
+
+
+def a_step_that_raises(kind: str) -> None:
+    schedule, stages = alone(kind)
+    run_step(schedule, stages, 0, 0)
+    expected = gradients(stages)
+    stages[0].submod.zero_grad()
+    loss, calls = schedule._loss_fn, []
+
+    def raises_later(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        value = loss(output, target)
+        if len(calls) == 3:
+            value.register_hook(lambda _: 1 / 0)
+        return value
+
+    schedule._loss_fn = raises_later
+    with pytest.raises(RuntimeError, match="backward"):
+        run_step(schedule, stages, 1, 0)
+    schedule._loss_fn = loss
+    schedule._internal_losses.clear()  # which torch's schedule leaves behind
+    run_step(schedule, stages, 0, 0)
+    torch.testing.assert_close(gradients(stages), expected)
+    assert live_of(stages) == {Live.SHARDED}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_the_step_after_one_that_raised_is_right(world, kind):
+    world(1).run(a_step_that_raises, kind)
+
+
+def reductions_begun_before_the_last_gradient() -> list[int]:
+    schedule, (stage,) = alone("ScheduleGPipe")
+    begun: list[int] = []
+    with counted() as counts:
+
+        def watch(_: Any, __: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda _: begun.append(counts["Reduce"]))
+
+        stage.submod.blocks[0].register_forward_hook(watch)
+        run_step(schedule, [stage], 0, 0)
+    return begun
+
+
+def test_the_last_backward_reduces_while_it_runs(world):
+    # What is behind the first block, when backward reaches that in each micro-batch.
+    assert world(1).run(reductions_begun_before_the_last_gradient) == [[0, 0, 0, 2]]
+
+
+def no_more_stages_whole_than_the_schedule_says() -> None:
+    schedule, stages = alone("ScheduleLoopedBFS", num_stages=5)
+    whole: list[int] = []
+
+    def note(*_: Any) -> None:
+        whole.append(sum(unit_of(stage.submod).live is not Live.SHARDED for stage in stages))
+
+    run_step(schedule, stages, 0, 0)
+    for stage in stages:
+        stage.submod.blocks[0].norm.register_forward_hook(note)
+        stage.submod.zero_grad()
+    with counted() as counts:
+        run_step(schedule, stages, 0, 0)
+    assert max(whole) == whole[0] == 3  # two are gathered ahead; torch's schedules have three at most
+    assert counts == {"Gather": 3 * (5 + 2), "Reduce": 3 * 5}  # the first two stages were given up in between
+    assert live_of(stages) == {Live.SHARDED}
+
+
+def test_stages_are_gathered_ahead_and_given_up_when_the_schedule_says_so(world):
+    world(1).run(no_more_stages_whole_than_the_schedule_says)
+
+
+# Torch's own stage
+
+
+def train_torchs_stage(*args: Any, **kwargs: Any) -> Any:
+    with torch_fsdp_identity():
+        return train(*args, kind=pipelining.PipelineStage, **kwargs)
+
+
+@pytest.mark.parametrize(("schedule", "how"), [("Schedule1F1B", "shard"), ("ScheduleZBVZeroBubble", "wrapper")])
+def test_torchs_own_stage_trains_the_same_once_it_knows_the_modules(world, schedule, how):
+    runs = world(2).run(train_torchs_stage, schedule, how)
+    assert_same(runs)
+    assert all(run.counts[-1]["Reduce"] == units_per_rank(schedule) for run in runs)
+
+
+def torchs_stage_sharded_inside_only() -> None:
+    schedule, stages = alone("ScheduleZBVZeroBubble", "only_blocks", 2, pipelining.PipelineStage)
+    with (
+        torch_fsdp_identity(),
+        pytest.raises(StateError, match=r"PipelineStage \(stage 0\).* fully_shard the stage's module itself"),
+    ):
+        run_step(schedule, stages, 0, 0)
+
+
+def test_torchs_own_stage_is_told_when_it_cannot_know(world):
+    world(1).run(torchs_stage_sharded_inside_only)
+
+
+# What is not one stage's
+
+
+def a_unit_over_two_stages() -> None:
+    first, second = parts(2)
+    fully_shard([first.last, second.last])
+    stages = [PipelineStage(part, index, 2, CPU) for index, part in enumerate((first, second))]
+    with pytest.raises(ModuleError, match=r"stage 0: unit Linear also has modules .* \(FSDPLinear\)"):
+        run_step(make_schedule("ScheduleLoopedBFS", stages), stages, 0, 0)
+
+
+def a_parameter_in_two_stages() -> None:
+    first, second = parts(2)
+    second.last.weight = first.last.weight
+    fully_shard(first)
+    fully_shard(second)
+    stages = [PipelineStage(part, index, 2, CPU) for index, part in enumerate((first, second))]
+    with pytest.raises(OwnershipError, match="stage 1: unit Part uses a parameter that unit Part owns"):
+        run_step(make_schedule("ScheduleLoopedBFS", stages), stages, 0, 0)
+
+
+def a_stage_of_a_model_that_has_run() -> None:
+    model = nn.Sequential(Part(), nn.Linear(WIDTH, WIDTH))
+    fully_shard(model[0])
+    fully_shard(model)
+    model(torch.ones(1, WIDTH))
+    stage = PipelineStage(model[0], 0, 1, CPU)
+    with pytest.raises(StateError, match="stage 0: unit 0 has run below Sequential"):
+        run_step(make_schedule("ScheduleGPipe", [stage]), [stage], 0, 0)
+
+
+def a_step_counted_elsewhere() -> None:
+    schedule, stages = alone("ScheduleGPipe")
+    counting = accumulate(stages[0].submod, MICRO_BATCHES)
+    with pytest.raises(StateError, match="stage 0: a schedule runs inside accumulate"), counting:
+        run_step(schedule, stages, 0, 0)
+
+
+WRONG = [a_unit_over_two_stages, a_parameter_in_two_stages, a_stage_of_a_model_that_has_run, a_step_counted_elsewhere]
+
+
+@pytest.mark.parametrize("use", WRONG)
+def test_what_a_stage_cannot_serve_is_named(world, use):
+    world(1).run(use)
+
+
+def torchs_stage_that_knows_nothing() -> None:
+    schedule, stages = alone("ScheduleZBVZeroBubble", num_stages=2, kind=pipelining.PipelineStage)
+    with pytest.raises(StateError, match=r"unit Part runs in torch's PipelineStage \(stage 0\)"):
+        run_step(schedule, stages, 0, 0)
+    schedule, stages = alone("ScheduleLoopedBFS", num_stages=2, kind=pipelining.PipelineStage)
+    run_step(schedule, stages, 0, 0)
+    mine, others = alone("ScheduleLoopedBFS", num_stages=2)
+    run_step(mine, others, 0, 0)
+    torch.testing.assert_close(gradients(stages), gradients(others))
+
+
+def test_torchs_own_stage_works_alone_unless_it_splits_backward(world):
+    world(1).run(torchs_stage_that_knows_nothing)

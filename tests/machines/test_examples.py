@@ -1,0 +1,64 @@
+"""Do the examples for clusters start on each machine what they say, and what a run needs to go on by itself?"""
+
+import re
+
+import pytest
+
+from sherd.train import cli
+from tests.machines.examples import KUBERNETES, SLURM, kubernetes, kubernetes_documents, slurm
+
+TRAIN = ["-m", "sherd.train.cli", "train", "--config", "configs/small.toml"]
+
+
+def torchrun(number, address, port, out):
+    """What a machine is to start."""
+    place = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "8"]
+    meeting = ["--master-addr", address, "--master-port", port]
+    return ["torchrun", *place, *meeting, *TRAIN, "--out", out, "--resume-or-start"]
+
+
+def test_slurm_starts_one_torchrun_a_machine_which_meet_at_the_first(tmp_path):
+    code, calls = slurm(tmp_path / "stubs")
+    assert code == 0
+    assert calls == [torchrun(number, "node7", "20041", "/shared/runs/41") for number in (0, 1)]
+
+
+@pytest.mark.parametrize(("restarts", "starts_again"), [(0, True), (9, True), (10, False)])
+def test_a_slurm_job_that_failed_starts_itself_again_ten_times(tmp_path, restarts, starts_again):
+    code, calls = slurm(tmp_path / "stubs", code=1, restarts=restarts)
+    assert code == 1
+    assert (calls[2:] == [["scontrol.py", "requeue", "41"]]) is starts_again
+    assert len(calls) == 2 + starts_again
+
+
+def test_kubernetes_starts_the_same_in_each_pod(tmp_path):
+    calls = kubernetes(tmp_path / "stubs")
+    assert calls == [torchrun(number, "sherd-0.sherd", "29500", "/runs/1") for number in (0, 1)]
+
+
+def test_the_pods_find_one_another_by_the_names_that_the_service_gives():
+    service, job = kubernetes_documents()
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["parallelism"] == job["spec"]["completions"]
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
+    volumes = {each["name"] for each in job["spec"]["template"]["spec"]["volumes"]}
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert {each["name"] for each in container["volumeMounts"]} == volumes
+
+
+def test_the_help_shows_the_same_command():
+    words = cli.MANY_MACHINES.split()
+    options = [word for word in torchrun(0, "", "", "") if word.startswith("-") and word not in ("--config",)]
+    assert [word for word in words if word.startswith("-")] == options[:-1]
+    assert words[words.index("-m") : words.index("-m") + 3] == TRAIN[:3]
+
+
+@pytest.mark.parametrize("path", [SLURM, KUBERNETES], ids=lambda path: path.name)
+def test_an_example_says_how_it_is_started_and_is_short(path):
+    text = path.read_text()
+    assert re.search(rf"^#     (sbatch|kubectl apply -f) examples/{path.name}$", text, re.MULTILINE)
+    assert len(text.splitlines()) < 90

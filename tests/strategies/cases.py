@@ -1,0 +1,118 @@
+"""Which strategies, cuts and meshes do these tests combine, and how does a rank train one combination?"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+import sherd
+from sherd import Blocks, Flat, FullyShardedDataParallel, Placements, Whole
+from sherd.policy import Level
+from tests.models import Specimen, shard
+from tests.parity.training import Recipe, Run, make_optimizer, mesh_of, whole_grads
+from tests.wrapper.training import assert_trained_as, plain, plain_runs, wrap_units
+
+CUTS: dict[str, Any] = {
+    "rows": Shard(0),
+    "columns": Shard(1),
+    "flat": Flat(),
+    "blocks": Blocks(2),
+    "whole": Whole(),
+}
+"""By name, how what is sharded is cut."""
+
+PAIRS = tuple((outer, inner) for outer in Level for inner in Level)
+"""What two axes may shard, the outer one first: all of them are legal."""
+
+
+def placements(levels: tuple[Level, ...], cut: str) -> Placements:
+    """`levels` spelt out, axis by axis."""
+
+    def kind(least: Level) -> list[Any]:
+        return [CUTS[cut] if level >= least else Replicate() for level in levels]
+
+    return Placements(kind(Level.PARAMETERS), kind(Level.GRADIENTS), kind(Level.OPTIMIZER))
+
+
+def of_parameter(cut: str) -> Any:
+    """The same as a `shard_placement_fn`, for models with tensors that have no dim 1."""
+    chosen = CUTS[cut]
+    return lambda parameter: (Shard(0) if parameter.dim() == 1 else chosen) if parameter.dim() else None
+
+
+def sharded(
+    model: Specimen, levels: tuple[Level, ...], cut: str, mesh: tuple[int, ...] | DeviceMesh, **options: Any
+) -> Specimen:
+    """`model` under a strategy over a mesh, or over one of this shape, by `fully_shard`."""
+    if cut == "columns":
+        options.setdefault("shard_placement_fn", of_parameter(cut))
+    else:
+        model.placement = None
+    mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_of(mesh)
+    return shard(model, mesh=mesh, placements=placements(levels, cut), **options)
+
+
+def wrapped(
+    model: Specimen, levels: tuple[Level, ...], cut: str, mesh: tuple[int, ...] | DeviceMesh, **options: Any
+) -> Any:
+    """The same by the wrapper."""
+    mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_of(mesh)
+    return wrap_units(model, device_mesh=mesh, sharding_strategy=placements(levels, cut), **options)
+
+
+def train(model: Any, recipe: Recipe, *, accumulate: bool = False, flatten: bool = False) -> Run:
+    """Train on this rank's batches: losses and norms of all steps, gradients of the first as they were clipped,
+    parameters after the last. With `accumulate` micro-batches are announced, with `flatten` the optimizer steps
+    buffers."""
+    rank, optimizer, run = dist.get_rank(), make_optimizer(recipe.optimizer, model), Run()
+    if flatten:
+        sherd.flatten_optimizer(optimizer)
+    for step in range(recipe.steps):
+        losses = []
+        with sherd.accumulate(model, recipe.micro_batches) if accumulate else nullcontext():
+            for micro in range(recipe.micro_batches):
+                loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
+                loss.backward()
+                losses.append(loss.item())
+        run.losses.append(sum(losses))
+        if recipe.max_norm is not None:
+            run.norms.append(sherd.clip_grad_norm_(model.parameters(), recipe.max_norm, recipe.norm_type).item())
+        if step == 0 and not _is_flat(model):
+            run.grads.append({plain(name): each for name, each in whole_grads(model).items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    # Not by `full_tensor`, which trusts what shards say of themselves.
+    with sherd.unsharded(model, writeback=False):
+        run.params = {plain(name): each.detach().clone() for name, each in model.named_parameters()}
+    return run
+
+
+def _is_flat(model: Any) -> bool:
+    return isinstance(model, FullyShardedDataParallel) and not model._sherd_choices.use_orig_params
+
+
+@functools.cache
+def plainly(recipe: Recipe, num_ranks: int) -> tuple[Run, ...]:
+    """The same in this process, by rank; with the first step's gradients as they were clipped."""
+    runs = []
+    for run in plain_runs(recipe, num_ranks):
+        factor = 1.0
+        if recipe.max_norm is not None:
+            factor = min(1.0, recipe.max_norm / (run.norms[0] + 1e-6))
+        grads = {name: None if each is None else each * factor for name, each in run.grads[0].items()}
+        runs.append(Run(run.losses, [grads], run.norms, run.params))
+    return tuple(runs)
+
+
+def assert_plain(runs: list[Run], recipe: Recipe, case: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Every rank's run is that of one process."""
+    for rank, (found, expected) in enumerate(zip(runs, plainly(recipe, len(runs)), strict=True)):
+        try:
+            assert_trained_as(found, expected, rtol=rtol, atol=atol)
+        except AssertionError as error:
+            raise AssertionError(f"{case}, rank {rank}: {error}") from error

@@ -1,0 +1,278 @@
+"""Does `sherd.accumulate` move what a step needs and no more, and add up to what plain accumulation does?"""
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sherd
+from sherd import CommPolicy, MixedPrecisionPolicy
+from sherd.api.placements import PRESETS
+from sherd.comm.transport import SingleCalls
+from sherd.errors import StateError
+from tests.models import build, noise
+from tests.parity.training import Recipe, mesh_of, whole_grads
+from tests.strategies.cases import assert_plain, sharded, train, wrapped
+
+OUTER, INNER = "outer", "inner"
+TORCH = CommPolicy("torch")
+
+
+class Calls(Counter):
+    """Counts the collectives of torch's transport by what they do and along which axis of a (2, 2) mesh."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self._axes = {id(mesh.get_group(0)): OUTER, id(mesh.get_group(1)): INNER}
+
+    def __enter__(self):
+        self._patch = mock.patch.multiple(
+            SingleCalls, **{name: self._counting(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+        )
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self._patch.stop()
+
+    def _counting(self, name):
+        original = getattr(SingleCalls, name)
+
+        def counted(transport, *args):
+            self[name, self._axes.get(id(transport._group), "both")] += 1
+            return original(transport, *args)
+
+        return counted
+
+    def taken(self):
+        """What was counted since it was asked last, without gathers along the inner axis."""
+        found = {key: number for key, number in self.items() if key != ("all_gather", INNER)}
+        self.clear()
+        return found
+
+
+def backward_of(model, micro, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    model.loss(model(noise(micro, rank))).backward()
+
+
+def collectives_of_a_step(preset):
+    """By backward of an accumulated step: which collectives ran in its forward and backward. One unit, one group."""
+    mesh = mesh_of((2, 2))
+    model = sharded(build("whole_in_one_unit"), PRESETS[preset], "flat", mesh, comm_policy=TORCH)
+    backward_of(model, 0)
+    counts = []
+    with Calls(mesh) as calls, sherd.accumulate(model, 3):
+        for micro in range(3):
+            backward_of(model, micro)
+            counts.append(calls.taken())
+    return counts
+
+
+RS, AG, AR = "reduce_scatter", "all_gather", "all_reduce"
+NOTHING: dict = {}
+EXPECTED = {
+    "hsdp": [{(RS, INNER): 1}, {(RS, INNER): 1}, {(RS, INNER): 1, (AR, OUTER): 1}],
+    "hsdp_zero2": [{(RS, INNER): 1}, {(RS, INNER): 1}, {(RS, INNER): 1, (AR, OUTER): 1}],
+    "hfsdp": [{(RS, INNER): 1, (AG, OUTER): 1}, {(RS, INNER): 1}, {(RS, INNER): 1, (RS, OUTER): 1}],
+    "zero1_across_zero2_within": [
+        {(RS, INNER): 1, (AG, OUTER): 1},
+        {(RS, INNER): 1},
+        {(RS, INNER): 1, (RS, OUTER): 1},
+    ],
+    "zero1": [{(AG, OUTER): 1}, NOTHING, {(RS, INNER): 1, (RS, OUTER): 1}],
+    "zero2": [{(AG, OUTER): 1, (RS, INNER): 1, (RS, OUTER): 1}] + [{(RS, INNER): 1, (RS, OUTER): 1}] * 2,
+    "ddp": [NOTHING, NOTHING, {(AR, "both"): 1}],
+}
+
+
+def all_collectives():
+    return {preset: collectives_of_a_step(preset) for preset in EXPECTED}
+
+
+def test_each_backward_reduces_over_the_axes_that_gradients_are_sharded_over_and_the_last_one_over_all(world):
+    for found in world(4).run(all_collectives):
+        assert found == EXPECTED
+
+
+def accumulated(recipe, front_end, presets):
+    """Under each preset."""
+    found = {}
+    for preset in presets:
+        levels = PRESETS[preset]
+        shape = (2, 2) if len(levels) == 2 else (4,)
+        if front_end == "fully_shard":
+            model = sharded(build(recipe.model), levels, "flat", shape)
+        else:
+            model = wrapped(build(recipe.model), levels, "flat", shape, use_orig_params=front_end == "original")
+        found[preset] = train(model, recipe, accumulate=True)
+    return found
+
+
+@pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat_parameter"])
+def test_accumulated_steps_are_those_of_one_process(world, front_end):
+    recipe = Recipe(
+        "tied_across" if front_end == "fully_shard" else "mlp", "momentum", 2, micro_batches=2, max_norm=0.1
+    )
+    presets = list(PRESETS) if front_end == "fully_shard" else ["zero1", "hfsdp"]
+    runs = world(4).run(accumulated, recipe, front_end, presets)
+    for preset in presets:
+        assert_plain([run[preset] for run in runs], recipe, preset)
+
+
+BRANCHES = (2, 0, 1)
+
+
+def gradients_where_units_come_and_go():
+    """Each micro-batch runs another unit, the last one among them; the sum of gradients, whole."""
+    found = {}
+    for preset in ("ddp", "zero1", "hsdp", "hfsdp"):
+        levels = PRESETS[preset]
+        model = sharded(build("branching"), levels, "rows", (2, 2) if len(levels) == 2 else (4,))
+        with sherd.accumulate(model, 3):
+            for branch in BRANCHES:
+                model.loss(model(noise(branch, dist.get_rank()), branch)).backward()
+        found[preset] = whole_grads(model)
+    return found
+
+
+def test_a_unit_that_only_an_early_backward_reached_has_its_gradient_after_the_last(world):
+    plain = build("branching")
+    for rank in range(4):
+        for branch in BRANCHES:
+            (plain.loss(plain(noise(branch, rank), branch)) / 4).backward()
+    for found in world(4).run(gradients_where_units_come_and_go):
+        for preset, grads in found.items():
+            for name, each in plain.named_parameters():
+                torch.testing.assert_close(grads[name], each.grad, msg=lambda said, at=(preset, name): f"{at}: {said}")
+
+
+class Dot(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def sums_of_256_and_four_ones(preset):
+    """In bfloat16 256 + 1 is 256."""
+    model = Dot()
+    low = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    sherd.fully_shard(model, mesh=mesh_of((2, 2)), placements=preset, mp_policy=low, comm_policy=TORCH)
+    with sherd.accumulate(model, 5):
+        for value in (256.0, 1.0, 1.0, 1.0, 1.0):
+            model(torch.full((6,), value)).backward()
+    return model.weight.grad.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_micro_batches_add_up_in_float32_whatever_they_are_reduced_in(world, preset):
+    assert world(4).run(sums_of_256_and_four_ones, preset) == [[260.0] * 6] * 4
+
+
+def step_plainly(optimizer, model, micros):
+    """The gradients of a step that nothing went wrong in."""
+    optimizer.zero_grad()
+    for micro in micros:
+        backward_of(model, micro)
+    return whole_grads(model)
+
+
+def steps_that_went_wrong(preset):
+    """What each said, and whether the step after it has its own gradients alone."""
+    levels = PRESETS[preset]
+    model = sharded(build("mlp"), levels, "flat", (2, 2) if len(levels) == 2 else (4,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, said = step_plainly(optimizer, model, (7,)), []
+
+    def still_right():
+        with sherd.accumulate(model, 1):
+            optimizer.zero_grad()
+            backward_of(model, 7)
+        for name, each in whole_grads(model).items():
+            torch.testing.assert_close(each, expected[name])
+
+    for kind in (too_few, too_many, nested, interrupted, of_a_unit_within):
+        optimizer.zero_grad()
+        try:
+            kind(model)
+        except (StateError, ZeroDivisionError) as error:
+            said.append(str(error))
+        still_right()
+    return said
+
+
+def too_few(model):
+    with sherd.accumulate(model, 3):
+        backward_of(model, 1)
+
+
+def too_many(model):
+    with sherd.accumulate(model, 1):
+        backward_of(model, 1)
+        backward_of(model, 2)
+
+
+def nested(model):
+    with sherd.accumulate(model, 2), sherd.accumulate(model.blocks[0], 2):
+        pass
+
+
+def interrupted(model):
+    with sherd.accumulate(model, 3):
+        backward_of(model, 1)
+        raise ZeroDivisionError("interrupted")
+
+
+def of_a_unit_within(model):
+    with sherd.accumulate(model.blocks[0], 1):
+        backward_of(model, 1)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "hfsdp"])
+def test_a_step_that_goes_wrong_says_so_and_leaves_nothing_to_the_next(world, preset):
+    for few, many, inner, broken, part in world(4).run(steps_that_went_wrong, preset):
+        assert "accumulate(model, 3) saw 1 backwards" in few
+        assert "backward number 2 of Mlp inside accumulate(model, 1)" in many
+        assert "accumulate within accumulate" in inner
+        assert broken == "interrupted"
+        assert "saw 0 backwards" in part
+
+
+def gradients_with_other_switches():
+    """Announced micro-batches of which some are not to be reduced, by the switches of either front end."""
+    found = []
+    for preset in ("zero1", "hfsdp"):
+        levels = PRESETS[preset]
+        shape = (2, 2) if len(levels) == 2 else (4,)
+        composed = sharded(build("mlp"), levels, "flat", shape)
+        with sherd.accumulate(composed, 2):
+            composed.set_requires_gradient_sync(False)
+            backward_of(composed, 0)
+            composed.set_requires_gradient_sync(True)
+            backward_of(composed, 1)
+        other = wrapped(build("mlp"), levels, "flat", shape, use_orig_params=True)
+        with sherd.accumulate(other, 2):
+            with other.no_sync():
+                backward_of(other, 0)
+            backward_of(other, 1)
+        found += [whole_grads(composed), whole_grads(other)]
+    return found
+
+
+def test_switching_reductions_off_by_hand_inside_changes_no_value(world):
+    plain = build("mlp")
+    for rank in range(4):
+        for micro in range(2):
+            (plain.loss(plain(noise(micro, rank))) / 4).backward()
+    for found in world(4).run(gradients_with_other_switches):
+        for grads in found:
+            for name, each in plain.named_parameters():
+                torch.testing.assert_close(grads[name], each.grad)

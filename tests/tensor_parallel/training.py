@@ -1,0 +1,236 @@
+"""Which tensor-parallel model do these tests train, how, and what is compared with one process?
+
+Ranks of one data-parallel coordinate have the same batch. Parameters, gradients and losses are those of one process
+that runs the batches of all data-parallel coordinates in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import sherd
+
+SEQUENCE = 12
+BATCH = 2
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model. `EVEN` divides by every number of ranks here, `ODD` by none."""
+
+    vocabulary: int
+    width: int
+    hidden: int
+
+
+EVEN = Sizes(24, 12, 24)
+ODD = Sizes(23, 11, 13)
+
+
+class Mlp(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.up = nn.Linear(sizes.width, sizes.hidden)
+        self.down = nn.Linear(sizes.hidden, sizes.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(sizes.width)
+        self.mlp = Mlp(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    """Tokens in, logits out."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList([Block(sizes)])
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def built(sizes: Sizes = EVEN) -> Net:
+    """The same values on every rank, and in one process."""
+    net = Net(sizes)
+    with torch.random.fork_rng():
+        generator = torch.Generator().manual_seed(7)
+        for parameter in net.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+    return net
+
+
+def tensor_parallel(net: Net, mesh: DeviceMesh) -> Net:
+    """Embedding in rows, norms along the sequence, columns then rows, logits in columns, for `loss_parallel`."""
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    for index in range(len(net.blocks)):
+        plan |= {
+            f"blocks.{index}.norm": SequenceParallel(),
+            f"blocks.{index}.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            # A DTensor between the two, as a plain tensor could not say that it is cut unevenly.
+            f"blocks.{index}.mlp.up": ColwiseParallel(use_local_output=False),
+            f"blocks.{index}.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    parallelize_module(net, mesh, plan)
+    return net
+
+
+def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    given, wanted = batch
+    return F.cross_entropy(net(given).flatten(0, 1), wanted.flatten())
+
+
+def whole_loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The same of whole logits: `loss_parallel` changes a table of the process, which threads share."""
+    given, wanted = batch
+    logits = net(given)
+    return F.cross_entropy(whole_of_grad(logits).flatten(0, 1), wanted.flatten())
+
+
+def whole_of_grad(logits: Tensor) -> Tensor:
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def sharded(net: Net, with_: Callable[..., Any] = sherd.fully_shard, **options: Any) -> Net:
+    """Each block, then the rest."""
+    for block in net.blocks:
+        with_(block, **options)
+    with_(net, **options)
+    return net
+
+
+def tokens(sizes: Sizes, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The inputs and the targets of one data-parallel rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    both = torch.randint(sizes.vocabulary, (2, BATCH, SEQUENCE), generator=generator)
+    return both[0], both[1]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A plain copy, gathered if need be."""
+    tensor = tensor.detach()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def wholes(net: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(each) for name, each in net.named_parameters()}
+
+
+def whole_grads(net: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(each.grad) for name, each in net.named_parameters()}
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    # A large eps, so that Adam does not make whole steps of a tiny gradient's rounding error.
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
+
+
+@dataclass
+class Run:
+    """What a training left: the losses, the gradients of the first step, the parameters after the last."""
+
+    losses: list[float] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+
+Loss = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+
+
+def train(net: nn.Module, sizes: Sizes, ranks: list[int], loss_of: Loss = whole_loss_of) -> Run:
+    """Three steps on the batches of these data-parallel `ranks`: one in a sharded run, all of them in one process."""
+    optimizer, run = optimizer_of(net), Run()
+    for step in range(STEPS):
+        losses = []
+        for rank in ranks:
+            loss = loss_of(net, tokens(sizes, step, rank)) / len(ranks)
+            loss.backward()
+            losses.append(whole(loss).item())
+        run.losses.append(sum(losses))
+        if step == 0:
+            run.grads = whole_grads(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.params = wholes(net)
+    return run
+
+
+def train_with_parallel_loss(net: nn.Module, sizes: Sizes, rank: int) -> Run:
+    """In processes only."""
+    with loss_parallel():
+        return train(net, sizes, [rank], loss_of)
+
+
+def plain(sizes: Sizes, num_ranks: int) -> Run:
+    """One process, the batches of all data-parallel ranks."""
+    return train(built(sizes), sizes, list(range(num_ranks)))
+
+
+def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
+    _clear_sharding_prop_cache()
+    # It says of every strided shard that is gathered that this takes two all-gathers.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
+    """The same names, and values that are equal but for the order of sums."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda said, name=name: f"{name}{what}: {said}"
+        )
+
+
+def assert_same(runs: list[Run], expected: Run) -> None:
+    """Every rank has the expected gradients and parameters; the losses of all ranks average to the expected one."""
+    for run in runs:
+        close(run.grads, expected.grads, ".grad")
+        close(run.params, expected.params)
+    for step, loss in enumerate(expected.losses):
+        assert abs(sum(run.losses[step] for run in runs) / len(runs) - loss) < 1e-5
+
+
+def assert_bit_equal(run: Run, other: Run) -> None:
+    assert run.losses == other.losses
+    for name in other.params:
+        assert torch.equal(run.params[name], other.params[name]), name
+        assert torch.equal(run.grads[name], other.grads[name]), f"{name}.grad"

@@ -1,0 +1,72 @@
+"""Does a run have the same losses under every mesh, and go on from a checkpoint under any other?"""
+
+import pytest
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from sherd.train.config import Config
+from sherd.train.data import read_corpus
+from sherd.train.loop import Trainer
+from tests.train.test_loop import TREE, grid, plain_losses, run, text  # noqa: F401  a fixture
+
+MODELS = {
+    "dense": {"heads": 4, "kv_heads": 2},
+    "untied": {"heads": 4, "kv_heads": 2, "tied": False},
+    "experts": {"heads": 4, "kv_heads": 2, "experts": 4, "balance": 0.1},
+}
+MESHES = {
+    "dense": ["replicate=2,tp=2", "cp=2,tp=2"],
+    "untied": ["pp=2,tp=2"],
+    "experts": ["dp=2,ep=2,cp=2", "replicate=2,dp=2,ep=2"],
+}
+
+
+def config(text, mesh, model, **run):  # noqa: F811
+    changed = {"model": MODELS[model], "optimizer": {"batch": 8, "micro_batch": 2}, "run": {"mesh": mesh, **run}}
+    return Config.of(TREE, {"data": {"path": text}}, changed)
+
+
+def go_on(*words):
+    # DTensor's answers hold the mesh they were first asked for, whose groups went with the test before.
+    _clear_sharding_prop_cache()
+    return run(*words)
+
+
+def train_and_judge(config):
+    trainer = Trainer(config, read_corpus(config.data), grid(config))
+    steps = [trainer.step() for _ in range(config.run.steps)]
+    norms = [step.gradient_norm for step in steps]
+    return [step.loss for step in steps], norms, trainer.evaluate(8), trainer.sample()
+
+
+def train_under(configs):
+    _clear_sharding_prop_cache()
+    return [train_and_judge(each) for each in configs]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_norms_evaluation_and_sample_are_the_same_under_every_mesh(world, text, model):  # noqa: F811
+    chosen = [config(text, mesh, model, steps=2) for mesh in MESHES[model]]
+    expected = plain_losses(chosen[0])
+    (alone,) = world(1).run(train_under, [config(text, "", model, steps=2)])[0]
+    assert alone[0] == pytest.approx(expected, rel=1e-5)
+    for of_rank in world(4).run(train_under, chosen):
+        for mesh, (losses, norms, bits, sample) in zip(MESHES[model], of_rank, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5), mesh
+            assert norms == pytest.approx(alone[1], rel=1e-4), mesh
+            assert bits == pytest.approx(alone[2], rel=1e-5), mesh
+            assert sample == alone[3], mesh
+
+
+@pytest.mark.parametrize(
+    ("model", "meshes"),
+    [("untied", ["dp=2,tp=2", "pp=2,dp=2", ""]), ("experts", ["dp=2,ep=2,tp=2", "dp=4,ep=4", ""])],
+)
+def test_a_run_goes_on_under_other_meshes_as_if_never_stopped(world, text, tmp_path, model, meshes):  # noqa: F811
+    whole = plain_losses(config(text, "", model, steps=1 + len(meshes)))
+    losses = {}
+    for number, mesh in enumerate(meshes):
+        chosen = config(text, mesh, model, steps=1 + len(meshes))
+        resume, stop_after = number > 0, 2 + number if mesh else None
+        losses |= world(4 if mesh else 1).run(go_on, chosen, tmp_path, resume, stop_after)[0][0]
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=1e-5)
+    assert sorted(losses) == list(range(1, len(whole) + 1))
