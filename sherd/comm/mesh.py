@@ -66,7 +66,7 @@ class DataMesh:
         self.spreads = spreads and self.num_replicas > 1
         self.num_owners = self.num_replicas if self.spreads else 1
         self.num_pieces = self.num_shards * self.num_owners
-        self.piece = self.shard_rank * self.num_owners + (self.replica if self.spreads else 0)
+        self.piece = self.pieces_of(self.shard_rank)[self.replica if self.spreads else 0]
         self._extra: dict[int, dist.ProcessGroup] = {}
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
@@ -83,6 +83,10 @@ class DataMesh:
     def device(self) -> torch.device:
         """Where whole parameters live on this rank."""
         return device_of(self.mesh)
+
+    def pieces_of(self, shard: int) -> range:
+        """The pieces that one shard is made of, by number: one, unless the mesh spreads."""
+        return range(shard * self.num_owners, (shard + 1) * self.num_owners)
 
     @property
     def piece_axes(self) -> tuple[int, ...]:
@@ -195,7 +199,7 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
 
 
 def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:
-    """Some axes of `mesh` in another order, on the same process groups.
+    """`mesh` with its axes in another order, on the same process groups.
 
     A mesh of its own: of the parts of one mesh torch finds only those that have its order (2.13: `full_tensor` of two
     axes that shard one dim).

@@ -97,6 +97,10 @@ class Sizes(tuple[int, ...]):
         """Whether all parts are equally long."""
         return len(set(self)) <= 1
 
+    def of(self, parts: range) -> Sizes:
+        """The sizes of `parts`, which are neighbours."""
+        return self if len(parts) == len(self) else Sizes(self[parts.start : parts.stop])
+
     def together(self, number: int) -> Sizes:
         """The sizes of each `number` neighbouring parts as one."""
         if number == 1:

@@ -79,7 +79,6 @@ class _Rows:
         self.sizes = Sizes(numel + num_flags for numel in group.sizes) if num_flags else group.sizes
         self.shard_sizes = self.sizes.together(group.mesh.num_owners) if num_flags else group.shard_sizes
         self._flags = views.flags
-        self._mesh = group.mesh
         self.filled: set[int] = set()
 
     @classmethod
@@ -88,12 +87,6 @@ class _Rows:
         num_flags = group.num_flags
         numel = group.packing.rows_numel + group.packing.num_ranks * num_flags
         return cls(group, Buffer(numel, dtype, group.device), num_flags)
-
-    @property
-    def piece_sizes(self) -> Sizes:
-        """Those of the pieces that this rank's shard is made of."""
-        first = self._mesh.shard_rank * self._mesh.num_owners
-        return Sizes(self.sizes[first : first + self._mesh.num_owners])
 
     def complete(self) -> None:
         """Zeros for what has not come, and the flags."""
@@ -127,7 +120,7 @@ class _Reduction:
     with_gradient: frozenset[int]
     scale: Scale
     partial: bool
-    sources: list[torch.Tensor | None]
+    sources: list[torch.Tensor]
 
 
 class Gradients:
@@ -217,8 +210,7 @@ class Gradients:
             yield Kind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
             yield Kind.REDUCED, self._reduction.reduced
             for source in self._reduction.sources:
-                if source is not None:
-                    yield Kind.REDUCED, source
+                yield Kind.REDUCED, source
         if self._partial is not None:
             yield Kind.REDUCED, self._partial
 
@@ -355,7 +347,6 @@ class Gradients:
         rows.complete()
         sizes = rows.shard_sizes
         result: list[torch.Tensor] = []
-
         sent = rows.buffer.tensor.to(group.reduce_dtype)  # itself, unless many were added up in it
 
         def scatter(async_op: bool) -> Pending | None:
@@ -369,12 +360,12 @@ class Gradients:
         handoff = self._streams.reduce.run(scatter)
         (reduced,) = result
         replicated = mesh.num_replicas > 1
-        sources: list[torch.Tensor | None] = [sent]
+        sources = [sent]
         if replicated and policy.all_reduce_gradients:
             earlier, self._partial = self._partial, None
-            sources += [earlier, reduced]
+            sources += [reduced] if earlier is None else [reduced, earlier]
             if mesh.spreads:
-                reduced, handoff = self._reduce_pieces(reduced, earlier, handoff, rows.piece_sizes)
+                reduced, handoff = self._reduce_pieces(reduced, earlier, handoff, rows.sizes)
             else:
                 handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
         used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
@@ -409,15 +400,17 @@ class Gradients:
     def _reduce_pieces(
         self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff, sizes: Sizes
     ) -> tuple[torch.Tensor, Handoff]:
-        """The same where each replica owns a piece of the shard, and gets the sum of that only."""
+        """The same where each replica owns a piece of the shard, and gets the sum of that only. `sizes` are all
+        pieces'."""
         mesh = self.group.mesh
         transport = mesh.replicate_transport
         result: list[torch.Tensor] = []
 
         def run(async_op: bool) -> Pending | None:
             _add_earlier(reduced, earlier)
-            result.append(transport.empty(sizes[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device))
-            return transport.reduce_scatter(result[0], reduced, sizes, async_op)
+            own = sizes.of(mesh.pieces_of(mesh.shard_rank))
+            result.append(transport.empty(own[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device))
+            return transport.reduce_scatter(result[0], reduced, own, async_op)
 
         handoff = self._streams.all_reduce.run(run, after=scattered)
         return result[0], handoff
@@ -432,7 +425,7 @@ class Gradients:
         self._return_rows(reduction.rows)
         reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
         if reduction.partial:
-            self._partial = self._widened(reduced) if self._partial is None else self._partial.add_(reduced)
+            self._partial = reduced.to(self._summed_in) if self._partial is None else self._partial.add_(reduced)
             self._partly_reduced |= with_gradient
             return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
@@ -448,12 +441,9 @@ class Gradients:
         with_gradient |= self._elsewhere(reduced, with_gradient)
         self._give_to_shards(self.group.place.store(reduced), with_gradient)
 
-    def _widened(self, reduced: torch.Tensor) -> torch.Tensor:
-        """What many micro-batches are added up in: the shards' dtype, if the reduce dtype is narrower."""
-        return reduced.to(self._summed_in)
-
     @property
     def _summed_in(self) -> torch.dtype:
+        """What many micro-batches are added up in: the shards' dtype, if the reduce dtype is narrower."""
         return torch.promote_types(self.group.reduce_dtype, self.group.dtype)
 
     def _elsewhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:

@@ -158,8 +158,7 @@ class Group:
         mesh = self.mesh
         if not mesh.spreads:
             return None
-        first = mesh.shard_rank * mesh.num_owners
-        return FetchedShard(Sizes(self.sizes[first : first + mesh.num_owners]), mesh)
+        return FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh)
 
     def _leaves(self) -> tuple[Leaf, ...]:
         rank = self.mesh.piece
@@ -218,8 +217,8 @@ class Group:
         if self.fetched is None:
             yield rank, shard
             return
-        first = rank * self.mesh.num_owners
-        yield from enumerate(parts(shard, self.sizes[first : first + self.mesh.num_owners]), first)
+        pieces = self.mesh.pieces_of(rank)
+        yield from zip(pieces, parts(shard, self.sizes.of(pieces)), strict=True)
 
     def held(self) -> Iterator[tuple[Memory, torch.Tensor]]:
         """Its own buffers."""
@@ -283,7 +282,7 @@ class Group:
         as_it_is = self.compute_dtype == self.dtype and place.device == self.device and device.type != "meta"
         if as_it_is and packing.direct and (mesh.keeps_whole or mesh.num_pieces == 1):
             self.resident = place.empty(packing.whole_numel, self.dtype, device)
-            start = packing.starts[mesh.shard_rank * mesh.num_owners]
+            start = packing.starts[mesh.pieces_of(mesh.shard_rank).start]
             shard = self.resident[start : start + self.shard_sizes[mesh.shard_rank]]
         elif as_it_is and self.fetched is not None:
             shard = place.empty(self.fetched.numel, self.dtype, device)

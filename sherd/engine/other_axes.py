@@ -38,13 +38,17 @@ def own_spec(mesh: DataMesh, cut: Cut | Runs, shape: torch.Size, dtype: torch.dt
     """The shard of a plain parameter."""
     if isinstance(cut, Runs):
         return ragged_spec(mesh.mesh, _copies(mesh), shape, dtype, cut, mesh.piece_axes)
-    if mesh.spreads and cut.dim is not None:
-        return dtensor_spec(mesh.in_cut_order, (ShardSpec(cut.dim), ShardSpec(cut.dim)), shape, dtype)
-    return dtensor_spec(mesh.in_cut_order, _data_placements(mesh, cut.dim), shape, dtype)
+    placements = _placements_in_cut_order(mesh, cut.dim) if mesh.spreads else _data_placements(mesh, cut.dim)
+    return dtensor_spec(mesh.in_cut_order, placements, shape, dtype)
 
 
 def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
     return (ReplicateSpec(),) * mesh.mesh.ndim
+
+
+def _placements_in_cut_order(mesh: DataMesh, dim: int | None) -> tuple[PlacementSpec, ...]:
+    """Placements on the axes that cut, one behind the other, of a mesh that spreads."""
+    return (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
 
 
 def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[PlacementSpec, ...]:
@@ -145,8 +149,7 @@ def _in_front_or_behind(
     if mesh.spreads:
         base = _joined([mesh.mesh, *meshes], name)
         in_cut_order = permuted(base, (*range(mesh.mesh.ndim, base.ndim), *mesh.piece_axes))
-        ours = (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
-        return dtensor_spec(in_cut_order, (*rest, *ours), whole.shape, _dtype(whole))
+        return dtensor_spec(in_cut_order, (*rest, *_placements_in_cut_order(mesh, dim)), whole.shape, _dtype(whole))
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
     behind = [size for size, placement in zip(sizes, rest, strict=True) if _cuts_dim(placement, dim)]
     strided = any(_is_strided(each) for each in rest)
