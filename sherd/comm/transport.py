@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sherd._torch import all_gather_single, reduce_scatter_single
+from sherd._torch import all_gather_coalesced, all_gather_single, reduce_scatter_single
 
 Land = Callable[[int, torch.Tensor], None]
 """Puts `sizes[rank]` elements, rank's part, where they belong: `land(rank, part)`."""
@@ -40,6 +40,9 @@ class Transport(ABC):
 
     shares_memory = False
     """Whether `all_gather_onto` is there: ranks read one another's parts where they lie."""
+
+    coalesces = False
+    """Whether `all_gather_each` is there: many gathers for the price of one."""
 
     brings_memory = False
     """Whether its buffers must come from `empty`."""
@@ -71,6 +74,13 @@ class Transport(ABC):
         """Hand every rank's `rest` to `land`, rank by rank, from where it lies; on the caller's thread, in `wait()` at
         the latest. `rest` may be written again as soon as the call has returned."""
         raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
+
+    def all_gather_each(
+        self, targets: Sequence[torch.Tensor], rests: Sequence[torch.Tensor], async_op: bool
+    ) -> Pending | None:
+        """Fill each of `targets`, 1-D, with every rank's tensor of `rests` in that place; they are equally long on all
+        ranks."""
+        raise NotImplementedError(f"{type(self).__name__} gathers one buffer at a time")
 
     @abstractmethod
     def reduce_scatter(
@@ -190,3 +200,16 @@ class SingleCalls(Transport):
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """One call, in place."""
         return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+
+
+class CoalescedCalls(SingleCalls):
+    """The same, but the tensors of a group are gathered each straight to its place, all in one launch where the backend
+    has that (NCCL): nothing is copied out, and no buffer waits for it."""
+
+    coalesces = True
+
+    def all_gather_each(
+        self, targets: Sequence[torch.Tensor], rests: Sequence[torch.Tensor], async_op: bool
+    ) -> Pending | None:
+        """One coalesced call."""
+        return all_gather_coalesced(targets, rests, self._group, async_op)  # type: ignore[no-any-return]

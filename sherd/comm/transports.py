@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from sherd.comm.gloo import Gloo
 from sherd.comm.shared_memory import SharedMemory
-from sherd.comm.transport import Alone, SingleCalls, Transport
+from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls, Transport
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy
 
@@ -48,7 +48,7 @@ def check_transport(group: dist.ProcessGroup | None, device: torch.device, polic
     Raises:
         MeshError: it does.
     """
-    if group is None or group.size() == 1 or policy.transport in ("auto", "torch"):
+    if group is None or group.size() == 1 or policy.transport in ("auto", "torch", "coalesced"):
         return
     if not _is_on_gloo(group, device):
         raise MeshError(
@@ -64,9 +64,10 @@ def _is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
     on_gloo = _is_on_gloo(group, device)
-    if wanted == "torch" or (wanted == "auto" and not on_gloo):
+    if wanted in ("torch", "coalesced") or (wanted == "auto" and not on_gloo):
         # gloo's list forms refuse parts of unequal length.
-        return SingleCalls(group, for_uneven=Gloo(group) if on_gloo else None)
+        calls = CoalescedCalls if wanted == "coalesced" else SingleCalls
+        return calls(group, for_uneven=Gloo(group) if on_gloo else None)
     shared = SharedMemory.meet(group) if wanted != "gloo" else None
     if shared is not None:
         return shared

@@ -158,9 +158,15 @@ class Packing:
         """Whether rows are the first bytes of whole, so that an all-gather may write the whole buffer itself."""
         if self.is_cut_into_runs:
             return True
-        if not all(slot.cut.in_order for slot in self._strips):
+        if not self.is_in_order:
             return False
         return self.num_ranks == 1 or (len(self.slots) == 1 and self._strips[0].rest.numel == self.rest_numels[0])
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether all are cut per tensor, and the ranks' pieces of each, one after the other, are the tensor: gathered
+        each by itself, they need no copy."""
+        return not self.is_cut_into_runs and all(slot.cut.in_order for slot in self._strips)
 
     @cached_property
     def gaps(self) -> tuple[Extent, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sherd import Flat
+from sherd import CommPolicy, Flat
 from tests.comm.recorded import step_that_may_not_read_tensors, steps
 
 COMPUTE_WAITS = ("compute", "follow gather")
@@ -42,10 +42,11 @@ def test_the_whole_learnt_forward_is_this(learnt):
     ]
 
 
-@pytest.fixture(scope="module")
-def learnt_flat(world):
-    """The same step when whole parameters are views of what was gathered."""
-    first, *_ = world(2).run(steps, 3, placement=Flat())
+@pytest.fixture(scope="module", params=["flat", "coalesced"])
+def learnt_flat(world, request):
+    """The same step when whole parameters are views of what was gathered, or are gathered each by itself."""
+    options = {"placement": Flat()} if request.param == "flat" else {"comm_policy": CommPolicy("coalesced")}
+    first, *_ = world(2).run(steps, 3, **options)
     return first[2]
 
 

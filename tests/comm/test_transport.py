@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sherd.comm.gloo import Gloo
-from sherd.comm.transport import Alone, SingleCalls, Transport, are_even, parts
+from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls, Transport, are_even, parts
 
 CPU = torch.device("cpu")
 
@@ -91,6 +91,21 @@ def test_uneven_parts_go_through_the_transport_that_can_where_torchs_list_forms_
     assert world(2).run(uneven_through_another_one) == [([0, 1, 2], [100, 102, 104]), ([0, 1, 2], [])]
 
 
+def each_gathered(async_op: bool) -> list[list[float]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    targets = [torch.full((size * count,), -1.0) for count in (3, 1)]
+    rests = [numbers_of(rank, count) for count in (3, 1)]
+    pending = CoalescedCalls(dist.group.WORLD).all_gather_each(targets, rests, async_op)
+    if pending is not None:
+        pending.wait()
+    return [target.tolist() for target in targets]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_several_tensors_are_gathered_as_one_each_to_its_place(world, async_op):
+    assert world(2).run(each_gathered, async_op) == [[[0, 1, 2, 100, 101, 102], [0, 100]]] * 2
+
+
 def test_parts_are_views_side_by_side_and_may_be_empty():
     rows = torch.arange(5)
     assert [part.tolist() for part in parts(rows, [2, 0, 3])] == [[0, 1], [], [2, 3, 4]]
@@ -108,7 +123,10 @@ def test_a_transport_without_shared_memory_says_so_and_sums_in_the_dtype_it_is_g
     alone = Alone()
     assert not alone.shares_memory
     assert not alone.brings_memory
+    assert not alone.coalesces
     assert alone.sum_dtype(torch.bfloat16) == torch.bfloat16
     with pytest.raises(NotImplementedError, match="Alone has no memory that ranks share"):
         alone.all_gather_onto(lambda rank, part: None, torch.ones(1), [1], False)
+    with pytest.raises(NotImplementedError, match="Alone gathers one buffer at a time"):
+        alone.all_gather_each([torch.ones(1)], [torch.ones(1)], False)
     assert (alone.empty(3, torch.float16, CPU).shape, alone.empty(3, torch.float16, CPU).dtype) == ((3,), torch.float16)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from sherd.comm import transports
 from sherd.comm.gloo import Gloo
 from sherd.comm.shared_memory import SharedMemory
-from sherd.comm.transport import Alone, SingleCalls
+from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import CommPolicy
@@ -21,7 +21,13 @@ def chosen(wanted: str) -> str:
 
 @pytest.mark.parametrize(
     ("wanted", "expected"),
-    [("auto", SharedMemory), ("shared_memory", SharedMemory), ("gloo", Gloo), ("torch", SingleCalls)],
+    [
+        ("auto", SharedMemory),
+        ("shared_memory", SharedMemory),
+        ("gloo", Gloo),
+        ("torch", SingleCalls),
+        ("coalesced", CoalescedCalls),
+    ],
 )
 def test_gloo_ranks_of_one_host_get_what_they_ask_for(world, wanted, expected):
     assert world(2).run(chosen, wanted) == [expected.__name__] * 2
@@ -72,5 +78,5 @@ def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch, backends, de
 
 @pytest.mark.parametrize("wanted", ["nccl", "", 3, None])
 def test_a_transport_that_nobody_knows_is_refused(wanted):
-    with pytest.raises(PolicyError, match="expected one of auto, torch, gloo, shared_memory"):
+    with pytest.raises(PolicyError, match="expected one of auto, torch, coalesced, gloo, shared_memory"):
         CommPolicy(wanted)
