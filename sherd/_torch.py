@@ -6,10 +6,12 @@ each one here (`tests/test_torch_names.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -28,28 +31,38 @@ from torch.optim.optimizer import (
 )
 
 __all__ = [
+    "MODULE_CALL",
     "NO_TORCH_FUNCTION",
     "DTensorSpec",
     "adopt_timeout",
+    "after_accumulation_hooks",
+    "all_gather_coalesced",
     "all_gather_single",
     "asked_by_checkpointing",
     "at_end_of_backward",
     "backend_of",
+    "beneath_transforms",
     "concatenate_meshes",
     "device_of",
+    "dispatches_itself",
     "dtensor",
     "dtensor_of",
     "dtensor_spec",
     "dynamo_disabled",
     "flatten_mesh",
+    "gradient_hooks",
     "gradients_of",
     "hooked_step",
     "in_backward",
+    "in_functional_call",
+    "is_replicated",
     "is_sharded_tensor",
     "is_tensor_parallel",
     "local_gradients",
     "local_tensor",
     "local_tensors",
+    "move_hooks",
+    "outside_transforms",
     "reduce_scatter_single",
     "register_foreach_type",
     "register_optimizer_step_post_hook",
@@ -60,6 +73,7 @@ __all__ = [
     "spec_of",
     "specs_of",
     "splitting_stage",
+    "steps_in_backward",
     "storage_uses",
     "strided_shard",
     "symmetric_memory",
@@ -72,6 +86,19 @@ DTensorKind = TypeVar("DTensorKind", bound=DTensor)
 # torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 and 2.12 know only those.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_coalesced(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, async_op: bool
+) -> Any:
+    """Several all-gathers as one: on NCCL one launch. What it returns has a `wait()`; None without `async_op`.
+
+    The context has no public name (2.1 to 2.13). Gloo takes outputs of 1 dimension only.
+    """
+    with dist.distributed_c10d._coalescing_manager(group=group, async_ops=async_op) as pending:
+        for output, given in zip(outputs, inputs, strict=True):
+            all_gather_single(output, given, group=group, async_op=async_op)
+    return pending if async_op else None
 
 
 def dtensor_spec(
@@ -150,6 +177,64 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Where tensors are what they are, also inside a function that `torch.func.jvp`, `vmap` and the like transform.
+    They have no public way out (2.11 to 2.13)."""
+    return _outside() if torch._C._are_functorch_transforms_active() else _AS_IT_IS
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    functorch = torch._C._functorch
+    allowed = functorch.get_inplace_requires_grad_allowed()
+    with torch._C._DisableFuncTorch():
+        functorch.set_inplace_requires_grad_allowed(True)  # refused in there even for tensors that are outside
+        try:
+            yield
+        finally:
+            functorch.set_inplace_requires_grad_allowed(allowed)
+
+
+def beneath_transforms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`tensor`, and what it stands for inside a function that is transformed: the tensors it wraps, level by level, and
+    their forward-mode tangents. Each may have an autograd node of its own. No public name (2.11 to 2.13)."""
+    yield tensor
+    if not torch._C._are_functorch_transforms_active():
+        return
+    tangent = torch.autograd.forward_ad.unpack_dual(tensor).tangent
+    if tangent is not None:
+        yield from beneath_transforms(tangent)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        yield from beneath_transforms(torch._C._functorch.get_unwrapped(tensor))
+
+
+MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
+"""The code that a module's call runs in, hooks and forward both: a frame of it is on the stack as long as the call is
+being made. No public name (2.11 to 2.13)."""
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:
+    """What `tensor.register_hook` was given. No public name (2.11 to 2.13)."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def after_accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:
+    """What `tensor.register_post_accumulate_grad_hook` was given. No public name (2.11 to 2.13)."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have `target` know the hooks on gradients that `source` was given; their handles remove them from there too. No
+    public name (2.11 to 2.13)."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(source, name, None)
+        if hooks:
+            setattr(target, name, hooks)
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and handles share a storage's memory. No public name (2.11 to 2.13)."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -158,6 +243,14 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; no public name (2.11 to 2.13)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_functional_call() -> bool:
+    """Whether a `torch.func.functional_call` is under way in this thread, which nothing public tells (2.11 to 2.13)."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -226,6 +319,24 @@ def register_foreach_type(kind: type[torch.Tensor]) -> None:
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if kind not in known:
             known.append(kind)
+
+
+def dispatches_itself(kind: type[DTensor]) -> None:
+    """Let operations on tensors of exactly this subclass reach its own `__torch_dispatch__`, as they do since 2.12.
+
+    2.11 takes them for plain DTensors before it asks, but for operations with a rule registered for the type. So each
+    operation known by now gets one; one that is defined later meets DTensor, which raises for a placement it does not
+    know. The public door, `torch.library.register_torch_dispatch`, takes a millisecond for each of 3000 operations.
+    """
+    if torch.__version__ >= "2.12":  # compared as versions are, not as text
+        return
+    from torch._library.simple_registry import singleton
+
+    def ask(kind: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return kind.__torch_dispatch__(func, types, args, kwargs)
+
+    for name in torch._C._dispatch_get_all_op_names():
+        singleton.find(name).torch_dispatch_rules.register(kind, ask)
 
 
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -404,7 +515,20 @@ def is_sharded_tensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.ShardedTensor)
 
 
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether torch's composable `replicate`, which is DDP, was applied to the module. The package has no public name,
+    and what was applied is in a registry without one (2.0 to 2.13)."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
 def is_tensor_parallel(module: torch.nn.Module) -> bool:
     """Whether `parallelize_module` or `distribute_module` has distributed the module's own parameters; it says so in an
     attribute without a public name (2.3 to 2.13)."""
     return getattr(module, "_distribute_module_applied", False) is True
+
+
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether `torch.distributed.optim._apply_optimizer_in_backward` gave `parameter` optimizers that are to step as
+    soon as its gradient is there; they are in an attribute without a public name (1.13 to 2.13)."""
+    return bool(getattr(parameter, "_in_backward_optimizers", ()))

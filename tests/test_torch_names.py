@@ -5,6 +5,7 @@ One test a name, called after it: a new torch that breaks one says which.
 
 import logging
 import re
+import sys
 import warnings
 import weakref
 from datetime import timedelta
@@ -46,6 +47,22 @@ def gathered() -> list[float]:
 
 def test_all_gather_single__fills_one_tensor_in_rank_order_without_a_warning(world):
     assert world(2).run(gathered) == [[0, 1], [0, 1]]
+
+
+def gathered_as_one(async_op: bool) -> list[float]:
+    outputs, rank = [torch.empty(2), torch.empty(4)], float(dist.get_rank())
+    pending = _torch.all_gather_coalesced(
+        outputs, [torch.tensor([rank]), torch.tensor([rank + 2, 5])], dist.group.WORLD, async_op
+    )
+    assert (pending is not None) == async_op
+    if pending is not None:
+        pending.wait()
+    return torch.cat(outputs).tolist()
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_all_gather_coalesced__fills_each_tensor_in_rank_order(world, async_op):
+    assert world(2).run(gathered_as_one, async_op) == [[0, 1, 2, 5, 3, 5]] * 2
 
 
 def scattered() -> list[float]:
@@ -179,6 +196,43 @@ def test_flatten_mesh__is_one_axis_over_all_ranks_under_the_name_given(world):
 # Memory
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_outside_transforms__tensors_have_memory_and_may_be_made_to_require_a_gradient():
+    seen = []
+
+    def inside(value):
+        with _torch.outside_transforms():
+            made = torch.ones(2).requires_grad_()
+            seen.append((made.untyped_storage().nbytes(), made.requires_grad))
+        with pytest.raises(RuntimeError, match="requires_grad_"):
+            torch.ones(2).requires_grad_()
+        return value * made
+
+    torch.vmap(inside)(torch.ones(3, 2))
+    torch.func.jvp(inside, (torch.ones(2),), (torch.ones(2),))
+    assert seen == [(8, True)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_beneath_transforms__are_the_tensors_that_a_later_backward_goes_through():
+    weight = torch.ones(2, requires_grad=True)
+    reached = []
+
+    def inside(value):
+        result = value * weight
+        for each in _torch.beneath_transforms(result):
+            if each.grad_fn is not None:
+                each.grad_fn.register_prehook(lambda _: reached.append(True))
+        return result
+
+    value, tangent = torch.func.jvp(inside, (torch.ones(2),), (torch.ones(2),))
+    for result in (value, tangent, torch.vmap(inside)(torch.ones(3, 2)), inside(torch.ones(2))):
+        reached.clear()
+        result.sum().backward()
+        assert reached
+    assert list(_torch.beneath_transforms(weight)) == [weight]
+
+
 def test_storage_uses__counts_views_and_forgets_them_when_they_go():
     tensor = torch.ones(4)
     storage = tensor.untyped_storage()
@@ -200,7 +254,62 @@ def test_storage_uses__counts_a_view_that_autograd_keeps_for_backward():
     assert _torch.storage_uses(storage) == before
 
 
+# Modules
+
+
+def test_module_call__is_the_code_that_hooks_and_forward_run_in():
+    codes: list[list[object]] = []
+    module = nn.Linear(1, 1)
+
+    def note(*_: object) -> None:
+        frame, found = sys._getframe(), []
+        while frame is not None:
+            found.append(frame.f_code)
+            frame = frame.f_back
+        codes.append(found)
+
+    module.register_forward_pre_hook(note)
+    module.register_forward_hook(note)
+    module(torch.ones(1))
+    note()
+    assert [_torch.MODULE_CALL in each for each in codes] == [True, True, False]
+
+
+def test_in_functional_call__is_true_while_a_module_runs_with_values_from_outside():
+    module, seen = nn.Linear(1, 1), []
+    module.register_forward_pre_hook(lambda *_: seen.append(_torch.in_functional_call()))
+    torch.func.functional_call(module, {"bias": torch.ones(1)}, (torch.ones(1),))
+    module(torch.ones(1))
+    assert seen == [True, False]
+
+
 # Autograd
+
+
+def test_gradient_hooks__are_those_of_register_hook():
+    tensor = torch.ones(1, requires_grad=True)
+    assert _torch.gradient_hooks(tensor) == []
+    handle = tensor.register_hook(abs)
+    assert _torch.gradient_hooks(tensor) == [abs]
+    handle.remove()
+    assert _torch.gradient_hooks(tensor) == []
+
+
+def test_after_accumulation_hooks__are_those_of_that_method():
+    tensor = torch.ones(1, requires_grad=True)
+    assert _torch.after_accumulation_hooks(tensor) == []
+    tensor.register_post_accumulate_grad_hook(abs)
+    assert _torch.after_accumulation_hooks(tensor) == [abs]
+
+
+def test_move_hooks__takes_both_kinds_along_with_their_handles():
+    source, target = (torch.ones(1, requires_grad=True) for _ in range(2))
+    handles = [source.register_hook(abs), source.register_post_accumulate_grad_hook(abs)]
+    _torch.move_hooks(source, target)
+    assert _torch.gradient_hooks(target) == _torch.after_accumulation_hooks(target) == [abs]
+    for handle in handles:
+        handle.remove()
+    assert _torch.gradient_hooks(target) == _torch.after_accumulation_hooks(target) == []
 
 
 def test_in_backward__is_true_inside_a_backward_pass_and_nowhere_else():
@@ -370,6 +479,35 @@ def test_dtensor_spec__takes_a_placement_that_stands_for_another(world):
     assert world(1).run(spec_with_stand_in) == [(True, True, (1, 2))]
 
 
+class Asked(DTensor):
+    """A DTensor that says what it was asked."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        heard.append(f"{func} {kwargs or {}}")
+        return torch.zeros(2)
+
+
+heard: list[str] = []
+
+
+_torch.dispatches_itself(Asked)
+
+
+def ask() -> None:
+    mesh = mesh_of(1)
+    plain = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+    answering = _torch.dtensor_of(Asked, torch.ones(2), plain._spec, False)
+    assert type(answering.clone()) is type(torch.add(plain, answering, alpha=2)) is torch.Tensor
+    assert type(plain + plain) is DTensor
+
+
+def test_dispatches_itself__lets_a_subclass_of_dtensor_answer_operations(threads):
+    heard.clear()
+    threads(1).run(ask)
+    assert heard == ["aten.clone.default {}", "aten.add.Tensor {'alpha': 2}"]
+
+
 class Other(torch.Tensor):
     """A tensor of a type that torch.optim does not know."""
 
@@ -438,7 +576,7 @@ def test_hooked_step__has_a_range_in_a_profile():
     late = type("Late", (Counted,), {"step": _torch.hooked_step(lambda self: None)})
     optimizer = Counted([torch.ones(1, requires_grad=True)], lr=0.1)
     optimizer.__class__ = late
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         optimizer.step()
     assert "Optimizer.step#Late.step" in {each.key for each in profile.key_averages()}
 
@@ -542,6 +680,27 @@ def test_is_tensor_parallel__is_what_was_distributed(world):
     assert world(1).run(modules_distributed) == [[True, True, False]]
 
 
+def modules_replicated() -> list[bool]:
+    from torch.distributed._composable import checkpoint, replicate
+
+    modules = replicate(nn.Linear(2, 2)), checkpoint(nn.Linear(2, 2)), nn.Linear(2, 2)
+    return [_torch.is_replicated(each) for each in modules]
+
+
+def test_is_replicated__is_what_ddp_was_composed_with(threads):
+    assert threads(1).run(modules_replicated) == [[True, False, False]]
+
+
+def test_steps_in_backward__is_what_was_given_optimizers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch still calls there
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    weight, bias = nn.Linear(1, 1).parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 1.0}, register_hook=False)
+    assert [_torch.steps_in_backward(each) for each in (weight, bias)] == [True, False]
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     return _torch.backend_of(group, CPU).options._timeout.total_seconds()
 
@@ -605,26 +764,28 @@ def splitting_stages_seen() -> list[tuple[str, list[int | None]]]:
             return super().forward(x)
 
     kinds = [
-        (pipelining.ScheduleZBVZeroBubble, pipelining.PipelineStage),
+        (pipelining.ScheduleInterleavedZeroBubble, pipelining.PipelineStage),
         (pipelining.ScheduleLoopedBFS, pipelining.PipelineStage),
-        (pipelining.ScheduleZBVZeroBubble, Seen),
+        (pipelining.ScheduleInterleavedZeroBubble, Seen),
     ]
     found = []
     for schedule, kind in kinds:
         answers: list[int | None] = []
-        stages = [kind(Asking(2, 2), index, 2, CPU) for index in range(2)]
+        # Two ranks in a ring: before 2.12 a rank whose stages are neighbours sends to itself, which gloo cannot.
+        stages = [kind(Asking(2, 2), index, 4, CPU) for index in (dist.get_rank(), dist.get_rank() + 2)]
         driven = schedule(stages, 2, loss_fn=nn.functional.mse_loss)
-        driven.step(torch.ones(2, 2), target=torch.ones(2, 2))
+        driven.step(*[torch.ones(2, 2)] * (dist.get_rank() == 0), target=torch.ones(2, 2))
         answers.append(_torch.splitting_stage())
         found.append((f"{schedule.__name__} {kind.__name__}", sorted(set(answers), key=str)))
     return found
 
 
 def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule(world):
-    assert world(1).run(splitting_stages_seen) == [
+    assert world(2).run(splitting_stages_seen) == [
         [
-            ("ScheduleZBVZeroBubble PipelineStage", [0, 1, None]),  # None: outside
+            ("ScheduleInterleavedZeroBubble PipelineStage", [rank, rank + 2, None]),  # None: outside
             ("ScheduleLoopedBFS PipelineStage", [None]),
-            ("ScheduleZBVZeroBubble Seen", [None]),
+            ("ScheduleInterleavedZeroBubble Seen", [None]),
         ]
+        for rank in range(2)
     ]

@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import DTensorSpec, dtensor, dtensor_of, local_tensor, register_foreach_type, spec_of
+from sherd._torch import (
+    DTensorSpec,
+    dispatches_itself,
+    dtensor,
+    dtensor_of,
+    local_tensor,
+    register_foreach_type,
+    spec_of,
+)
 from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
@@ -172,6 +180,7 @@ class RaggedDTensor(DTensor):
         raise PlacementError("torch.compile cannot trace ragged tensors; compile what computes with whole parameters")
 
 
+dispatches_itself(RaggedDTensor)
 register_foreach_type(RaggedDTensor)
 
 
@@ -262,6 +271,11 @@ def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else torch's own."""
     return ragged_dtensor(local, spec) if is_ragged(spec) else dtensor(local, spec)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds: a DTensor's local tensor, any other tensor as it is. Not copied."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def distribute_ragged(whole: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:

@@ -391,7 +391,7 @@ def calls():
         over_tp.full_tensor, lambda: over_tp.redistribute(placements=part), over_tp.norm, both.full_tensor, both.sum,
         alone.full_tensor, alone.sum, lambda: torch._foreach_norm([both, both]), lambda: both * 2 + both,
     ):  # fmt: skip
-        with torch.profiler.profile() as seen:
+        with torch.profiler.profile(acc_events=True) as seen:
             action()
         counts.append(sum(event.count for event in seen.key_averages() if event.key.startswith("c10d::")))
     return counts

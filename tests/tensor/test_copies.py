@@ -38,7 +38,7 @@ def test_every_rank_gets_the_whole_tensor(threads):
 def calls_to_gather(cut):
     mesh = line(4)
     tensor = ragged(numbers(cut.shape), cut, mesh)
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile(acc_events=True) as seen:
         tensor.full_tensor()
     names = [event.key for event in seen.key_averages() if event.key.startswith("c10d::")]
     counts = {event.key: event.count for event in seen.key_averages()}

@@ -19,7 +19,7 @@ def value_of_ones():
 
 def computed():
     value = value_of_ones()
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile(acc_events=True) as seen:
         result = torch.stack([value, value * 2, value / torch.tensor(4.0)]).clamp(max=20).add_(1)
         total = result.norm().sqrt() + result.max()
     assert not [event.key for event in seen.key_averages() if event.key.startswith("c10d::")]
