@@ -18,33 +18,26 @@ through the very `Schedule` that runs the model; what its actions do to the buff
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
+from sherd.schedule import actions as do
 from sherd.schedule.actions import (
-    Action,
     AfterBackward,
     AfterForward,
-    Await,
     BeforeBackward,
     BeforeForward,
     EndBackward,
     EndForward,
     Event,
-    Forget,
-    Free,
-    FreeGroup,
-    Gather,
     GradientsReady,
     GroupPassed,
-    Reduce,
-    Settle,
     ShardsChanged,
-    Shrink,
 )
 from sherd.schedule.schedule import Schedule
-from sherd.schedule.state import Limits, UnitSpec
+from sherd.schedule.state import Limits, Live, UnitSpec
 
 
 class Kind(Enum):
@@ -106,7 +99,10 @@ class GroupSizes:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Autograd has made the whole gradient of a parameter: the `index`-th trainable one of the unit's `group`."""
+    """Autograd has made the whole gradient of a parameter: the `index`-th trainable one of the unit's `group`.
+
+    In forward: that parameter is used.
+    """
 
     unit: int
     group: int
@@ -114,22 +110,6 @@ class Arrival:
 
 
 Moment = Event | Arrival
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Compute with a trainable parameter: the `index`-th of its unit's `group`."""
-
-    group: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A forward of a unit: what it uses and which units it calls, in this order."""
-
-    unit: int
-    inner: tuple[Call | Use, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,297 +149,263 @@ def forecast(
             schedule.move_to(replace(schedule.state, specs=choices))
             for moment in step:
                 buffers.live_through(schedule, moment)
-    return buffers.forecast()
+    return buffers.peak
 
 
 # What happens in a step
 
 
-def step_of(root: Call, sizes: Sequence[Sequence[GroupSizes]]) -> tuple[Moment, ...]:
-    """The moments of forward and backward, as autograd goes through them if `root` is what happens in forward."""
-    reached = _reached_by_backward(root)
-    uses = Counter(_uses(root))
-    backward = _Backward(uses, sizes, reached)
-    return (*_forward(root), EndForward(), *backward.of(root), EndBackward())
+def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> tuple[Moment, ...]:
+    """The moments of forward and backward, as autograd goes through them.
+
+    `forward` is the beginning and the end of each call of a unit, and in between an `Arrival` for each use of a
+    trainable parameter.
+    """
+    calls = (each for each in forward if not isinstance(each, Arrival))
+    return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
 
 
-def _forward(call: Call) -> Iterator[Event]:
-    yield BeforeForward(call.unit)
-    for each in call.inner:
-        if isinstance(each, Call):
-            yield from _forward(each)
-    yield AfterForward(call.unit)
+def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
+    """Autograd's way back. It does not reach calls that end before anything trainable was used; a gradient is there
+    once the first use of its parameter was gone through."""
+    uses = Counter(each for each in forward if isinstance(each, Arrival))
+    missing = Counter(use.unit for use in uses)
+    num_ahead = uses.total()
+    reached: list[bool] = []
+    for moment in reversed(forward):
+        match moment:
+            case AfterForward(unit):
+                reached.append(num_ahead > 0)
+                if reached[-1]:
+                    yield BeforeBackward(unit)
+            case BeforeForward(unit):
+                if reached.pop():
+                    yield AfterBackward(unit)
+            case Arrival(unit, group):
+                num_ahead -= 1
+                uses[moment] -= 1
+                if not uses[moment]:
+                    missing[unit] -= 1
+                    yield moment
+                    yield from _passed(unit, group, sizes[unit], is_last=not missing[unit])
 
 
-def _uses(call: Call) -> Iterator[tuple[int, Use]]:
-    for each in call.inner:
-        if isinstance(each, Call):
-            yield from _uses(each)
-        else:
-            yield call.unit, each
+def _passed(unit: int, group: int, sizes: Sequence[GroupSizes], is_last: bool) -> Iterator[Moment]:
+    """What a unit can tell of itself when a gradient was its last one, or all that its group has."""
+    if is_last:
+        is_past = all(each.is_all_trainable for each in sizes)
+        yield AfterBackward(unit, unreduced=True) if is_past else GradientsReady(unit)
+    elif sizes[group].is_alone:
+        yield GroupPassed(unit, group)
 
 
-def _reached_by_backward(root: Call) -> set[int]:
-    """The calls, by id, whose result depends on something trainable: used in them, or before them."""
-    reached: set[int] = set()
-
-    def visit(call: Call, learns: bool) -> bool:
-        for each in call.inner:
-            learns = visit(each, learns) if isinstance(each, Call) else True
-        if learns:
-            reached.add(id(call))
-        return learns
-
-    visit(root, False)
-    return reached
-
-
-class _Backward:
-    """Autograd's way back through calls. A gradient is there once the first use of its parameter was gone through."""
-
-    def __init__(
-        self, uses: Counter[tuple[int, Use]], sizes: Sequence[Sequence[GroupSizes]], reached: set[int]
-    ) -> None:
-        self._uses = uses
-        self._sizes = sizes
-        self._reached = reached
-        self._missing = Counter(unit for unit, _ in uses)
-
-    def of(self, call: Call) -> Iterator[Moment]:
-        if id(call) not in self._reached:
-            return
-        yield BeforeBackward(call.unit)
-        for each in reversed(call.inner):
-            yield from self.of(each) if isinstance(each, Call) else self._of_use(call.unit, each)
-        yield AfterBackward(call.unit)
-
-    def _of_use(self, unit: int, use: Use) -> Iterator[Moment]:
-        self._uses[unit, use] -= 1
-        if self._uses[unit, use]:
-            return
-        yield Arrival(unit, use.group, use.index)
-        self._missing[unit] -= 1
-        if not self._missing[unit]:
-            is_past = all(group.is_all_trainable for group in self._sizes[unit])
-            yield AfterBackward(unit, unreduced=True) if is_past else GradientsReady(unit)
-        elif self._sizes[unit][use.group].is_alone:
-            yield GroupPassed(unit, use.group)
+def begins_step(moment: Moment) -> bool:
+    """Whether the root's forward begins."""
+    return isinstance(moment, BeforeForward) and moment.unit == 0 and not moment.recomputing
 
 
 # What it does to the buffers
 
 
-@dataclass(slots=True)
 class _Group:
-    """What a group's buffers depend on besides the schedule. `is_current`: what is kept of it whole is of the shards'
-    present values."""
+    """One group's buffers: bytes by kind. `changed(kind, more)` is told of each that comes or goes."""
 
-    sizes: GroupSizes
-    waiting: int = 0
-    num_arrived: int = 0
-    has_rows: bool = False
-    in_reduction: bool = False
-    has_gradients: bool = False
-    is_whole: bool = False
-    is_gathering: bool = False
-    is_current: bool = False
-    is_shrunk: bool = False
-    is_landing: bool = False
+    def __init__(self, sizes: GroupSizes, batch_bytes: int, changed: Callable[[Kind, int], None]) -> None:
+        self._sizes = sizes
+        self._batch_bytes = batch_bytes
+        self._changed = changed
+        self._held: Counter[Kind] = Counter()
+        self._live = Live.SHARDED
+        self._is_current = False
+        self._num_arrived = 0
+        self._reducing = 0
+        self._hold(Kind.SHARDS, sizes.shards)
+        self._hold(Kind.WHOLE, sizes.kept)
+
+    def _hold(self, kind: Kind, nbytes: int) -> None:
+        before, self._held[kind] = self._held[kind], nbytes
+        self._changed(kind, nbytes - before)
+
+    def _drop(self, *kinds: Kind) -> None:
+        for kind in kinds:
+            self._hold(kind, 0)
+
+    # Weights
+
+    def outdate(self) -> None:
+        """Somebody may have written the shards: what is kept of it whole may have other values."""
+        self._is_current = False
+
+    def gather(self) -> None:
+        if self._live is Live.WHOLE:
+            return
+        sizes, before, self._live = self._sizes, self._live, Live.GATHERING
+        if before is Live.SHRUNK:
+            self._drop(Kind.PART)
+            self._hold(Kind.SENT, sizes.part)
+            self._become_whole()
+        elif not self._is_current:
+            self._is_current = sizes.kept > 0
+            self._hold(Kind.SENT, sizes.sent)
+            if sizes.rows or sizes.lands:
+                self._hold(Kind.ROWS, sizes.rows)
+            else:
+                self._become_whole()
+
+    def land(self) -> None:
+        """A collective is awaited, which finishes those that were begun before it."""
+        if self._live is Live.GATHERING and self._sizes.lands:
+            self._become_whole()
+
+    def wait(self) -> None:
+        if self._live is Live.GATHERING:
+            self._live = Live.WHOLE
+            self._become_whole()
+            self._drop(Kind.ROWS, Kind.SENT)
+
+    def _become_whole(self) -> None:
+        self._hold(Kind.WHOLE, self._sizes.kept + self._sizes.whole)
+
+    def free(self) -> None:
+        self._live = Live.SHARDED
+        self._drop(Kind.ROWS, Kind.SENT, Kind.PART)
+        self._hold(Kind.WHOLE, self._sizes.kept)
+
+    def shrink(self) -> None:
+        self._live = Live.SHRUNK
+        self._hold(Kind.PART, self._sizes.part)
+        self._hold(Kind.WHOLE, self._sizes.kept)
+
+    # Gradients
+
+    @property
+    def _rows(self) -> int:
+        """Bytes of rows that gradients are collected in, those in reduction apart."""
+        return self._held[Kind.GRADIENT_ROWS] - self._reducing
+
+    def _collect(self, nbytes: int) -> None:
+        self._hold(Kind.GRADIENT_ROWS, self._reducing + nbytes)
+
+    def arrive(self, index: int, reduces: bool) -> None:
+        """A gradient has come; `reduces`: this backward will reduce it."""
+        sizes, nbytes = self._sizes, self._sizes.arriving[index]
+        self._num_arrived += 1
+        if sizes.borrows and not self._rows:
+            self._collect(nbytes)
+        else:
+            self._hold(Kind.ARRIVED, self._held[Kind.ARRIVED] + nbytes)
+        is_complete = self._num_arrived >= len(sizes.arriving)
+        waits = sizes.collects_late and reduces and not self._rows
+        if not waits and (is_complete or self._held[Kind.ARRIVED] >= self._batch_bytes):
+            self._copy()
+        if is_complete:
+            self._num_arrived = 0
+
+    def _copy(self) -> None:
+        """The gradients that wait go into the rows."""
+        if self._held[Kind.ARRIVED]:
+            self._collect(self._rows or self._sizes.gradient_rows)
+            self._drop(Kind.ARRIVED)
+
+    def end_backward(self) -> None:
+        """What has not come will not come."""
+        self._copy()
+        self._num_arrived = 0
+
+    def reduce(self) -> None:
+        self.end_backward()
+        if self._rows:
+            self._reducing += self._rows
+            self._hold(Kind.REDUCED, self._sizes.reduced)
+            self._hold(Kind.TRANSPORT, self._sizes.scratch)
+
+    def settle(self) -> None:
+        if not self._reducing:
+            return
+        sizes, rows, self._reducing = self._sizes, self._rows, 0
+        self._drop(Kind.TRANSPORT)
+        self._collect(rows)
+        if sizes.reduced != sizes.gradients:  # cast, else the sum itself becomes the gradient
+            self._hold(Kind.GRADIENTS, self._held[Kind.GRADIENTS] + sizes.gradients)
+        self._drop(Kind.REDUCED)
+        self._hold(Kind.GRADIENTS, sizes.gradients)
+
+    def forget(self) -> None:
+        self._num_arrived = self._reducing = 0
+        self._drop(Kind.ARRIVED, Kind.GRADIENT_ROWS, Kind.REDUCED, Kind.TRANSPORT)
+
+    def drop_gradients(self) -> None:
+        self._drop(Kind.GRADIENTS)
 
 
-@dataclass(slots=True)
+DO: dict[type[do.Action], Callable[[_Group], None]] = {
+    do.Gather: _Group.gather,
+    do.Await: _Group.wait,
+    do.Free: _Group.free,
+    do.Shrink: _Group.shrink,
+    do.Reduce: _Group.reduce,
+    do.Settle: _Group.settle,
+    do.Forget: _Group.forget,
+}
+"""What each action on a whole unit does to its groups."""
+
+
 class Buffers:
-    """All units' buffers as numbers. `now` is bytes alive; the peak is noted whenever something came."""
+    """All units' buffers as numbers. `now` is bytes alive; `peak`, the most since the step began, is noted whenever
+    something came."""
 
-    sizes: Sequence[Sequence[GroupSizes]]
-    batch_bytes: int
-    now: int = 0
-    _parts: Counter[tuple[int, Kind]] = field(default_factory=Counter)
-    _groups: list[list[_Group]] = field(default_factory=list)
-    _moment: Moment | None = None
-    _peak: Forecast = Forecast(0, None, {})
+    def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
+        self.now = 0
+        self.peak = Forecast(0, None, {})
+        self._moment: Moment | None = None
+        self._parts: Counter[tuple[int, Kind]] = Counter()
+        self._units = [
+            [_Group(each, batch_bytes, partial(self._add, unit)) for each in groups]
+            for unit, groups in enumerate(sizes)
+        ]
 
-    def __post_init__(self) -> None:
-        self._groups = [[_Group(sizes) for sizes in unit] for unit in self.sizes]
-        for unit, groups in enumerate(self.sizes):
-            self._add(unit, Kind.SHARDS, sum(each.shards for each in groups))
-            self._add(unit, Kind.WHOLE, sum(each.kept for each in groups))
+    @property
+    def _groups(self) -> Iterator[_Group]:
+        return (group for groups in self._units for group in groups)
 
     def begin_step(self) -> None:
         """The optimizer has stepped and dropped the gradients; the peak of what comes is asked for."""
-        for unit, groups in enumerate(self._groups):
-            for group in groups:
-                if group.has_gradients:
-                    self._add(unit, Kind.GRADIENTS, -group.sizes.gradients)
-                group.has_gradients = False
-        self._peak = Forecast(0, None, {})
-        self._note(None)
+        for group in self._groups:
+            group.drop_gradients()
+        self._moment = None
+        self.peak = self._at_present()
 
     def live_through(self, schedule: Schedule, moment: Moment) -> None:
         """Let `moment` happen: ask the schedule, or take a gradient."""
         self._moment = moment
-        if isinstance(moment, BeforeForward) and moment.unit == 0 and not moment.recomputing:
-            for group in (group for groups in self._groups for group in groups):
-                group.is_current = False  # somebody may have written the shards
         if isinstance(moment, Arrival):
-            self._arrive(moment, schedule.state.specs[moment.unit].reduces)
+            reduces = schedule.state.specs[moment.unit].reduces
+            self._units[moment.unit][moment.group].arrive(moment.index, reduces)
             return
+        if begins_step(moment):
+            for group in self._groups:
+                group.outdate()
         if isinstance(moment, EndBackward):
-            self._end_backward()
+            for group in self._groups:
+                group.end_backward()
         for action in schedule.on(moment):
             self._do(action)
 
-    def forecast(self) -> Forecast:
-        """The peak since the step began."""
-        return self._peak
-
-    def _note(self, moment: Moment | None) -> None:
-        if self.now > self._peak.peak:
-            self._peak = Forecast(self.now, moment, {key: nbytes for key, nbytes in self._parts.items() if nbytes})
-
-    def _add(self, unit: int, kind: Kind, nbytes: int) -> None:
-        self._parts[unit, kind] += nbytes
-        self.now += nbytes
-        assert self._parts[unit, kind] >= 0, f"more {kind.value} of unit {unit} were freed than there were"
-        if nbytes > 0:
-            self._note(self._moment)
-
-    def _drop(self, unit: int, *kinds: Kind) -> None:
-        for kind in kinds:
-            self._add(unit, kind, -self._parts[unit, kind])
-
-    # Weights
-
-    def _do(self, action: Action) -> None:
-        unit, groups = action.unit, self._groups[action.unit]
-        match action:
-            case Gather():
-                self._gather(unit, groups)
-            case Await():
-                self._await(unit, groups)
-            case Free():
-                self._drop(unit, Kind.WHOLE, Kind.ROWS, Kind.SENT, Kind.PART)
-                self._add(unit, Kind.WHOLE, sum(group.sizes.kept for group in groups))
-                for group in groups:
-                    group.is_whole = group.is_gathering = group.is_shrunk = group.is_landing = False
-            case FreeGroup():
-                group = groups[action.group]
-                self._add(unit, Kind.WHOLE, -group.sizes.whole if group.is_whole else 0)
-                group.is_whole = False
-            case Shrink():
-                for group in groups:
-                    self._add(unit, Kind.PART, group.sizes.part)
-                    self._add(unit, Kind.WHOLE, -group.sizes.whole)
-                    group.is_whole, group.is_shrunk = False, True
-            case Reduce():
-                self._reduce(unit, groups)
-            case Settle():
-                self._settle(unit, groups)
-            case Forget():
-                self._drop(unit, Kind.ARRIVED, Kind.GRADIENT_ROWS, Kind.REDUCED, Kind.TRANSPORT)
-                for group in groups:
-                    group.waiting = group.num_arrived = 0
-                    group.has_rows = group.in_reduction = False
-
-    def _gather(self, unit: int, groups: list[_Group]) -> None:
-        for group in (each for each in groups if not each.is_whole):
-            sizes = group.sizes
-            if group.is_current:
-                continue
-            group.is_gathering, group.is_current = True, sizes.kept > 0
-            if group.is_shrunk:
-                self._add(unit, Kind.PART, -sizes.part)
-            self._add(unit, Kind.SENT, sizes.part if group.is_shrunk else sizes.sent)
-            if group.is_shrunk or not (sizes.rows or sizes.lands):
-                self._add(unit, Kind.WHOLE, sizes.whole)
-            else:
-                self._add(unit, Kind.ROWS, sizes.rows)
-                group.is_landing = sizes.lands
-
-    def _await(self, unit: int, groups: list[_Group]) -> None:
-        for group in (each for each in groups if not each.is_whole):
-            group.is_whole = True
-            if not group.is_gathering:
-                continue
-            sizes = group.sizes
-            if sizes.rows and not group.is_shrunk:
-                self._add(unit, Kind.WHOLE, sizes.whole)
-                self._add(unit, Kind.ROWS, -sizes.rows)
-            self._land(unit, group)
-            self._add(unit, Kind.SENT, -(sizes.part if group.is_shrunk else sizes.sent))
-            group.is_gathering = group.is_shrunk = False
-
-    def _land(self, unit: int, group: _Group) -> None:
-        if group.is_landing:
-            group.is_landing = False
-            self._add(unit, Kind.WHOLE, group.sizes.whole)
-
-    # Gradients
-
-    def _arrive(self, arrival: Arrival, reduces: bool) -> None:
-        unit, group = arrival.unit, self._groups[arrival.unit][arrival.group]
-        nbytes = group.sizes.arriving[arrival.index]
-        group.num_arrived += 1
-        if group.sizes.borrows and not group.has_rows:
-            group.has_rows = True
-            self._add(unit, Kind.GRADIENT_ROWS, nbytes)
-        else:
-            group.waiting += nbytes
-            self._add(unit, Kind.ARRIVED, nbytes)
-        is_complete = group.num_arrived >= len(group.sizes.arriving)
-        waits = group.sizes.collects_late and reduces and not group.has_rows
-        if not waits and (is_complete or group.waiting >= self.batch_bytes):
-            self._copy(unit, group)
-        if is_complete:
-            group.num_arrived = 0
-
-    def _copy(self, unit: int, group: _Group) -> None:
-        """The gradients that wait go into the rows."""
-        if not group.waiting:
+    def _do(self, action: do.Action) -> None:
+        if isinstance(action, do.FreeGroup):
+            self._units[action.unit][action.group].free()
             return
-        if not group.has_rows:
-            group.has_rows = True
-            self._add(unit, Kind.GRADIENT_ROWS, group.sizes.gradient_rows)
-        self._add(unit, Kind.ARRIVED, -group.waiting)
-        group.waiting = 0
+        if isinstance(action, do.Settle):
+            for group in self._groups:
+                group.land()
+        for group in self._units[action.unit]:
+            DO[type(action)](group)
 
-    def _end_backward(self) -> None:
-        for unit, groups in enumerate(self._groups):
-            for group in groups:
-                self._copy(unit, group)
-                group.num_arrived = 0
+    def _add(self, unit: int, kind: Kind, more: int) -> None:
+        self._parts[unit, kind] += more
+        self.now += more
+        if self.now > self.peak.peak:
+            self.peak = self._at_present()
 
-    def _reduce(self, unit: int, groups: list[_Group]) -> None:
-        for group in groups:
-            self._copy(unit, group)
-            group.num_arrived = 0
-            if group.has_rows:
-                group.has_rows, group.in_reduction = False, True
-                self._add(unit, Kind.REDUCED, group.sizes.reduced)
-                self._add(unit, Kind.TRANSPORT, group.sizes.scratch)
-
-    def _settle(self, unit: int, groups: list[_Group]) -> None:
-        # Whoever waits for one collective finishes those that were begun before it.
-        for number, earlier in enumerate(self._groups):
-            for group in earlier:
-                self._land(number, group)
-        for group in groups:
-            if not group.in_reduction:
-                continue
-            sizes, group.in_reduction = group.sizes, False
-            self._add(unit, Kind.TRANSPORT, -sizes.scratch)
-            self._add(unit, Kind.GRADIENT_ROWS, -(sizes.arriving[0] if sizes.borrows else sizes.gradient_rows))
-            if sizes.reduced != sizes.gradients:  # cast, else the sum itself becomes the gradient
-                self._add(unit, Kind.GRADIENTS, sizes.gradients)
-                self._add(unit, Kind.REDUCED, -sizes.reduced)
-                if group.has_gradients:
-                    self._add(unit, Kind.GRADIENTS, -sizes.gradients)
-            else:
-                self._add(unit, Kind.REDUCED, -sizes.reduced)
-                self._add(unit, Kind.GRADIENTS, 0 if group.has_gradients else sizes.gradients)
-            group.has_gradients = True
-
-
-def total(parts: Iterable[tuple[tuple[int, Kind], int]], kind: Kind | None = None) -> int:
-    """Bytes of all units: of one kind, or of all."""
-    return sum(nbytes for (_, each), nbytes in parts if kind is None or each is kind)
+    def _at_present(self) -> Forecast:
+        return Forecast(self.now, self._moment, {key: nbytes for key, nbytes in self._parts.items() if nbytes})

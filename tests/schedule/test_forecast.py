@@ -16,7 +16,7 @@ from sherd.schedule.actions import (
     GradientsReady,
     GroupPassed,
 )
-from sherd.schedule.forecast import Arrival, Buffers, Call, GroupSizes, Kind, Use, forecast, step_of
+from sherd.schedule.forecast import Arrival, Buffers, GroupSizes, Kind, forecast, step_of
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, UnitSpec
 
@@ -29,18 +29,24 @@ ROOT = UnitSpec(100, Keep.FOR_BACKWARD)
 BLOCK = UnitSpec(100)
 
 
+def call(unit, *inner):
+    """A forward: what it uses, and other calls, in this order."""
+    flat = [moment for each in inner for moment in (each if isinstance(each, tuple) else (each,))]
+    return (BeforeForward(unit), *flat, AfterForward(unit))
+
+
 def leaf(unit, num_gradients=2):
-    return Call(unit, tuple(Use(0, index) for index in range(num_gradients)))
+    return call(unit, *(Arrival(unit, 0, index) for index in range(num_gradients)))
 
 
 def chain(num_blocks):
     """A root that uses its first parameter before its blocks, and its second one after them."""
-    return Call(0, (Use(0, 0), *(leaf(unit) for unit in range(1, num_blocks + 1)), Use(0, 1)))
+    return call(0, Arrival(0, 0, 0), *(leaf(unit) for unit in range(1, num_blocks + 1)), Arrival(0, 0, 1))
 
 
-def peak_of(specs, groups, call, limits=AT_ONCE, **options):
+def peak_of(specs, groups, forward, limits=AT_ONCE, **options):
     sizes = [(group,) for group in groups]
-    return forecast(tuple(specs), limits, sizes, step_of(call, sizes), **{"batch_bytes": 1, **options})
+    return forecast(tuple(specs), limits, sizes, step_of(forward, sizes), **{"batch_bytes": 1, **options})
 
 
 def of_kind(found, kind):
@@ -80,8 +86,8 @@ def test_with_a_frozen_parameter_in_the_unit_its_gradients_are_ready_before_it_m
 
 def test_a_group_of_one_tensor_is_passed_when_its_gradient_comes_before_others_of_the_unit():
     lone = replace(GROUP, arriving=(100,), borrows=True)
-    uses = (Use(0, 0), Use(1, 0), Use(0, 1), Use(2, 0))
-    moments = step_of(Call(0, uses), [(GROUP, lone, replace(lone, is_all_trainable=False))])
+    uses = (Arrival(0, 0, 0), Arrival(0, 1, 0), Arrival(0, 0, 1), Arrival(0, 2, 0))
+    moments = step_of(call(0, *uses), [(GROUP, lone, replace(lone, is_all_trainable=False))])
     assert [each for each in moments if isinstance(each, (Arrival, GroupPassed))] == [
         Arrival(0, 2, 0),
         Arrival(0, 0, 1),
@@ -92,17 +98,17 @@ def test_a_group_of_one_tensor_is_passed_when_its_gradient_comes_before_others_o
 
 
 def test_backward_does_not_reach_what_comes_before_the_first_trainable_parameter():
-    moments = step_of(Call(0, (Call(1), leaf(2), Call(3))), [(GROUP,)] * 4)
+    moments = step_of(call(0, call(1), leaf(2), call(3)), [(GROUP,)] * 4)
     assert [each.unit for each in moments if isinstance(each, BeforeBackward)] == [0, 3, 2]
 
 
 def test_a_parameter_used_twice_has_its_gradient_after_the_first_use_was_gone_through():
-    moments = step_of(Call(0, (Use(0, 0), Use(0, 1), Use(0, 0))), [(GROUP,)])
+    moments = step_of(call(0, Arrival(0, 0, 0), Arrival(0, 0, 1), Arrival(0, 0, 0)), [(GROUP,)])
     assert [each for each in moments if isinstance(each, Arrival)] == [Arrival(0, 0, 1), Arrival(0, 0, 0)]
 
 
 def test_a_unit_called_twice_has_its_gradients_once():
-    moments = step_of(Call(0, (leaf(1), leaf(1))), [(GROUP,), (GROUP,)])
+    moments = step_of(call(0, leaf(1), leaf(1)), [(GROUP,), (GROUP,)])
     assert [each for each in moments if isinstance(each, BeforeBackward)] == [BeforeBackward(i) for i in (0, 1, 1)]
     assert [each for each in moments if isinstance(each, Arrival)] == [Arrival(1, 0, 1), Arrival(1, 0, 0)]
 
@@ -158,7 +164,7 @@ def test_what_backward_has_passed_is_gone_when_the_next_gradient_comes():
     # Of three tensors, each with a group to itself: shards 150, gradients 300, their sums 150; wholes 300 if they stay.
     lone = replace(GROUP, arriving=(100,), borrows=True)
     sizes = [(lone,) * 3]
-    moments = step_of(Call(0, tuple(Use(number, 0) for number in range(3))), sizes)
+    moments = step_of(call(0, *(Arrival(0, number, 0) for number in range(3))), sizes)
     stays = replace(ROOT, reshard_after_backward=False)
     freed, kept = (forecast((spec,), AT_ONCE, sizes, moments, batch_bytes=1) for spec in (ROOT, stays))
     assert (freed.peak, kept.peak) == (150 + 300 + 150, 150 + 300 + 150 + 300)
@@ -184,16 +190,16 @@ def test_a_sum_in_another_dtype_is_there_until_it_was_cast():
 
 def test_gathered_rows_and_what_they_are_copied_to_are_there_at_once():
     frozen = GroupSizes(shards=50, whole=100, rows=110, sent=25, is_all_trainable=False)
-    found = peak_of([ROOT], [frozen], Call(0))
+    found = peak_of([ROOT], [frozen], call(0))
     assert (found.peak, found.moment) == (50 + 25 + 110 + 100, BeforeForward(0))
     in_place = replace(frozen, rows=0)
-    assert peak_of([ROOT], [in_place], Call(0)).peak == 50 + 25 + 100
+    assert peak_of([ROOT], [in_place], call(0)).peak == 50 + 25 + 100
 
 
 def test_groups_of_a_unit_are_copied_out_one_after_the_other():
     frozen = GroupSizes(shards=0, whole=100, rows=110, is_all_trainable=False)
     sizes = [(frozen, frozen)]
-    found = forecast((ROOT,), AT_ONCE, sizes, step_of(Call(0), sizes), batch_bytes=1)
+    found = forecast((ROOT,), AT_ONCE, sizes, step_of(call(0), sizes), batch_bytes=1)
     assert found.peak == 110 + 110 + 100
 
 
@@ -205,32 +211,32 @@ def frozen_blocks(num, **sizes):
 
 @pytest.mark.parametrize(("depth", "whole"), [(0, 100), (1, 200), (2, 300), (9, 400)])
 def test_prefetching_deeper_holds_so_many_more_units_at_once(depth, whole):
-    call = Call(0, tuple(Call(unit) for unit in range(1, 5)))
-    found = peak_of([ROOT, *[BLOCK] * 4], frozen_blocks(4), call, Limits(depth, depth))
+    blocks = call(0, *(call(unit) for unit in range(1, 5)))
+    found = peak_of([ROOT, *[BLOCK] * 4], frozen_blocks(4), blocks, Limits(depth, depth))
     assert found.peak == whole
 
 
 def test_no_more_is_prefetched_than_the_bytes_that_may_be_in_flight():
-    call = Call(0, tuple(Call(unit) for unit in range(1, 5)))
+    blocks = call(0, *(call(unit) for unit in range(1, 5)))
     limits = Limits(9, 9, bytes_in_flight=100)
-    assert peak_of([ROOT, *[BLOCK] * 4], frozen_blocks(4), call, limits).peak == 200
+    assert peak_of([ROOT, *[BLOCK] * 4], frozen_blocks(4), blocks, limits).peak == 200
 
 
 def test_units_that_are_kept_for_backward_are_all_there_when_forward_ends():
     kept = [UnitSpec(100, Keep.ALWAYS)] * 4
-    call = Call(0, tuple(Call(unit) for unit in range(1, 5)))
-    assert peak_of([ROOT, *kept], frozen_blocks(4), call).peak == 400
+    blocks = call(0, *(call(unit) for unit in range(1, 5)))
+    assert peak_of([ROOT, *kept], frozen_blocks(4), blocks).peak == 400
 
 
 def test_a_kept_part_is_made_while_the_whole_is_there_and_sent_while_it_comes_back():
     specs = [ROOT, *[UnitSpec(100, Keep.PART)] * 4]
     groups = frozen_blocks(4, part=30)
-    call = Call(0, tuple(Call(unit) for unit in range(1, 5)))
-    found = peak_of(specs, groups, call)
+    blocks = call(0, *(call(unit) for unit in range(1, 5)))
+    found = peak_of(specs, groups, blocks)
     assert (found.peak, found.moment) == (4 * 30 + 100, AfterForward(4))
     # With something to learn they come back, from the part that was kept.
     learning = [replace(group, arriving=(1,), is_all_trainable=False) for group in groups]
-    found = peak_of(specs, learning, Call(0, tuple(leaf(unit, 1) for unit in range(1, 5))))
+    found = peak_of(specs, learning, call(0, *(leaf(unit, 1) for unit in range(1, 5))))
     assert found.peak >= 4 * 30 + 100
     assert sum(of_kind(found, Kind.PART).values()) + sum(of_kind(found, Kind.SENT).values()) in (90, 120)
 
@@ -238,7 +244,7 @@ def test_a_kept_part_is_made_while_the_whole_is_there_and_sent_while_it_comes_ba
 def test_whole_parameters_kept_over_a_step_are_old_in_the_next_and_not_there_twice():
     kept = UnitSpec(100, Keep.ALWAYS, reshard_after_backward=False)
     frozen = GroupSizes(shards=50, whole=100, is_all_trainable=False)
-    assert peak_of([kept], [frozen], Call(0)).peak == 150
+    assert peak_of([kept], [frozen], call(0)).peak == 150
 
 
 def test_gradients_of_units_that_are_done_add_up():
@@ -303,17 +309,17 @@ def test_after_a_step_only_shards_and_their_gradients_are_left(units, depth, red
     specs, sizes = tuple(spec for spec, _ in units), [groups for _, groups in units]
 
     def uses(unit):
-        return tuple(Use(n, i) for n, group in enumerate(sizes[unit]) for i in range(len(group.arriving)))
+        return tuple(Arrival(unit, n, i) for n, group in enumerate(sizes[unit]) for i in range(len(group.arriving)))
 
-    call = Call(0, (*uses(0)[:1], *(Call(unit, uses(unit)) for unit in range(1, len(units))), *uses(0)[1:]))
+    forward = call(0, *uses(0)[:1], *(call(unit, *uses(unit)) for unit in range(1, len(units))), *uses(0)[1:])
     schedule = Schedule(specs, Limits(depth, depth, reduce_buffers=reduce_buffers))
     buffers = Buffers(sizes, batch_bytes)
     for _ in range(2):
         buffers.begin_step()
         assert buffers.now == sum(group.shards for groups in sizes for group in groups)
-        for moment in step_of(call, sizes):
+        for moment in step_of(forward, sizes):
             buffers.live_through(schedule, moment)
     groups = [group for groups in sizes for group in groups]
     assert buffers.now == sum(g.shards for g in groups) + sum(g.gradients for g in groups if g.arriving)
-    found = buffers.forecast()
+    found = buffers.peak
     assert sum(found.parts.values()) == found.peak >= buffers.now
