@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+def require_bool(where: str, value: Any) -> None:
+    """Raise `PolicyTypeError` if `value` is no bool. `where` it was given, as "function(argument={})"."""
+    if not isinstance(value, bool):
+        raise PolicyTypeError(f"{where.format(repr(value))}: expected a bool")
+
+
+def require_int(where: str, value: Any, least: int) -> None:
+    """Raise `PolicyTypeError` if `value` is no int, `PolicyError` if it is below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PolicyTypeError(f"{where.format(repr(value))}: expected an int")
+    if value < least:
+        raise PolicyError(f"{where.format(value)}: expected {least} or more")
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """In which dtypes a unit computes and reduces; shards, and so the optimizer, keep the dtype they came with.
@@ -83,19 +97,14 @@ class PrefetchPolicy:
     after_backward: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.after_backward, bool):
-            raise PolicyTypeError(f"PrefetchPolicy(after_backward={self.after_backward!r}): expected a bool")
+        require_bool("PrefetchPolicy(after_backward={})", self.after_backward)
         for name in ("forward_depth", "backward_depth", "bytes_in_flight"):
             value = getattr(self, name)
-            if value is None and name == "bytes_in_flight":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise PolicyTypeError(f"PrefetchPolicy({name}={value!r}): expected an int")
-            if value < 0:
-                raise PolicyError(f"PrefetchPolicy({name}={value}): expected 0 or more")
+            if value is not None or name != "bytes_in_flight":
+                require_int(f"PrefetchPolicy({name}={{}})", value, 0)
 
 
-TRANSPORTS = ("auto", "torch", "gloo", "shared_memory")
+TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,9 @@ class CommPolicy:
     Args:
         transport: "auto" takes shared memory for gloo ranks that are all on one host, the calls that are fast on gloo
             for other gloo ranks, and torch's single calls for every other backend; "torch", "gloo" and
-            "shared_memory" ask for one of them. All units of a mesh should ask for the same.
+            "shared_memory" ask for one of them. "coalesced" is torch's calls, but tensors cut by `Shard(0)` are
+            gathered each straight into place, a group's in one launch: no copy and no second buffer, for the price of
+            more and smaller messages. All units of a mesh should ask for the same.
         fake_all_gather: move nothing when parameters are gathered; what is computed is wrong. To measure what
             communication costs.
         fake_reduce: the same when gradients are reduced.

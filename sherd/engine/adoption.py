@@ -72,6 +72,8 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             if record is None:
                 continue
             if parameter is not record.leaf:
+                if record.has_taken(parameter) and id(record.leaf) in present:
+                    continue  # it gets no gradients: the other one does
                 _require_own_leaf(optimizer, record)
                 _move_state(optimizer, parameter, record)
                 if id(record.shard) in present:

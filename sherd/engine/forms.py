@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
@@ -19,7 +20,7 @@ from sherd.comm.streams import Streams
 from sherd.engine.group import travels_alone
 from sherd.engine.other_axes import beside, on_full_mesh, own_spec
 from sherd.engine.ownership import Found
-from sherd.errors import PlacementError
+from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Placement, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import RunPlacement, Runs
@@ -54,8 +55,10 @@ def forms_of(
     """How each of `found` is sharded, the parameters of a unit that `surrounds` others or not.
 
     Raises:
+        ModuleError: a parameter that has no shape yet.
         PlacementError: a parameter that cannot be cut as asked, or a DTensor that does not fit the mesh.
     """
+    _require_shapes(found)
     wishes = [wish_of(each) for each in found]
     planned = _planned(found, streams, wishes, surrounds)
     forms = [
@@ -89,18 +92,25 @@ def _cut_by_itself(each: Found, wish: Wish) -> Cut:
     if placement is None or isinstance(placement, RunPlacement):
         placement = Shard(0) if shape else Replicate()
     cut = placement.cut(shape, wish.mesh.num_shards, each.name, wish.mesh.num_owners)
-    gathers_itself = hasattr(_data(each).data, "fsdp_pre_all_gather")
-    if gathers_itself and wish.mesh.spreads:
-        raise PlacementError(
-            f"{each.name}: a {type(_data(each).data).__name__} gathers itself, from whole shards, and replicas that "
-            "own pieces of a shard have none; let replicas be copies (placements='hsdp') in its unit"
-        )
-    if gathers_itself and cut.dim != 0:
-        raise PlacementError(
-            f"{each.name}: a {type(_data(each).data).__name__} gathers itself and is cut on dim 0 only, not as "
-            f"{placement}; let shard_placement_fn return Shard(0) for it"
-        )
+    require_can_gather_itself(each.name, _data(each).data, cut, wish.mesh)
     return cut
+
+
+def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut | Runs, mesh: DataMesh) -> None:
+    """Raise `PlacementError` for a tensor with its own all-gather that is not cut as that needs it."""
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
+        return
+    if mesh.spreads:
+        raise PlacementError(
+            f"{name}: a {type(tensor).__name__} gathers itself, from whole shards, and replicas that own pieces of a "
+            "shard have none; let replicas be copies (placements='hsdp') in its unit"
+        )
+    if isinstance(cut, Runs) or cut.dim != 0:
+        how = "into runs" if isinstance(cut, Runs) else f"on dim {cut.dim}"
+        raise PlacementError(
+            f"{name}: a {type(tensor).__name__} gathers itself and is cut on dim 0 only, not {how}; let "
+            "shard_placement_fn return Shard(0) for it"
+        )
 
 
 def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
@@ -124,6 +134,15 @@ def forget_loads(mesh: DataMesh) -> None:
     """A model over `mesh` is complete: the owners of the next one are chosen as if it were the first."""
     if mesh.shard_group is not None:
         _loads.pop(mesh.shard_group, None)
+
+
+def _require_shapes(found: Sequence[Found]) -> None:
+    lazy = [each.name for each in found if isinstance(each.parameter, UninitializedParameter)]
+    if lazy:
+        raise ModuleError(
+            f"{lazy[0]} has no shape yet, which a lazy module learns in its first forward; run the model once, on one "
+            "batch, before it is sharded"
+        )
 
 
 def _planned(

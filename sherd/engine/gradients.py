@@ -18,24 +18,21 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dynamo_disabled, local_tensor
-from sherd.comm.buffers import Buffer
+from sherd._torch import DTensorSpec, after_accumulation_hooks, dynamo_disabled, gradient_hooks, local_tensor
 from sherd.comm.streams import Handoff, Streams
-from sherd.comm.transport import Pending, Sizes, Transport
+from sherd.comm.transport import Pending, Sizes, Transport, parts
 from sherd.engine.group import Group
-from sherd.engine.pieces import RowViews, sources_for
+from sherd.engine.rows import Collected, Rows
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.forecast import Kind
 from sherd.tensor.ragged import as_dtensor
-
-BATCH_BYTES = 1 << 20
-"""Small gradients wait until this many bytes have come, and are copied in one call."""
 
 MANY_RANKS = 8
 """From this many on a shard is so small that scaling it costs nothing."""
@@ -63,49 +60,6 @@ class Scale:
         return cls(1.0, 1 / divide_by)
 
 
-class _Rows:
-    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it; `sizes`: of the
-    pieces, `shard_sizes`: of what each rank of the shard axis gets the sum of.
-
-    Behind each rank's part there is a flag for every tensor of the group, 1 where this rank has its gradient. Summed
-    with the rest they tell a rank without one that others have it: it takes its part of theirs, or the shards would
-    drift apart. A tensor with a group to itself needs no flag: without its gradient the group is not reduced.
-    """
-
-    def __init__(self, group: Group, buffer: Buffer, num_flags: int) -> None:
-        self.buffer = buffer
-        views = RowViews(group.packing, self.buffer.tensor, num_flags)
-        self.views = views.tensors
-        self.sizes = Sizes(numel + num_flags for numel in group.sizes) if num_flags else group.sizes
-        self.shard_sizes = self.sizes.together(group.mesh.num_owners) if num_flags else group.shard_sizes
-        self._flags = views.flags
-        self.filled: set[int] = set()
-
-    @classmethod
-    def made(cls, group: Group, dtype: torch.dtype) -> _Rows:
-        """Rows of our own, to be used again."""
-        num_flags = group.num_flags
-        numel = group.packing.rows_numel + group.packing.num_ranks * num_flags
-        return cls(group, Buffer(numel, dtype, group.device), num_flags)
-
-    def complete(self) -> None:
-        """Zeros for what has not come, and the flags."""
-        missing = [index for index in range(len(self.views)) if index not in self.filled]
-        for view in (view for index in missing for view in self.views[index]):
-            view.zero_()
-        for flags in self._flags:
-            flags.fill_(1)
-            for index in missing:
-                flags[:, index : index + 1] = 0
-
-    @classmethod
-    def borrowed(cls, group: Group, gradient: torch.Tensor) -> _Rows:
-        """Rows that are the gradient of the group's only tensor, uncopied."""
-        rows = cls(group, Buffer.around(gradient.detach().view(-1)), num_flags=0)
-        rows.filled.add(0)
-        return rows
-
-
 @dataclass(eq=False, slots=True)
 class _Reduction:
     """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time.
@@ -115,7 +69,7 @@ class _Reduction:
     """
 
     handoff: Handoff
-    rows: _Rows
+    rows: Rows
     reduced: torch.Tensor
     with_gradient: frozenset[int]
     scale: Scale
@@ -124,18 +78,18 @@ class _Reduction:
 
 
 class Gradients:
-    """One group's gradients. `complete()` is called when every trainable parameter has had its gradient."""
+    """One group's gradients. `begin()` is called when one comes though nobody has said `expect`, `complete()` when
+    every trainable parameter has had its gradient. `is_expecting`: it was said, and the backward is not over."""
 
-    def __init__(self, group: Group, streams: Streams, complete: Callable[[], None]) -> None:
+    def __init__(self, group: Group, streams: Streams, begin: Callable[[], None], complete: Callable[[], None]) -> None:
         self.group = group
         self._streams = streams
+        self._begin = begin
         self._complete = complete
+        self.is_expecting = False
         self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
         self._arrived: set[int] = set()
-        self._batch: dict[int, torch.Tensor] = {}
-        self._batch_bytes = 0
-        self._rows: _Rows | None = None
-        self._spare: list[_Rows] = []
+        self._collected = Collected(group)
         self._reduction: _Reduction | None = None
         self._partial: torch.Tensor | None = None
         self._partly_reduced: frozenset[int] = frozenset()
@@ -167,6 +121,7 @@ class Gradients:
         """A backward is about to reach the group: what will come, by how much the sum will be divided, whether a
         gradient may be sent from where it is, which nobody then may write to, whether a reduction will follow, and
         whether it is one of many that the user has announced."""
+        self.is_expecting = True
         self._reduces = reduces
         self._sums_many = is_one_of_many and not reduces
         self._expected = sum(each.requires_grad for each in self.group.parameters)
@@ -190,22 +145,15 @@ class Gradients:
     @property
     def unreduced(self) -> bool:
         """Whether there are gradients that no reduction has taken, or that one has taken half of the way."""
-        return self._partial is not None or self._collected
+        return self._partial is not None or self._collected.has_any
 
     def awaits_reduction(self, policy: UnitPolicy) -> bool:
         """Whether one that does what `policy` says has something to do."""
-        return self._collected or (self._partial is not None and policy.all_reduce_gradients)
-
-    @property
-    def _collected(self) -> bool:
-        return bool(self._batch) or (self._rows is not None and bool(self._rows.filled))
+        return self._collected.has_any or (self._partial is not None and policy.all_reduce_gradients)
 
     def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
-        for gradient in self._batch.values():
-            yield Kind.ARRIVED, gradient
-        if self._rows is not None:
-            yield Kind.GRADIENT_ROWS, self._rows.buffer.tensor
+        yield from self._collected.held()
         if self._reduction is not None:
             yield Kind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
             yield Kind.REDUCED, self._reduction.reduced
@@ -232,12 +180,15 @@ class Gradients:
     @property
     def _waits(self) -> bool:
         """Whether what has come is not copied yet; what is added to earlier backwards' gradients is, at once."""
-        return self.collects_late and self._reduces and self._rows is None
+        return self.collects_late and self._reduces and self._collected.rows is None
 
     def _take(self, index: int, whole: torch.Tensor) -> None:
         gradient = whole.grad
-        assert gradient is not None, "autograd calls the hook after it has accumulated"
+        if gradient is None:
+            return  # frozen since its forward: autograd has come here and accumulated nothing
         whole.grad = None
+        if not self.is_expecting:
+            self._begin()
         if isinstance(gradient, DTensor):
             gradient = self._local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
@@ -245,18 +196,18 @@ class Gradients:
                 f"{self.group.parameters[index].name}: its gradient is {gradient.layout}; only dense gradients are "
                 "reduced, so build the embedding with sparse=False"
             )
-        if index in self._batch:
+        gradient = _plain(gradient)
+        if self._collected.has_waiting(index):
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
             self._copy_batch()
         self._arrived.add(index)
         if self._can_borrow(gradient):
-            self._rows = _Rows.borrowed(self.group, gradient)
+            self._collected.borrow(gradient)
         else:
-            self._batch[index] = gradient
-            self._batch_bytes += gradient.nbytes
+            self._collected.add(index, gradient)
         is_complete = len(self._arrived) >= self._expected
-        if not self._waits and (is_complete or self._batch_bytes >= BATCH_BYTES):
+        if not self._waits and (is_complete or self._collected.is_due):
             self._copy_batch()
         if is_complete:
             self._arrived.clear()
@@ -266,7 +217,7 @@ class Gradients:
         """Whether `gradient` is the rows already: the group's only tensor, laid out and typed as it will be sent."""
         fits = gradient.numel() == self.group.packing.rows_numel
         same = fits and gradient.dtype == self.group.reduce_dtype and gradient.is_contiguous()
-        return same and self._borrows and self._rows is None and not gradient.requires_grad
+        return same and self._borrows and self._collected.rows is None and not gradient.requires_grad
 
     def _local_gradient(self, index: int, gradient: DTensor) -> torch.Tensor:
         """Under tensor parallelism: the gradient as the parameter is placed, data-parallel axes apart."""
@@ -287,48 +238,11 @@ class Gradients:
 
     @torch.no_grad()
     def _copy_batch(self) -> None:
-        """Move the waiting gradients into the rows: written where nothing is yet, added where something is."""
-        if not self._batch:
-            return
-        rows = self._rows if self._rows is not None else self._take_rows()
-        fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for index, gradient in self._batch.items():
-            targets, sources = again if index in rows.filled else fresh
-            targets.extend(rows.views[index])
-            sources.extend(sources_for(rows.views[index], gradient, self.group.packing.slots[index].cut))
-            rows.filled.add(index)
-        self._batch.clear()
-        self._batch_bytes = 0
-        before = self._scale.before
-        if again[0]:
-            torch._foreach_add_(*again, alpha=before)
-        if before == 1.0 and fresh[0]:
-            torch._foreach_copy_(*fresh)
-        else:
-            for target, source in zip(*fresh, strict=True):
-                # Scaled while it is copied; a narrow gradient is widened first, or it would be rounded twice.
-                if source.dtype == target.dtype:
-                    torch.mul(source, before, out=target)
-                else:
-                    target.copy_(source).mul_(before)
+        self._collected.copy_in(self._scale.before, self._rows_dtype)
 
-    def _take_rows(self) -> _Rows:
-        group = self.group
-        dtype = self._summed_in if self._sums_many else group.reduce_dtype
-        fitting = next((each for each in self._spare if each.buffer.tensor.dtype == dtype), None)
-        rows = fitting if fitting is not None else _Rows.made(group, dtype)
-        if fitting is not None:
-            self._spare.remove(fitting)
-        rows.buffer.allocate()
-        self._rows = rows
-        return rows
-
-    def _return_rows(self, rows: _Rows) -> None:
-        if rows.buffer.is_ours:
-            rows.filled.clear()
-            rows.buffer.free()
-            self._spare.append(rows)
+    @property
+    def _rows_dtype(self) -> torch.dtype:
+        return self._summed_in if self._sums_many else self.group.reduce_dtype
 
     # Reducing
 
@@ -337,13 +251,10 @@ class Gradients:
         """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
         self._copy_batch()
         self._arrived.clear()
-        rows = self._rows
-        if rows is None and self._takes_part(policy):
-            rows = self._take_rows()
-        if rows is None:
+        if self._collected.rows is None and not self._takes_part(policy):
             return
         group, mesh = self.group, self.group.mesh
-        self._rows = None
+        rows = self._collected.take(self._rows_dtype)
         rows.complete()
         sizes = rows.shard_sizes
         result: list[torch.Tensor] = []
@@ -422,7 +333,7 @@ class Gradients:
         if reduction is None:
             return
         reduction.handoff.wait()
-        self._return_rows(reduction.rows)
+        self._collected.give_back(reduction.rows)
         reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
         if reduction.partial:
             self._partial = reduced.to(self._summed_in) if self._partial is None else self._partial.add_(reduced)
@@ -470,6 +381,7 @@ class Gradients:
         """Every leaf's gradient is a view of `reduced`, which lives as long as one of them does."""
         sums: list[torch.Tensor] = []
         terms: list[torch.Tensor] = []
+        given: list[nn.Parameter] = []
         low_precision = self.group.grad_dtype != self.group.dtype
         for leaf, spec in zip(self.group.leaves, self._specs, strict=True):
             parameter = leaf.parameter
@@ -479,6 +391,8 @@ class Gradients:
                 # The reduction leaves there what it finds, and a norm would see it.
                 reduced[gap.start : gap.stop].zero_()
             term = reduced[leaf.extent.start : leaf.extent.stop].view(leaf.shape)
+            for hook in gradient_hooks(parameter):
+                term = _as_hook_says(leaf.name, hook, term, spec)
             gradient = parameter.grad
             if gradient is None:
                 if low_precision:
@@ -492,26 +406,49 @@ class Gradients:
                     f"{leaf.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
                     "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
+            given.append(parameter)
         if sums:
             torch._foreach_add_(sums, terms)
+        for parameter in given:
+            for hook in after_accumulation_hooks(parameter):
+                hook(parameter)
 
     # Giving up
 
     def drop_unreduced(self) -> None:
         """Drop what was collected and given to no reduction (`no_sync`), or to half of one."""
-        if self._rows is not None:
-            self._return_rows(self._rows)
-            self._rows = None
-        self._batch.clear()
-        self._batch_bytes = 0
+        self._collected.drop()
         self._partial = None
         self._partly_reduced = frozenset()
+
+    def drop_unreduced_of(self, indices: frozenset[int]) -> None:
+        """The same of these parameters of the group only."""
+        if len(indices) == len(self.group.parameters):
+            self.drop_unreduced()
+            return
+        self._copy_batch()
+        self._collected.drop_of(indices)
+        if self._partial is not None:
+            self._zero(self._partial, indices)
+            self._partly_reduced -= indices
+
+    @torch.no_grad()
+    def _zero(self, partial: torch.Tensor, indices: frozenset[int]) -> None:
+        """Zero what a sum over the shard axis has of these parameters, and their flags."""
+        group, mesh = self.group, self.group.mesh
+        pieces = mesh.pieces_of(mesh.shard_rank)
+        sizes = Sizes(numel + group.num_flags for numel in group.sizes).of(pieces)
+        for piece, part in zip(pieces, parts(partial, sizes), strict=True):
+            for index in indices:
+                held = group.packing.slots[index].held(piece)
+                part[held.start : held.stop].zero_()
+                part[group.packing.rest_numels[piece] + index] = 0
 
     def forget(self) -> None:
         """Drop everything that has not reached the shards."""
         if self._reduction is not None:
             self._reduction.handoff.wait()
-            self._return_rows(self._reduction.rows)
+            self._collected.give_back(self._reduction.rows)
             self._reduction = None
         self.drop_unreduced()
         self._arrived.clear()
@@ -519,8 +456,33 @@ class Gradients:
     def end_backward(self) -> None:
         """The pass is over: gradients that did not come will not come. Those that no reduction has taken wait in the
         rows, where the next backward's are added to them."""
+        self.is_expecting = False
         self._copy_batch()
         self._arrived.clear()
+
+
+@torch.no_grad()
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """The values of `gradient`: a tensor subclass may have no memory of its own that could be sent, or several."""
+    if type(gradient) is torch.Tensor:
+        return gradient
+    values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return values.copy_(gradient)
+
+
+def _as_hook_says(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What a user's `register_hook` makes of a reduced gradient; itself, if it returns nothing."""
+    changed = hook(as_dtensor(term, spec))
+    if changed is None:
+        return term
+    if not isinstance(changed, DTensor):
+        raise GradientError(
+            f"{name}: a hook on its gradient returned a {type(changed).__name__}; the gradient that it was given is a "
+            "DTensor, this rank's part of the reduced one, and so must be what it returns"
+        )
+    if changed.placements != spec.placements:
+        changed = changed.redistribute(placements=spec.placements)
+    return local_tensor(changed).contiguous()
 
 
 def _add_earlier(reduced: torch.Tensor, earlier: torch.Tensor | None) -> None:

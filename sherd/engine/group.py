@@ -6,7 +6,7 @@ rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ ALONE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the parameters of one group have in common. `gathers_itself`: a tensor subclass with its own all-gather.
+    """What the parameters of one group have in common. `gathers_itself`: a tensor with its own all-gather.
 
     `lot` is None for tensors cut by themselves, else the plan that cut them: those of two plans do not fit one line.
     """
@@ -55,7 +55,11 @@ def kind_of(parameter: ShardedParameter) -> Kind:
     """The group that `parameter` belongs to."""
     resting = parameter.resting
     lot = parameter.lot if isinstance(parameter.cut, Runs) else None
-    return Kind(resting.dtype, parameter.requires_grad, hasattr(resting, "fsdp_pre_all_gather"), lot, parameter.mesh)
+    return Kind(resting.dtype, parameter.requires_grad, _gathers_itself(resting), lot, parameter.mesh)
+
+
+def _gathers_itself(local: torch.Tensor) -> bool:
+    return hasattr(local, "fsdp_pre_all_gather")
 
 
 class Tensorlike(Protocol):
@@ -171,6 +175,11 @@ class Group:
             for index, (record, slot) in enumerate(zip(self.parameters, self.packing.slots, strict=True))
         )
 
+    def hangs_on(self, leaf: Leaf, module_ids: Collection[int]) -> bool:
+        """Whether a parameter of `leaf` hangs on one of the modules with these ids."""
+        places = (place for index in leaf.members for place in self.parameters[index].places)
+        return any(place.module_id in module_ids for place in places)
+
     @property
     def is_flat(self) -> bool:
         """Whether its shards were merged into one flat parameter."""
@@ -247,9 +256,11 @@ class Group:
 
     @property
     def is_seated(self) -> bool:
-        """Whether every leaf is still the view of the rest buffer that it was made as."""
+        """Whether every leaf is still the view of the rest buffer that it was made as, and gathered as it was then."""
         if self.gathers_itself:
             return self.parameters[0].local is self.rest
+        if any(_gathers_itself(each.resting) for each in self.parameters):
+            return False
         return all(self._is_at(leaf.record.resting, leaf.extent.start) for leaf in self.leaves)
 
     def _is_at(self, local: torch.Tensor, start: int) -> bool:
@@ -309,10 +320,13 @@ class Group:
             record.exchange(nn.Parameter(as_dtensor(seat, spec), requires_grad=record.requires_grad))
 
     def _keep_shard(self) -> torch.Tensor:
-        """A tensor subclass that gathers itself keeps its own memory; the user's full tensor must not live on in it."""
+        """A tensor subclass that gathers itself keeps its own memory; the user's full tensor must not live on in it.
+
+        One to which the user gave an all-gather, as attributes of that very object, is a shard's memory already.
+        """
         (parameter,) = self.parameters
         local = parameter.local
-        if not local.is_meta:
+        if not local.is_meta and "fsdp_pre_all_gather" not in vars(local):
             local = local.to(self.place.device, copy=True)
         assert isinstance(parameter.shard, DTensor), "a shard is a DTensor"
         replace_local_tensor(parameter.shard, local)

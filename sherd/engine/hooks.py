@@ -4,8 +4,9 @@
     module call                   forward pre-hook, first of all          enter
     module return, or raise       forward hook, always called             leave
     first node behind an output   prehook on its grad_fn                  before_backward
+    a tensor left on a module     prehook on its grad_fn                  before_backward, if that was not said
     node that made an input       prehook on its grad_fn                  after_backward
-    a parameter's gradient        post-accumulate hook (gradients.py)     gradients complete
+    a parameter's gradient        post-accumulate hook (gradients.py)     before_backward, likewise; gradients complete
     end of backward               engine callback (runtime.py)            end of backward
 
 No autograd Function is put around the user's tensors: it would forbid in-place operations on them. A prehook on
@@ -24,11 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd._torch import dynamo_disabled
+from sherd._torch import beneath_transforms, dynamo_disabled, outside_transforms
 from sherd.engine.loading import after_load, before_load, require_names
 from sherd.engine.runtime import Runtime
 from sherd.engine.seal import runtime_of
-from sherd.engine.structures import map_tensors, tensors_in
+from sherd.engine.structures import map_tensors, tensors_in, tensors_within
 from sherd.engine.unit import Unit
 
 _OUTPUT_OF = "sherd_output_of"
@@ -76,8 +77,9 @@ def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Cal
 
 
 def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    runtime = runtime_of(unit, module)
-    call = runtime.enter(unit, module)
+    with outside_transforms():
+        runtime = runtime_of(unit, module)
+        call = runtime.enter(unit, module)
     if call.outermost and unit.mesh.device.type != "cpu":
         args, kwargs = map_tensors(functools.partial(_to_device, unit.mesh.device), (args, kwargs))
     precision = unit.precision
@@ -99,12 +101,15 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
     if runtime is None:
         return output
     differentiable = torch.is_grad_enabled()
-    if not runtime.leave(module, differentiable):
+    with outside_transforms():
+        returned = runtime.leave(module, differentiable)
+    if not returned:
         return output
     if unit.precision.output_dtype is not None:
         output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)
     if differentiable:
         _watch_outputs(runtime, unit, output)
+        _watch_left_behind(unit, unit.left_behind.by(module))
     return output
 
 
@@ -123,20 +128,38 @@ def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
     """Tell the runtime when backward reaches the first node behind an output of `unit`."""
 
     def reached(_: Any) -> None:
-        (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
+        with outside_transforms():
+            (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
 
-    for node in _nodes_of(output):
+    for node in _nodes_of(tensors_within(output)):
         node.metadata.setdefault(_OUTPUT_OF, set()).add(unit.id)
         node.register_prehook(reached)
+
+
+def _watch_left_behind(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    """Tell the unit when backward reaches a tensor that its forward has left on a module, and has reached no output
+    before."""
+    if not tensors:
+        return
+
+    def reached(_: Any) -> None:
+        if not unit.expects_gradients:
+            unit.begin_backward()
+
+    for node in _nodes_of(tensors):
+        if unit.id not in node.metadata.setdefault(_OUTPUT_OF, set()):  # else it is returned, or left there long ago
+            node.metadata[_OUTPUT_OF].add(unit.id)
+            node.register_prehook(reached)
 
 
 def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
     """Tell the runtime when backward has passed all of `unit`: when it reaches a node that made one of the inputs."""
 
     def passed(_: Any) -> None:
-        (unit.runtime or runtime).after_backward(unit)
+        with outside_transforms():
+            (unit.runtime or runtime).after_backward(unit)
 
-    for node in _nodes_of(inputs):
+    for node in _nodes_of(tensors_in(inputs)):
         if unit.id not in node.metadata.get(
             _OUTPUT_OF, ()
         ):  # else it is of the unit itself, which backward has not passed then
@@ -152,10 +175,10 @@ def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
 
-def _nodes_of(value: Any) -> list[Any]:
-    """The distinct autograd nodes that made the tensors in `value`."""
+def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The distinct autograd nodes that made `tensors`."""
     nodes: dict[Any, None] = {}
-    for tensor in tensors_in(value):
+    for tensor in (each for outer in tensors for each in beneath_transforms(outer)):
         if tensor.requires_grad:
             # A base outside autograd has no node: the view was made a result by a custom Function, or by DTensor.
             node = (None if tensor._base is None else tensor._base.grad_fn) or tensor.grad_fn

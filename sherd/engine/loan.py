@@ -24,7 +24,7 @@ from sherd.engine.parameter import ShardedParameter
 from sherd.engine.pieces import copy_out
 from sherd.engine.unit import Unit
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
-from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.ragged import as_dtensor, local_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,7 @@ class Loan:
                 wrong.append(error)
         # A list first: each is written, whatever came of the one before.
         changed = [self._keep(record, present[id(record)]) for record, _, _ in taken if id(record) in present]
+        self.unit.shards_written()
         if any(changed):
             self.unit.outdate()
         if self._terms.with_grads:
@@ -128,7 +129,6 @@ class Loan:
         of which rather than a copy a digest is kept.
         """
         record.local.copy_(_part_of(record, whole))
-        self.unit.shards_written()
         before = self._digests.get(id(record))
         return before is not None and not torch.equal(before, _digest(whole))
 
@@ -151,6 +151,9 @@ def require_lendable(unit: Unit, terms: Terms) -> None:
             "Cannot manually unshard parameters during forward/backward: it is the turn of "
             f"{runtime.root.name}, to which unit {unit.name} belongs; enter the unshard context before, or after"
         ) from None
+    unit.notice_replaced()
+    if runtime is None:
+        unit.reseat()
     if unit.meta_parameters:
         raise StateError(
             f"parameters of unit {unit.name} are still on the meta device: {', '.join(unit.meta_parameters[:8])}; give "
@@ -161,11 +164,6 @@ def require_lendable(unit: Unit, terms: Terms) -> None:
             f"with_grads=True: unit {unit.name} has gradients that wait for a reduction (no_sync, or "
             "set_requires_gradient_sync(False)), so they are in no shard; run a backward that reduces first"
         )
-    if unit.policy.notices_replaced:
-        for record in unit.parameters:
-            record.notice_replaced()
-    if runtime is None:
-        unit.reseat()
 
 
 # Gathering
@@ -245,7 +243,7 @@ def _digest(whole: torch.Tensor) -> torch.Tensor:
 
     Without memory to speak of, and the same on all ranks. The order of elements counts.
     """
-    tensor = _plain(whole.detach()).reshape(-1)
+    tensor = local_part(whole.detach()).reshape(-1)
     if type(tensor) is not torch.Tensor:
         return torch.empty(0)  # one that gathers itself has bytes of its own
     raw = (tensor.clone() if tensor.storage_offset() else tensor).view(torch.uint8)
@@ -289,7 +287,7 @@ def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequenc
 
 def _same(one: Any, other: Any) -> bool:
     tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return tensors and one.shape == other.shape and torch.equal(_plain(one), _plain(other))
+    return tensors and one.shape == other.shape and torch.equal(local_part(one), local_part(other))
 
 
 def _placement_of(tensor: torch.Tensor) -> Any:
@@ -300,12 +298,8 @@ def _kind_of(tensor: torch.Tensor | None) -> str:
     return f"a DTensor with {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _part_of(record: ShardedParameter, whole: torch.Tensor) -> torch.Tensor:
-    return record.part_of(_plain(whole).detach())
+    return record.part_of(local_part(whole).detach())
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from sherd._torch import is_replicated, move_hooks
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
 from sherd.engine import hooks
@@ -21,6 +22,12 @@ from sherd.engine.unit import Unit
 from sherd.errors import OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.ragged import as_dtensor
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Whether a unit made of the modules around `module` is to leave it alone, with all below it: it is a unit already,
+    or torch's DDP looks after it."""
+    return unit_of(module) is not None or is_replicated(module)
 
 
 def make_unit(
@@ -44,7 +51,7 @@ def make_unit(
     surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
     records = _shard(found, streams, wish_of, surrounds)
     _borrow(found)
-    unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy, surrounds)
+    unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy, surrounds, found)
     _bring_buffers(found.modules, mesh.device)
     hooks.install(
         unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())]
@@ -85,6 +92,7 @@ def _shard(
             weakref.ref(each.holder),
             each.places,
         )
+        move_hooks(each.parameter, shard)
         record.claim(each.parameter)
         record.show(shard)
         records.append(record)

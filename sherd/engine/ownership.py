@@ -34,25 +34,31 @@ class Borrowed:
 
 @dataclass(frozen=True)
 class Belongings:
-    """What a unit is made of. `modules`: every module below it that no nested unit has."""
+    """What a unit is made of. `modules`: every module below it that no nested unit has. `ignored`: the ids of the
+    parameters that were to be left alone, and were met."""
 
     modules: list[nn.Module]
     owned: list[Found]
     borrowed: list[Borrowed]
+    ignored: frozenset[int] = frozenset()
 
 
 def belongings(
-    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_unit: Callable[[nn.Module], bool]
+    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_taken: Callable[[nn.Module], bool]
 ) -> Belongings:
-    """Walk the modules below `roots`, not into modules that are units already, and sort their parameters."""
+    """Walk the modules below `roots`, not into those that are taken already, and sort their parameters."""
     ignored_ids = {id(parameter) for parameter in ignored}
     modules: dict[int, nn.Module] = {}
     owned: dict[int, Found] = {}
     borrowed: list[Borrowed] = []
-    for prefix, module in _walk(roots, is_unit):
+    met: set[int] = set()
+    for prefix, module in _walk(roots, is_taken):
         modules[id(module)] = module
         for attribute, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in ignored_ids:
+            if parameter is None:
+                continue
+            if id(parameter) in ignored_ids:
+                met.add(id(parameter))
                 continue
             place = Place(module, attribute)
             record = record_of(parameter)
@@ -61,19 +67,19 @@ def belongings(
                 continue
             name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
             owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
-    return Belongings(list(modules.values()), list(owned.values()), borrowed)
+    return Belongings(list(modules.values()), list(owned.values()), borrowed, frozenset(met))
 
 
-def _walk(roots: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below `roots` once, with its name; nested units and what is below them are left out."""
+def _walk(roots: Sequence[nn.Module], is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below `roots` once, with its name; those that are taken, and what is below them, are left out."""
     own = {id(root) for root in roots}
     seen: set[int] = set()
     stack = [("", root) for root in reversed(roots)]
     while stack:
         prefix, module = stack.pop()
-        if id(module) in seen or (id(module) not in own and is_unit(module)):
+        if id(module) in seen or (id(module) not in own and is_taken(module)):
             continue
         seen.add(id(module))
         yield prefix, module
-        children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module._modules.items() if child]
+        children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
         stack.extend(reversed(children))

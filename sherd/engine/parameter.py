@@ -19,13 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, dtensor, dtensor_spec, local_tensor
+from sherd._torch import DTensorSpec, dtensor, dtensor_spec, in_functional_call, local_tensor
 from sherd.comm.mesh import DataMesh
 from sherd.engine.pieces import piece_of
-from sherd.errors import WriteBackError
+from sherd.errors import UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
 from sherd.tensor.moves import part_given
+from sherd.tensor.ragged import as_dtensor
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
 """By the id of a tensor: its record, and the tensor itself where the record does not hold it.
@@ -104,6 +105,17 @@ class Place:
             self.parameters[self.attribute] = None
             self._shown_in[self.attribute] = parameter
 
+    def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
+        """Show `new`; a Parameter other than `old` that was there."""
+        shown = self._shown_in if not self.registered else self.parameters
+        found = shown.get(self.attribute)
+        if found is old:
+            shown[self.attribute] = new
+            return None
+        found = self.shown
+        self.show(new)
+        return found if isinstance(found, nn.Parameter) and found is not old and found is not new else None
+
     def register(self, registered: bool) -> None:
         """Have it among the module's parameters, or as a plain attribute. Its turn among them stays."""
         if registered == self.registered:
@@ -169,6 +181,7 @@ class ShardedParameter:
     restored: Callable[[torch.Tensor], torch.Tensor] | None = None
     lent: nn.Parameter | None = None
     _owner: weakref.ref[Owner] | None = None
+    _taken_ids: set[int] = field(default_factory=set)
 
     def claim(self, tensor: torch.Tensor) -> None:
         """Remember that `tensor` is a form of this parameter: its shard, its whole, or what it was before."""
@@ -241,19 +254,47 @@ class ShardedParameter:
             for place in self.places:
                 place.show(parameter)
 
-    def notice_replaced(self) -> None:
-        """Take the values of a Parameter that the user has put in the shard's place, if there is one; the shard stays.
+    def notice_replaced(self) -> bool:
+        """Take the values of a Parameter that the user has put in the shard's place; return whether there is one.
+
+        The shard stays, or on the meta device gets memory, and succeeds that Parameter in optimizers that have it.
 
         Raises:
+            UnsupportedError: it is there for one call of `torch.func.functional_call`.
             WriteBackError: that is neither of the whole's shape, nor as much as this rank holds.
         """
+        noticed = False
         for place in self.places:
             if place.shows(self.shard) or self.lent is not None:
                 continue
             shown = place.shown
-            if isinstance(shown, nn.Parameter):  # other tensors are lent for one call (torch.func.functional_call)
+            if isinstance(shown, torch.Tensor) and in_functional_call():
+                raise UnsupportedError(
+                    f"torch.func.functional_call gave a value for {self.name}, which is sharded: what is gathered "
+                    "would take its place. Call it on a plain copy of the model, made before fully_shard; to change "
+                    "values for good, use load_state_dict() or sherd.unsharded(model)"
+                )
+            if isinstance(shown, nn.Parameter):
                 self._take_values(shown)
+                if record_of(shown) is None:  # else it is another shard, which stays what it is
+                    self.claim(shown)
+                    self._taken_ids.add(id(shown))
                 place.show(self.shard)
+                noticed = True
+        return noticed
+
+    def has_taken(self, parameter: nn.Parameter) -> bool:
+        """Whether the user had put `parameter`, a form of this one, in the shard's place; no module has it any more."""
+        return id(parameter) in self._taken_ids
+
+    def hide(self, whole: nn.Parameter) -> nn.Parameter | None:
+        """Show the shard where `whole` was shown; a Parameter that the user had put there instead."""
+        instead = None
+        if self.lent is None:
+            for place in self.places:
+                found = place.swap(whole, self.shard)
+                instead = instead if found is None else found
+        return instead
 
     @torch.no_grad()
     def _take_values(self, value: torch.Tensor) -> None:
@@ -267,7 +308,11 @@ class ShardedParameter:
                 f"which this rank holds {local.numel()} elements: give the whole tensor or this rank's part, or build "
                 "the model anew"
             )
-        local.copy_(part)
+        if local.is_meta:
+            own = part.to(local.dtype, copy=True, memory_format=torch.contiguous_format)
+            self.exchange(nn.Parameter(as_dtensor(own, self.shard_spec), requires_grad=self.shard.requires_grad))
+        else:
+            local.copy_(part)
 
     def restore_with(self, restored: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let `restored` make the whole parameter of its local tensor."""

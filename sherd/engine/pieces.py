@@ -147,6 +147,11 @@ class CopyOut(ABC):
     def land(self, rank: int, part: torch.Tensor) -> None:
         """Copy one rank's rest buffer, `part`, to where its elements go in the whole buffer."""
 
+    def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A packing `in_order`, tensor by tensor: where its elements lie in the whole buffer, rank after rank, and what
+        this rank has of it in `part`, its rest buffer. All 1-D."""
+        raise NotImplementedError("the rows are the whole buffer")
+
 
 def copy_out(packing: Packing, whole: torch.Tensor) -> CopyOut:
     """How the rows of `packing` become `whole`."""
@@ -176,12 +181,14 @@ class _CopyStrips(CopyOut):
         self._rest_numel = packing.rest_numels[0]
         self._whole = whole
         slots = [slot for slot in packing.slots if isinstance(slot, Slot)]
+        in_order = (slot for slot in slots if slot.cut.in_order)
+        self._in_order = sorted(in_order, key=lambda slot: slot.rest.start)
         self._scattered = [slot for slot in slots if not slot.cut.in_order]
         self._targets = [view for slot in self._scattered for view in tensor_views(self._tensor(slot), slot.cut)]
         self._sizes: list[int] = []
         self._outs: list[torch.Tensor] = []
         end = 0
-        for slot in sorted((slot for slot in slots if slot.cut.in_order), key=lambda slot: slot.rest.start):
+        for slot in self._in_order:
             self._skip(slot.rest.start - end)
             self._sizes.append(slot.rest.numel)
             self._outs.append(whole[slot.whole.start : slot.whole.stop].view(self._num_ranks, slot.rest.numel))
@@ -211,6 +218,11 @@ class _CopyStrips(CopyOut):
         if landing is None:
             landing = self._landings[rank] = self._landing(rank)
         landing(part)
+
+    def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        slots = [slot for slot in self._in_order if slot.rest.numel]
+        wholes = [self._whole[slot.whole.start : slot.whole.stop] for slot in slots]
+        return wholes, [part[slot.rest.start : slot.rest.stop] for slot in slots]
 
     def _landing(self, rank: int) -> _Landing:
         scattered = [

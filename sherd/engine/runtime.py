@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from sherd._torch import at_end_of_backward, in_backward, splitting_stage
+from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.order_check import checked
+from sherd.engine.under_way import UnderWay
 from sherd.engine.unit import Unit
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
@@ -61,7 +62,8 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
 class Call:
     """A forward under way. `opens_run`: it is the first of its unit's modules to run in this pass.
 
-    `handling` is the exception that was being handled when it began, to tell a new one from.
+    `handling` is the exception that was being handled when it began, to tell a new one from. `under_way`: of the first
+    of the calls under way, whether it still is.
     """
 
     unit: Unit
@@ -70,6 +72,7 @@ class Call:
     opens_run: bool
     recomputing: bool
     handling: BaseException | None
+    under_way: UnderWay | None
 
 
 class Runtime:
@@ -105,8 +108,9 @@ class Runtime:
 
     def on(self, event: Event) -> None:
         """Carry out what the schedule answers."""
-        for action in self.schedule.on(event):
-            self.perform(action)
+        with outside_transforms():  # what is gathered under `vmap` or `grad` would be of that level, and gone after it
+            for action in self.schedule.on(event):
+                self.perform(action)
 
     def perform(self, action: Action) -> None:
         """Carry out `action`."""
@@ -129,11 +133,14 @@ class Runtime:
                 f"forward of unit {unit.name}{of} inside an unshard context (unsharded, summon_full_params) that lends "
                 "its parameters; leave the context first, or enter it with recurse=False on a unit above"
             )
+        if self._calls and unit is self.root:
+            self._give_up_interrupted()
         recomputing = self.in_backward and in_backward()
         outermost = not self._calls and not recomputing
         if outermost:
             self._begin_forward(unit)
-        call = Call(unit, id(module), outermost, unit.module_begins(), recomputing, sys.exc_info()[1])
+        under_way = None if self._calls else UnderWay()
+        call = Call(unit, id(module), outermost, unit.module_begins(), recomputing, sys.exc_info()[1], under_way)
         self._calls.append(call)
         if recomputing:
             unit.recomputes()
@@ -247,6 +254,7 @@ class Runtime:
 
     def show_shards(self, unit: Unit) -> None:
         """As `reshard`, for somebody who will read or write shards; refused while they are needed whole."""
+        self._give_up_interrupted()
         if self._calls or (self.in_backward and in_backward()):
             during = "backward" if self.in_backward else "forward"
             raise StateError(
@@ -269,6 +277,11 @@ class Runtime:
         for unit in self.units:
             unit.end_backward()
             unit.run_ends()
+
+    def _give_up_interrupted(self) -> None:
+        """Back to shards if a forward has ended and nobody said so."""
+        if self._calls and (first := self._calls[0].under_way) is not None and first.is_over:
+            self.reset(gradients=self.in_backward)
 
     def _recover_from_backward(self, unit: Unit) -> None:
         """The last backward raised, so its final callback never ran."""

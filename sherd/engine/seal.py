@@ -5,11 +5,14 @@ On a module there is one private key for its unit and, on a root, one for its ru
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd.engine.forms import forget_loads
-from sherd.engine.parameter import plain_name
+from sherd._torch import is_replicated
+from sherd.engine.forms import forget_loads, require_can_gather_itself
+from sherd.engine.parameter import plain_name, record_of
 from sherd.engine.runtime import Runtime
 from sherd.engine.unit import Unit
 from sherd.errors import OwnershipError, StateError
@@ -22,6 +25,12 @@ def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `module` was made into, alone or in a list."""
     unit = module.__dict__.get(_UNIT)
     return unit if isinstance(unit, Unit) else None
+
+
+def units_below(root: nn.Module) -> list[Unit]:
+    """The units at and below `root`, each once, in the order of `named_modules`, as a runtime has them."""
+    found = (unit_of(module) for module in root.modules())
+    return list({unit.id: unit for unit in found if unit is not None}.values())
 
 
 def attach(module: nn.Module, unit: Unit) -> None:
@@ -61,9 +70,12 @@ def seal(root: nn.Module) -> Runtime:
         unit.rename(", ".join(unit_names), module_names)
     for unit in units:
         if unit.meta_parameters:
+            unit.notice_replaced()
             unit.reseat()  # `to_empty` may have been called on each module by itself
     _require_data(units)
     _require_own_meshes(units)
+    _require_shards_can_gather_themselves(units)
+    _warn_of_late_parameters(root, units)
     runtime = Runtime(units)
     for unit in units:
         if not unit.is_seated:
@@ -81,6 +93,40 @@ def _require_data(units: list[Unit]) -> None:
         raise StateError(
             f"parameters are still on the meta device: {shown}. Give them memory and values before the first forward: "
             "model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
+        )
+
+
+def _require_shards_can_gather_themselves(units: list[Unit]) -> None:
+    """Raise if a shard was given an all-gather of its own, after it was cut in a way that does not allow for one."""
+    for record in (each for unit in units for each in unit.parameters):
+        require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
+
+
+def _warn_of_late_parameters(root: nn.Module, units: list[Unit]) -> None:
+    """Say which trainable parameters have come after their module was sharded: each rank would train its own."""
+    if units[0].mesh.num_pieces * units[0].mesh.num_replicas == 1:
+        return
+    ignored = {each for unit in units for each in unit.ignored}
+    others = {id(each) for module in root.modules() if is_replicated(module) for each in module.modules()}
+    places = {(place.module_id, place.attribute) for unit in units for each in unit.parameters for place in each.places}
+    late = [
+        plain_name(f"{path}.{attribute}" if path else attribute)
+        for path, module in root.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+        and parameter.requires_grad
+        and id(module) not in others
+        and (id(module), attribute) not in places
+        and record_of(parameter) is None
+        and id(parameter) not in ignored
+    ]
+    if late:
+        shown = ", ".join(late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
+        warnings.warn(
+            f"parameters were added after {type(root).__name__} was sharded: {shown}. They are not sharded and their "
+            "gradients are not reduced, so every rank trains its own. Add them (adapters, a new head) before "
+            "fully_shard, or call fully_shard on their module; name them in ignored_params if you reduce them yourself",
+            stacklevel=2,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,13 @@ from torch import nn
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
+from sherd.engine.adoption import watcher
 from sherd.engine.flat import FlatShard
 from sherd.engine.gradients import Gradients
 from sherd.engine.group import Group, Kind, kind_of, travels_alone
+from sherd.engine.left_behind import LeftBehind
 from sherd.engine.offload import RestingPlace
+from sherd.engine.ownership import Belongings
 from sherd.engine.parameter import Place, ShardedParameter
 from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.weights import Weights
@@ -41,7 +44,7 @@ RECOMPUTED = -1
 
 class Unit:
     """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too;
-    `surrounds`: there are units below its modules.
+    `surrounds`: there are units below its modules. `found` is what it is made of.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -56,7 +59,8 @@ class Unit:
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         policy: UnitPolicy,
-        surrounds: bool = False,
+        surrounds: bool,
+        found: Belongings,
     ) -> None:
         self.id = next(_ids)
         self.class_name = type(modules[0]).__name__
@@ -67,6 +71,8 @@ class Unit:
         self.streams = streams
         self.precision = precision
         self.policy = policy
+        self.ignored = found.ignored
+        self.left_behind = LeftBehind(found.modules)
         self._surrounds = surrounds
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
@@ -157,7 +163,8 @@ class Unit:
         self.weights, self.gradients = [], []
         for batch in (batch for members in kinds.values() for batch in self._batches(members)):
             group = Group(batch, self.precision, self._place)
-            gradients = Gradients(group, self.streams, partial(_completed, this, len(self.gradients)))
+            completed = partial(_completed, this, len(self.gradients))
+            gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
             self.gradients.append(gradients)
             self.weights.append(
                 SelfGatheredWeights(group, self.streams, self.precision, gradients.watch)
@@ -229,6 +236,20 @@ class Unit:
         if len(devices) == 1 and not self.is_seated:
             self.regroup()
 
+    def notice_replaced(self) -> None:
+        """Take the values of Parameters that the user has put in the place of shards, which have moved then if they
+        were on the meta device.
+
+        Raises:
+            WriteBackError: one of another shape.
+        """
+        self._notice_replaced(self.parameters)
+
+    def _notice_replaced(self, parameters: Sequence[ShardedParameter]) -> None:
+        noticed = self.policy.notices_replaced and [each for each in parameters if each.notice_replaced()]
+        if noticed:
+            watcher.sharded_again()
+
     @property
     def meta_parameters(self) -> list[str]:
         """Names of the parameters that have no data yet."""
@@ -285,15 +306,21 @@ class Unit:
         for gradients in self.gradients:
             gradients.drop_unreduced()
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Drop or zero the shards' gradients, and drop those that wait for a reduction."""
-        self.drop_unreduced()
-        for leaf in self.leaves:
-            gradient = leaf.grad
-            if set_to_none or gradient is None:
-                leaf.grad = None
-            else:
-                gradient.detach_().zero_()
+    def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
+        """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.
+
+        Of a unit of several modules that may be a part of it.
+        """
+        is_all = all(id(module) in module_ids for module in self.modules)
+        for gradients in self.gradients:
+            group = gradients.group
+            chosen = [leaf for leaf in group.leaves if is_all or group.hangs_on(leaf, module_ids)]
+            gradients.drop_unreduced_of(frozenset(index for leaf in chosen for index in leaf.members))
+            for parameter in (leaf.parameter for leaf in chosen):
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad.detach_().zero_()
 
     @property
     def in_full_precision(self) -> bool:
@@ -308,9 +335,7 @@ class Unit:
         for weights in self.weights:
             if weights.live is Live.WHOLE:
                 continue  # other groups of the unit were freed alone
-            if self.policy.notices_replaced:
-                for parameter in weights.group.parameters:
-                    parameter.notice_replaced()
+            self._notice_replaced(weights.group.parameters)
             mesh = weights.group.mesh
             transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
             weights.gather(transport, full)
@@ -441,6 +466,18 @@ class Unit:
                 divide_by, policy.reduce_scatter is None, policy.reduce_gradients, policy.accumulation is not None
             )
 
+    @property
+    def expects_gradients(self) -> bool:
+        """Whether backward has reached it."""
+        return any(gradients.is_expecting for gradients in self.gradients)
+
+    def begin_backward(self) -> None:
+        """Backward has reached it, and none of its outputs on the way: through a loss that a module has kept for
+        itself, a weight that was used after `unshard()`, a gradient of a gradient."""
+        runtime = self.runtime
+        if runtime is not None:
+            runtime.before_backward(self)
+
     def end_backward(self) -> None:
         """What has not come will not come."""
         self._on_gradients = None
@@ -459,6 +496,12 @@ class Unit:
             self._completed = 0
         if self._on_gradients is not None:
             self._on_gradients(self, None if is_last else group)
+
+
+def _surprised(unit: weakref.ref[Unit]) -> None:
+    alive = unit()
+    if alive is not None:
+        alive.begin_backward()
 
 
 def _completed(unit: weakref.ref[Unit], group: int) -> None:

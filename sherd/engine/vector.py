@@ -19,7 +19,7 @@ from sherd._torch import dtensor_spec, gradients_of, local_gradients, local_tens
 from sherd.engine.group import Group, own_view
 from sherd.engine.parameter import ShardedParameter
 from sherd.layout.extent import Extent
-from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.ragged import as_dtensor, local_part
 
 State = dict[str, Any]
 States = MutableMapping[Any, Any]
@@ -162,7 +162,7 @@ class Run:
         for key, value in states[0].items():
             if is_elementwise(value, self.seats[0]):
                 parts = [
-                    homes[id(shard)].views[key] if id(shard) in homes else _local(state[key]).reshape(-1)
+                    homes[id(shard)].views[key] if id(shard) in homes else local_part(state[key]).reshape(-1)
                     for shard, state in zip(self.shards, states, strict=True)
                 ]
                 vector = self._as_vector(parts)
@@ -220,10 +220,6 @@ def is_elementwise(value: Any, seat: Seat) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == seat.record.local.shape)
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def copy_of(value: Any) -> Any:

@@ -22,8 +22,10 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Land, Pending, Transport
 from sherd.engine.group import Group
+from sherd.engine.parameter import ShardedParameter
 from sherd.engine.pieces import copy_out
 from sherd.errors import StateError
+from sherd.layout.packing import RunSlot, Slot
 from sherd.schedule.forecast import Kind
 from sherd.schedule.state import Live
 
@@ -56,7 +58,7 @@ class _Flight:
 
     handoff: Handoff
     source: torch.Tensor
-    rows: torch.Tensor | None
+    rows: torch.Tensor | None = None
     land: Land | None = None
 
 
@@ -77,12 +79,40 @@ class _Whole:
             tensor = flat.data[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
             self.parameters.append(nn.Parameter(parameter.as_whole(tensor), requires_grad=parameter.requires_grad))
         del tensor
+        self._slots = group.packing.slots
+        offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
+        self._plain = [
+            (index, parameter, offset)
+            for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
+            if offset is not None
+        ]
         self.own_uses = self.buffer.uses
 
     def free(self) -> None:
         """Give the memory back, unless the shards are in it."""
         if self.buffer.is_ours:
             self.buffer.free()
+
+    def moved(self) -> list[int]:
+        """The parameters that a user's `.data = ...` has given memory which no gather would fill."""
+        start = self.buffer.tensor.data_ptr()
+        return [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
+
+    def put_back(self, index: int) -> bool:
+        """Give a parameter its own memory again; whether there are the same values in it."""
+        parameter, slot = self.parameters[index], self._slots[index]
+        given = parameter.data
+        parameter.data = self.buffer.tensor.data[slot.whole.start : slot.whole.start + slot.cut.numel].view(
+            slot.cut.shape
+        )
+        return _are_same(given, parameter.data)
+
+
+def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.dtype) -> int | None:
+    """Where in the buffer its bytes begin; None for a DTensor, which is not given memory in this way, and for what has
+    no elements."""
+    is_plain = parameter.whole_spec is None and parameter.restored is None
+    return slot.whole.start * dtype.itemsize if is_plain and slot.cut.numel else None
 
 
 class Weights:
@@ -99,6 +129,8 @@ class Weights:
         self._versions: dict[torch.dtype, int] = {}
         self._part: torch.Tensor | None = None
         self._part_group: dist.ProcessGroup | None = None
+        # Whether the whole buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
+        self._lane_owns_whole = False
 
     @property
     def _whole(self) -> _Whole:
@@ -155,9 +187,19 @@ class Weights:
         """Whether an all-gather by `transport` needs no rows: it writes the whole buffer."""
         if transport.shares_memory:
             return True
+        return self._gathers_each(transport) or (self._may_be_rows and not transport.brings_memory)
+
+    def _gathers_each(self, transport: Transport) -> bool:
+        """Whether every tensor is gathered by itself, straight to its place in the whole buffer."""
+        is_possible = self.group.packing.is_in_order and not self.group.mesh.spreads
+        return transport.coalesces and is_possible and not self._may_be_rows
+
+    @property
+    def _may_be_rows(self) -> bool:
+        """Whether rows may be gathered into the whole buffer, of which they are the first bytes then."""
+        packing = self.group.packing
         # With streams, memory of compute's cannot be written ahead of compute.
-        is_ready = self._lane_owns_whole or self._streams.in_host_order
-        return is_ready and self.group.packing.direct and not transport.brings_memory
+        return packing.is_cut_into_runs or (packing.direct and self._streams.in_host_order)
 
     @torch.no_grad()
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
@@ -167,17 +209,12 @@ class Weights:
         if self.live is Live.SHRUNK:
             self._gather_part()
         elif self._is_up_to_date():
-            self._flight = _Flight(self._streams.gather.run(lambda async_op: None), self.group.rest, None)
+            self._flight = _Flight(self._streams.gather.run(lambda async_op: None), self.group.rest)
         elif transport.shares_memory:
             self._gather_onto(transport)
         else:
             self._gather_rows(transport)
         self._position.move(Live.GATHERING)
-
-    @property
-    def _lane_owns_whole(self) -> bool:
-        """Whether the whole buffer is the gather lane's memory, which writes it ahead of compute, or compute's own."""
-        return self.group.packing.is_cut_into_runs
 
     def _is_up_to_date(self) -> bool:
         """Whether the whole parameters are there still, or are the shards; if not, they will be, as of now."""
@@ -193,18 +230,20 @@ class Weights:
         """Into rows, that are copied out later; into the whole buffer itself where they are the same thing."""
         group, whole = self.group, self._whole
         packing = group.packing
-        in_place = self.fills_itself(transport)
+        in_place = self._lane_owns_whole = self.fills_itself(transport)
         flight: list[torch.Tensor] = []
 
         def start(async_op: bool) -> Pending | None:
-            source = self.group.source(self._dtype)
+            source = group.source(self._dtype)
             if in_place:
                 whole.buffer.allocate()
                 rows = whole.buffer.tensor[: packing.rows_numel]
             else:
                 rows = transport.empty(packing.rows_numel, self._dtype, group.device)
             flight.extend((source, rows))
-            return transport.all_gather(rows, source, self.group.shard_sizes, async_op)
+            if self._gathers_each(transport):
+                return transport.all_gather_each(*whole.copy_out.strips(source), async_op)
+            return transport.all_gather(rows, source, group.shard_sizes, async_op)
 
         handoff = self._streams.gather.run(start)
         source, rows = flight
@@ -227,7 +266,7 @@ class Weights:
         handoff = self._streams.gather.run(
             lambda async_op: transport.all_gather_onto(land_others, source, self.group.shard_sizes, async_op)
         )
-        self._flight = _Flight(handoff, source, None, land)
+        self._flight = _Flight(handoff, source, land=land)
 
     def _gather_part(self) -> None:
         """Equal parts of the whole buffer itself were kept, so they are gathered straight into place."""
@@ -245,7 +284,7 @@ class Weights:
 
         # The part is compute's memory, and so may be the buffer.
         self._streams.gather.follow_compute()
-        self._flight = _Flight(self._streams.gather.run(start), part, None)
+        self._flight = _Flight(self._streams.gather.run(start), part)
         self._part = self._part_group = None
 
     @torch.no_grad()
@@ -274,15 +313,25 @@ class Weights:
         """Show the shards again and give the memory back, whatever the state."""
         if self.live is Live.SHARDED:
             return
-        if self.live is Live.WHOLE:
-            for record in self.group.parameters:
-                record.show(record.shard)
+        lost = self._hide() if self.live is Live.WHOLE else []
         if self._flight is not None:
             self._flight.handoff.wait()
             self._flight = None
         self._part = self._part_group = None
         self._free_whole()
         self._position.move(Live.SHARDED)
+        _require_none_lost(lost)
+
+    def _hide(self) -> list[str]:
+        """Show the shards. The names of parameters that a user has given other values in a way that shards do not
+        notice; what was only moved is put back."""
+        whole = self._whole
+        lost = [self.group.parameters[index].name for index in whole.moved() if not whole.put_back(index)]
+        for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):
+            instead = record.hide(parameter)
+            if instead is not None and not _are_same(instead, parameter):
+                lost.append(record.name)
+        return lost
 
     def _free_whole(self) -> None:
         if self.group.mesh.keeps_whole:
@@ -301,7 +350,21 @@ class Weights:
         start = mesh.shard_rank % size * numel
         self._part = whole.buffer.tensor[start : start + numel].clone()
         self._part_group = mesh.smaller_group(size)
-        for record in self.group.parameters:
-            record.show(record.shard)
+        lost = self._hide()
         self._free_whole()
         self._position.move(Live.SHRUNK)
+        _require_none_lost(lost)
+
+
+def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = type(tensor) is type(other) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+    return alike and tensor.device == other.device and torch.equal(tensor, other)
+
+
+def _require_none_lost(names: list[str]) -> None:
+    if names:
+        raise StateError(
+            f"{', '.join(names)} had .data set, or another Parameter put in its place, while it was whole, which is a "
+            "copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
+            "them between steps, or in sherd.unsharded(model)"
+        )

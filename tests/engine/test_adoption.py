@@ -1,8 +1,11 @@
 """What becomes of an optimizer that was built before its parameters were sharded?"""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from sherd import fully_shard
 from sherd.errors import OptimizerError
@@ -57,6 +60,38 @@ def test_an_optimizer_built_before_sharding_trains_the_shards(world, in_two_grou
         assert holds_the_shards
         for name, expected in trained_plain().items():
             torch.testing.assert_close(params[name], expected)
+
+
+def trained_after_a_shard_was_replaced(device: str, as_shard: bool) -> tuple[dict, bool]:
+    """Another Parameter is put in a shard's place, before the first forward, and the optimizer is built of that."""
+    value = torch.arange(20.0).view(5, 4) / 20
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3))
+    fully_shard(model)
+    place = model[0].weight.device_mesh, model[0].weight.placements
+    model[1].to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model[1].parameters():
+            parameter.to_local().fill_(0.1)
+    model[0].weight = nn.Parameter(distribute_tensor(value, *place) if as_shard else value)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-3)
+    train(model, optimizer)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return whole_params(model), held == {id(parameter) for parameter in model.parameters()}
+
+
+def test_an_optimizer_built_of_what_was_put_in_a_shards_place_trains_the_shard(threads):
+    plain = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3))
+    with torch.no_grad():
+        plain[0].weight.copy_(torch.arange(20.0).view(5, 4) / 20)
+        for parameter in plain[1].parameters():
+            parameter.fill_(0.1)
+    train(plain, torch.optim.Adam(plain.parameters(), lr=0.1, eps=1e-3))
+    for device, as_shard in itertools.product(("cpu", "meta"), (True, False)):
+        for params, holds_the_shards in threads(2).run(trained_after_a_shard_was_replaced, device, as_shard):
+            assert holds_the_shards, (device, as_shard)
+            for name, expected in whole_params(plain).items():
+                torch.testing.assert_close(params[name], expected)
 
 
 def trained_with_an_optimizer_adopted_twice() -> tuple[dict, int]:

@@ -11,9 +11,9 @@ from bench.peak import LiveBytes
 from sherd import CommPolicy, Flat, MixedPrecisionPolicy, PrefetchPolicy, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from sherd.engine.gradients import Gradients
-from sherd.engine.memory import bytes_of, forecast_for, held_by, sizes_of, units_below, watched
+from sherd.engine.memory import bytes_of, forecast_for, held_by, sizes_of, watched
 from sherd.engine.runtime import Runtime
-from sherd.engine.seal import unit_of
+from sherd.engine.seal import unit_of, units_below
 from sherd.schedule.forecast import Kind
 
 WIDTH = 256
@@ -98,7 +98,7 @@ def live_peak(model):
     """What every tensor takes in a step, at most."""
     found = []
     with LiveBytes() as live:
-        for _ in range(4):
+        for _ in range(3):
             gc.collect()  # what waits in cycles would count
             live.forget_peak()
             step(model)
@@ -115,6 +115,7 @@ CHOICES = {
     "flat": {"placement": "flat"},
     "torch": {"transport": "torch"},
     "torch-flat": {"transport": "torch", "placement": "flat"},
+    "coalesced": {"transport": "coalesced"},
     "shared": {"transport": "shared_memory"},
     "shared-flat": {"transport": "shared_memory", "placement": "flat"},
     "freed": {"reshard": True},
@@ -131,6 +132,7 @@ CHOICES = {
     "frozen": {"frozen": ("embed.weight", "blocks.0.1.weight", "blocks.2.3.weight")},
     "streams": STREAMS,
     "streams-flat": {**STREAMS, "placement": "flat"},
+    "streams-coalesced": {**STREAMS, "transport": "coalesced"},
     "streams-half": {**STREAMS, "param_dtype": torch.bfloat16},
     "frozen-flat": {"frozen": ("embed.weight", "blocks.0.1.weight"), "placement": "flat"},
 }
@@ -142,8 +144,9 @@ def test_the_forecast_is_what_two_ranks_measure(world, choices):
         # What autograd holds by itself is in no forecast: here a tied gradient, between its two uses.
         autograds = 4 * VOCABULARY * WIDTH if choices.get("tied") else 0
         assert watched_peak == pytest.approx(told, rel=0.005)
-        # Nor is what gloo's own reduce-scatter holds: a copy of what it was given, seen when it is done.
-        gloos = LARGEST if choices.get("transport") == "torch" else 0
+        # Nor is what gloo's own reduce-scatter holds: a copy of what it was given, seen when it is done. With streams
+        # the peak is elsewhere.
+        gloos = LARGEST if choices.get("transport") in ("torch", "coalesced") and "streams" not in choices else 0
         assert live - autograds - gloos == pytest.approx(told, rel=0.02)
         assert guess == pytest.approx(told, rel=0.1)
 

@@ -1,9 +1,11 @@
 """Are parameters whole, and of today, wherever they are used: shared between units, or unsharded by hand?"""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from sherd import fully_shard
+from sherd.errors import StateError
 from tests.parity.training import assert_named_close, whole_grads
 
 
@@ -96,3 +98,66 @@ def test_a_parameter_without_elements_is_no_trouble_whether_it_is_used_or_not(wo
         for used in (True, False):
             found = world(2).run(gradient_beside_an_empty_parameter, shape, used)
             assert found == [[[2.0] * 4] * 4] * 2, (shape, used)
+
+
+class Moves(nn.Linear):
+    """Gives its weight other memory in each forward, as recurrent layers do that lay theirs side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+def losses_of_weights_that_move(reshards: bool | None) -> list[float]:
+    """None: of the plain model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Moves(4, 4), nn.Linear(4, 3))
+    if reshards is not None:
+        for unit in (*model, model):
+            fully_shard(unit, reshard_after_forward=reshards)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().sum()
+        if not reshards:
+            model[1].weight.data = model[1].weight.data.clone()
+            model[1].bias = nn.Parameter(model[1].bias.detach().clone()) if reshards is False else model[1].bias
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_whole_parameter_in_other_memory_is_put_back(world):
+    expected = losses_of_weights_that_move(None)
+    for reshards in (True, False):
+        for losses in world(2).run(losses_of_weights_that_move, reshards):
+            torch.testing.assert_close(losses, expected)
+
+
+def change_whole_parameters(how: str) -> tuple[str, list[bool]]:
+    """What is said, and whether training goes on with what the shards have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    kept = [each.detach().clone() for each in model.parameters()]
+    for unit in (*model, model):
+        fully_shard(unit, reshard_after_forward=False)
+    loss = model(torch.ones(2, 4)).square().sum()
+    if how == "data":
+        model[0].weight.data = torch.ones(4, 4)
+    else:
+        model[0].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(StateError, match="changing the parameters between forward and backward") as raised:
+        loss.backward()
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().sum().backward()
+    held = [each.full_tensor() for each in model.parameters()]
+    return str(raised.value), [torch.equal(*each) for each in zip(held, kept, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["data", "variable"])
+def test_other_values_for_a_whole_parameter_are_refused(world, how):
+    for said, same in world(2).run(change_whole_parameters, how):
+        assert "0.weight had .data set" in said
+        assert "sherd.unsharded(model)" in said
+        assert all(same)

@@ -1,0 +1,36 @@
+"""Is a forward that began still running? An exception that is no `Exception` (Ctrl-C) passes torch's hooks by, also
+those that are always called, so nobody says that it has ended."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from sherd._torch import MODULE_CALL
+
+
+class UnderWay:
+    """The module call that is being made now, to be looked for later on the stack of its thread.
+
+    It holds the call's frame, for another frame may get the same address: let go of it when the call has ended.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._call = next((each for each in _from(sys._getframe()) if each.f_code is MODULE_CALL), None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has certainly ended. Of other threads nothing is known."""
+        if self._call is None or self._thread != threading.get_ident():
+            return False
+        return all(each is not self._call for each in _from(sys._getframe()))
+
+
+def _from(frame: FrameType | None) -> Iterator[FrameType]:
+    """`frame` and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

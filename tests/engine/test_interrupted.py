@@ -1,0 +1,42 @@
+"""Is a model usable after Ctrl-C, which no hook of torch's is told of?"""
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.api.compared import assert_trained, made, mean_square, shard_children, train
+from tests.models import Block
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def stack():
+    return nn.Sequential(Block(), Checkpointed(), Block())
+
+
+def interrupted(where: str):
+    model, rank, forwards = shard_children(made(stack)), dist.get_rank(), []
+
+    def interrupt(*_):
+        forwards.append(where)
+        if where != "recomputation" or len(forwards) == 2:
+            raise KeyboardInterrupt
+
+    inner = model[1].up
+    hooks = {"forward": inner.register_forward_pre_hook, "recomputation": inner.register_forward_pre_hook}
+    handle = hooks.get(where, inner.register_full_backward_pre_hook)(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        mean_square(model, rank, 0).backward()
+    handle.remove()
+    assert all(name in model.state_dict() for name, _ in model.named_parameters())  # what a trainer does next
+    model.zero_grad()
+    return train(model, mean_square)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
+def test_after_an_interrupt_the_state_is_saved_and_training_goes_on(world, where):
+    assert_trained(world(2).run(interrupted, where), stack)
