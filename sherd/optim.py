@@ -81,9 +81,10 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
         raise PolicyTypeError(f"flatten_optimizer expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     kind = type(optimizer)
     _require_flat_form(optimizer, kind, elementwise)
+    runs = _Runs(kind)
     optimizer.__class__ = _flat_class(kind)  # type: ignore[arg-type]  # classes are hashable
     assert isinstance(optimizer, FlatStep), "its class has just become a FlatStep"
-    optimizer._sherd_runs = _Runs(kind)
+    optimizer._sherd_runs = runs
     return optimizer
 
 
@@ -174,8 +175,6 @@ class _Runs:
         if any(self._alone):
             # DTensors cannot be in one call with plain tensors.
             self._step_with(optimizer, self._alone)
-        for run in self._runs:
-            run.flat.grad = None
         if len(optimizer.state) != num_states:
             _put_in_order(optimizer)
 
@@ -204,6 +203,7 @@ class _Runs:
                 group["foreach"] = True
             for run in self._runs:
                 run.take_back(state_of)
+                run.flat.grad = None
 
     def _is_current(self, optimizer: Any) -> bool:
         """Whether parameters, shards and state are where they were when the runs were made."""

@@ -146,8 +146,8 @@ def _check(owned: Owned, rank: int, told: Outline, expected: dict[str, Sign], fi
         found = None if told.signs is None else told.signs.get(key)
         if found is None and (told.numel or sign.kind == OTHER):
             raise OptimStateError(
-                f"{name}: rank {rank} keeps no {key!r} for it, which other ranks do; step the optimizer on all ranks "
-                "or on none"
+                f"{name}: rank {rank} keeps no {key!r} for it, which other ranks do; build the optimizer from the same "
+                "parameters on all ranks, and step it on all or on none"
             )
         if found is not None and repr(found) != repr(sign):  # as text, where nan is nan
             raise OptimStateError(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, local_tensor, whole_of_sharded_tensor
+from sherd._torch import DTensorSpec, whole_of_sharded_tensor
 from sherd.checkpoint.agreement import State
 from sherd.checkpoint.names import Catalog, Groups, Member, Owned
 from sherd.checkpoint.parts import is_of_scalar, laid_out, vector_of
@@ -21,6 +21,7 @@ from sherd.checkpoint.sent import NO_STATE, Sent, from_rank0
 from sherd.engine.parameter import plain_name
 from sherd.errors import OptimStateError
 from sherd.optim import ELEMENTWISE
+from sherd.tensor.ragged import local_part
 
 
 def optim_state_dict_to_load(
@@ -47,8 +48,7 @@ def optim_state_dict_to_load(
         optim_input: parameters, or dicts with "params".
         is_named: the optimizer's own state dict has names for keys, those of `model.named_parameters()`.
         load_directly: load it, too.
-        from_rank_0: only rank 0 of `group` has `state_dict`, in whole tensors; what the others pass is not looked at.
-        group: None: all ranks.
+        from_rank_0: only rank 0 of `group` (None: of all) has it, in whole tensors; the others' is not looked at.
 
     Returns:
         `{"state": {id or name: {key: value}}, "param_groups": [...]}`, grouped as the optimizer is.
@@ -63,14 +63,15 @@ def optim_state_dict_to_load(
     given = _read(state_dict, from_rank_0, group)
     strangers = _strangers(given, catalog)
     strict = optim is None or isinstance(optim, ELEMENTWISE)
-    keys: dict[int, Any] = {}
+    listed = enumerate(each for of_group in groups for each in of_group)
+    keys: dict[int, Any] = {id(each): each.path if is_named else number for number, each in listed}
     states: dict[Any, Any] = {}
-    for number, owned in enumerate(each for some in groups for each in some):
-        key: Any = owned.path if is_named else number
-        keys[id(owned)] = key
-        state = _state_of(owned, given["state"], strict)
+    # In the model's order, which ranks share; an optimizer may be built from parameters in any.
+    for owned in catalog.owned:
+        state = _state_of(owned, given["state"], strict) if id(owned) in keys else None
         if state is not None:
-            states[key] = state if optim is None else _as_kept(state, optim.state.get(owned.parameter))
+            kept = state if optim is None else _as_kept(state, optim.state.get(owned.parameter))
+            states[keys[id(owned)]] = kept
     loaded = {"state": states | strangers, "param_groups": _numbered_groups(given, groups, choices, keys)}
     if load_directly:
         assert optim is not None, "there is something to load it into"
@@ -166,7 +167,7 @@ def _as_kept(state: State, kept: State | None) -> State:
     tensors = {key: value for key, value in (kept or {}).items() if isinstance(value, torch.Tensor) and value.dim()}
     plain = {key for key, value in tensors.items() if not isinstance(value, DTensor)}
     return {
-        key: local_tensor(value) if key in plain and isinstance(value, DTensor) else value
+        key: local_part(value) if key in plain and isinstance(value, torch.Tensor) else value
         for key, value in state.items()
     }
 
@@ -181,7 +182,7 @@ def _plain_copy(value: Any, owned: Owned) -> Any:
 def _loaded(member: Member, owned: Owned, state: State, strict: bool) -> _Loaded:
     """A member's state, cut as the member is; each value must be asked for on all ranks."""
     assert member.spec is not None, "it lies over ranks"
-    device = local_tensor(owned.parameter).device if isinstance(owned.parameter, DTensor) else owned.parameter.device
+    device = local_part(owned.parameter).device
     parts: dict[str, DTensor] = {}
     others: State = {}
     for key, value in state.items():

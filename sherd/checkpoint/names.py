@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from sherd._torch import DTensorSpec, spec_of
 from sherd.engine.flat import FlatParameter
 from sherd.engine.parameter import ShardedParameter, plain_name, record_of
-from sherd.engine.seal import unit_of
+from sherd.engine.seal import units_below
 from sherd.engine.unit import Unit
 from sherd.errors import OptimStateError, PolicyTypeError
 from sherd.layout.extent import Extent
@@ -45,13 +45,12 @@ class Member:
 class Owned:
     """What an optimizer owns, and the parameters of the model that this is: one, or those that were merged into it.
 
-    `path` is what `model.named_parameters()` calls it. `unit` is None for a parameter of no unit.
+    `path` is what `model.named_parameters()` calls it.
     """
 
     path: str
     parameter: nn.Parameter
     members: tuple[Member, ...]
-    unit: Unit | None
 
     @property
     def names(self) -> list[str]:
@@ -77,9 +76,12 @@ class Catalog:
     """All parameters of a model, in its order, each under the first name that it has there."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._records: dict[tuple[int, str], ShardedParameter] = {}
-        for module in model.modules():
-            self._note_places(unit_of(module))
+        self._records = {
+            (place.module_id, place.attribute): record
+            for unit in units_below(model)
+            for record in unit.parameters
+            for place in record.places
+        }
         self._by_leaf: dict[int, Owned] = {}
         found = list(self._found(model))
         names: dict[int, str] = {}
@@ -93,11 +95,6 @@ class Catalog:
                 self._by_leaf[id(leaf)] = _owned(paths.get(id(leaf), path), record, leaf, names)
         self.owned = list(self._by_leaf.values())
         self._by_path = {plain_name(each.path): each for each in self.owned}
-
-    def _note_places(self, unit: Unit | None) -> None:
-        for record in unit.parameters if unit is not None else ():
-            for place in record.places:
-                self._records[place.module_id, place.attribute] = record
 
     def _found(self, model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
         """Every place of the model where a parameter is: its path, its record, and what is there."""
@@ -190,15 +187,15 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
 def _owned(path: str, record: ShardedParameter | None, leaf: nn.Parameter, names: dict[int, str]) -> Owned:
     if record is None:
         spec = spec_of(leaf) if isinstance(leaf, DTensor) else None
-        return Owned(path, leaf, (Member(plain_name(path), leaf.shape, spec),), None)
+        return Owned(path, leaf, (Member(plain_name(path), leaf.shape, spec),))
+    if record.flat is None:
+        return Owned(path, leaf, (Member(names[id(record)], record.shard.shape, record.shard_spec),))
     unit = record.owner
     assert isinstance(unit, Unit), "a shard's unit lives as long as the modules that show it"
-    if record.flat is None:
-        return Owned(path, leaf, (Member(names[id(record)], record.shard.shape, record.shard_spec),), unit)
     (weights,) = unit.weights
     group, rank = weights.group, weights.group.mesh.piece
     members = tuple(
         Member(names.get(id(each), each.name), each.shard.shape, each.shard_spec, slot.held(rank), slot.whole.start)
         for each, slot in zip(group.parameters, group.packing.slots, strict=True)
     )
-    return Owned(path, leaf, members, unit)
+    return Owned(path, leaf, members)

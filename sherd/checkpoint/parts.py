@@ -14,7 +14,7 @@ from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
 from sherd.checkpoint.names import Member, Owned
 from sherd.engine.group import own_view
 from sherd.tensor.placement import RaggedShard, is_ragged
-from sherd.tensor.ragged import as_dtensor, distribute_ragged
+from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
 from sherd.tensor.states import COUNTS
 
 
@@ -45,8 +45,7 @@ def is_of_scalar(key: str, value: torch.Tensor, shape: torch.Size) -> bool:
 
 def local_shape(owned: Owned) -> torch.Size:
     """The shape of what this rank has of what an optimizer owns."""
-    parameter = owned.parameter
-    return local_tensor(parameter).shape if isinstance(parameter, DTensor) else parameter.shape
+    return local_part(owned.parameter).shape
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:

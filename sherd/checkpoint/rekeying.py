@@ -21,43 +21,46 @@ class OptimStateKeyType(Enum):
 
 
 def rekey_optim_state_dict(
-    state_dict: dict[str, Any],
-    key_type: OptimStateKeyType,
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """`state_dict` keyed as asked for; itself, if it is keyed so or has no state. No tensor is copied.
+    """A full state keyed by names or by numbers, as asked for: itself, if it is so already or has no state. No tensor
+    is copied.
 
     Args:
-        state_dict: of an optimizer, keyed by names or by numbers.
-        key_type: what it is to be keyed by.
-        model: the model the optimizer was built from, not flattened (`use_orig_params=False`).
+        optim_state_dict: of an optimizer, keyed by names or by numbers.
+        optim_state_key_type: what it is to be keyed by.
+        model: the model the optimizer was built from, as it was before it was wrapped, or with its own parameters.
         optim_input: what the optimizer was built from, if that is not all parameters in order.
         optim: the optimizer itself, instead.
 
     Raises:
         OptimStateError: names and numbers mixed, keys that the model does not have, a flat parameter, or another type.
     """
-    if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        raise OptimStateError(f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {key_type!r}")
-    keys = state_dict["state"].keys()
-    wanted: type = str if key_type is OptimStateKeyType.PARAM_NAME else int
+    if optim_state_key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
+        raise OptimStateError(
+            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {optim_state_key_type!r}"
+        )
+    keys = optim_state_dict["state"].keys()
+    wanted: type = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
     if all(isinstance(key, wanted) for key in keys):
-        return state_dict
+        return optim_state_dict
     if not all(isinstance(key, int) for key in keys) and not all(isinstance(key, str) for key in keys):
         raise OptimStateError(
             f"Invalid parameter keys: {list(keys)}; a state is keyed by names or by numbers, not by both"
         )
     names = _names(model, optim_input, optim)
     to: dict[Any, Any] = dict(enumerate(names))
-    if key_type is OptimStateKeyType.PARAM_ID:
+    if optim_state_key_type is OptimStateKeyType.PARAM_ID:
         to = {name: number for number, name in to.items()}
     return {
-        "state": {_found(to, key): state for key, state in state_dict["state"].items()},
+        "state": {_found(to, key): state for key, state in optim_state_dict["state"].items()},
         "param_groups": [
             {**group, "params": sorted(_found(to, key) for key in group["params"])}
-            for group in state_dict["param_groups"]
+            for group in optim_state_dict["param_groups"]
         ],
     }
 

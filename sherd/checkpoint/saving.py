@@ -36,15 +36,15 @@ def optim_state_dict(
     as one tensor of that shape; the rest (counts of steps, numbers) as it is.
 
     Args:
-        model: what the optimizer was built from, or a model that has it inside; sharded in any way, or not at all.
+        model: what the optimizer was built from, or a model that has it inside.
         optim: the optimizer.
-        given: its state, if `optim.state_dict()` is not to be asked; keyed by id or by the model's names.
+        given: its state, if `optim.state_dict()` is not to be asked; keyed by id or by the model's names. Without
+            "param_groups" there are none in what is returned.
         full: whether tensors are gathered. Otherwise they are DTensors that lie as the parameters do, and share memory
             with the optimizer's.
-        rank0_only: gather for rank 0 of `group` alone; the others take part and return an empty dict.
+        rank0_only: gather for rank 0 of `group` (None: of all) alone; the others take part and return an empty dict.
         offload_to_cpu: return tensors in host memory.
         in_rows: of what is not gathered, cut anew as `Shard(0)` what is cut into runs.
-        group: the ranks that are numbered for `rank0_only`; None: all.
 
     Returns:
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`; parameters without state have
@@ -56,24 +56,25 @@ def optim_state_dict(
     raw = optim.state_dict() if given is None else given
     catalog = Catalog(model)
     groups = catalog.groups_of(optim)
-    owned = [each for some in groups for each in some]
     states, strangers = _sorted_out(raw, groups, catalog)
-    agree(owned, states)
+    agree(catalog.owned, states)
     kept = not (full and rank0_only) or dist.get_rank(group) == 0
     found: dict[Any, Any] = {}
-    for each in owned:
+    # In the model's order, which ranks share; an optimizer may be built from parameters in any.
+    for each in catalog.owned:
         for name, state in _by_name(each, states.get(id(each)), full):
-            handed = {key: _handed_out(value, full, in_rows, offload_to_cpu) for key, value in state.items()}
+            handed = {key: _handed_out(value, full, in_rows, offload_to_cpu and kept) for key, value in state.items()}
             if kept:
                 found[name] = handed
-    return {"state": found | strangers, "param_groups": _named_groups(raw, groups)} if kept else {}
+    if not kept:
+        return {}
+    told = {"param_groups": _named_groups(raw, groups)} if "param_groups" in raw else {}
+    return {"state": found | strangers, **told}
 
 
 def _sorted_out(raw: dict[str, Any], groups: Groups, catalog: Catalog) -> tuple[dict[int, State], dict[Any, Any]]:
     """States by the id of what the optimizer owns; and what a user has put among them under a key of their own."""
-    by_key: dict[Any, Owned] = {}
-    for told, of_group in zip(raw["param_groups"], groups, strict=True):
-        by_key.update(zip(told["params"], of_group, strict=True))
+    by_key = _by_key(raw, groups)
     states: dict[int, State] = {}
     strangers: dict[Any, Any] = {}
     for key, state in raw["state"].items():
@@ -88,6 +89,17 @@ def _sorted_out(raw: dict[str, Any], groups: Groups, catalog: Catalog) -> tuple[
         else:
             states[id(owned)] = {name: _recognised(name, value, owned) for name, value in state.items()}
     return states, strangers
+
+
+def _by_key(raw: dict[str, Any], groups: Groups) -> dict[Any, Owned]:
+    """What has which key among the states: as the groups say, or, where a user has left them out, as an optimizer
+    numbers its parameters."""
+    if "param_groups" not in raw:
+        return dict(enumerate(each for of_group in groups for each in of_group))
+    by_key: dict[Any, Owned] = {}
+    for told, of_group in zip(raw["param_groups"], groups, strict=True):
+        by_key.update(zip(told["params"], of_group, strict=True))
+    return by_key
 
 
 def _recognised(key: str, value: Any, owned: Owned) -> Any:

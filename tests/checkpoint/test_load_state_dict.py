@@ -30,31 +30,40 @@ def trained(layout, seed=0):
     return model, optimizer
 
 
-def moved(layout, other, assign, after_a_step):
-    """State of one layout given to a model in another; how it differs, and whether it trains on as the first."""
-    source, _ = trained(layout)
+def moved(source, targets, assign, case):
+    """State of one model given to another in each layout; how they differ, and whether they train on as the first."""
+    wrong, found = [], {}
     expected = whole(source.state_dict())
-    target = trained(other, seed=1)[0] if after_a_step else model_in(other, seed=1)
-    result = target.load_state_dict(source.state_dict(), assign=assign)
-    case = f"{layout} -> {other}, assign={assign}, after a step={after_a_step}"
-    assert (result.missing_keys, result.unexpected_keys) == ([], []), case
-    wrong = differences(target.state_dict(), expected, case)
-    assert all(isinstance(each, DTensor) for each in target.parameters()), case
-    assert target.head.weight is target.embed.weight, case
-    # Training takes most of the time: each layout goes on from two others, and into each go two.
-    if (LAYOUTS.index(layout) - LAYOUTS.index(other)) % len(LAYOUTS) in (0, 1):
-        found, losses = (train(each, optimizer_of(each), range(2, 4)) for each in (target, source))
-        if not torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=1e-4):
-            wrong.append(f"{case}: {found} is not {losses}")
+    for layout, target in targets.items():
+        result = target.load_state_dict(source.state_dict(), assign=assign)
+        assert (result.missing_keys, result.unexpected_keys) == ([], []), case
+        wrong += differences(target.state_dict(), expected, f"{case} -> {layout}")
+        assert all(isinstance(each, DTensor) for each in target.parameters()), case
+        assert target.head.weight is target.embed.weight, case
+        # Training takes most of the time: each layout goes on from two others, and into each go two.
+        if (LAYOUTS.index(case) - LAYOUTS.index(layout)) % len(LAYOUTS) in (0, 1):
+            found[layout] = train(target, optimizer_of(target), range(2, 4))
+    losses = train(source, optimizer_of(source), range(2, 4))
+    wrong += [
+        f"{case} -> {layout}: {each} is not {losses}"
+        for layout, each in found.items()
+        if not torch.allclose(torch.tensor(each), torch.tensor(losses), rtol=1e-4)
+    ]
     return wrong
 
 
 def move_all(assign):
+    """Into models after a step, but for those of the same layout, which are new."""
+    used = {layout: trained(layout, seed=1)[0] for layout in PLACEMENTS}
     return [
         line
         for layout in LAYOUTS
-        for other in PLACEMENTS
-        for line in moved(layout, other, assign, after_a_step=other != layout)
+        for line in moved(
+            trained(layout)[0],
+            {other: model_in(other, seed=1) if other == layout else used[other] for other in PLACEMENTS},
+            assign,
+            layout,
+        )
     ]
 
 

@@ -1,5 +1,7 @@
 """Do whole state dicts go out of every layout and into it, from all ranks and from rank 0 alone?"""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import RaggedDTensor
 from tests.checkpoint.layouts import (
@@ -45,9 +46,12 @@ def trained_plain():
     return expected, values, states, train(model, optimizer, AFTER)
 
 
-def trained_from(values, states, layout, options, to_empty=False):
+def trained_from(plain, layout, options, to_empty=False):
     """A model of other weights that was given whole states: how it differs, and its losses."""
-    expected, *_, losses = trained_plain()
+    expected, values, states, losses = plain
+    values, states = copy.deepcopy((values, states))
+    if options.broadcast_from_rank0 and dist.get_rank():
+        values, states = {}, {}
     if to_empty:
         with torch.device("meta"):
             model = model_in(layout, model=built(1))
@@ -65,15 +69,12 @@ def trained_from(values, states, layout, options, to_empty=False):
 
 def load_whole_states(layouts):
     """From all ranks, then from rank 0 alone, with meta models too."""
-    wrong = []
+    wrong, plain = [], trained_plain()
     for layout in layouts:
         for from_rank_0 in (False, True):
             for to_empty in (False, True):
-                _, values, states, _ = trained_plain()
-                if from_rank_0 and dist.get_rank():
-                    values, states = {}, {}
                 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0, cpu_offload=to_empty)
-                wrong += trained_from(values, states, layout, options, to_empty)
+                wrong += trained_from(plain, layout, options, to_empty)
     return wrong
 
 
@@ -112,13 +113,13 @@ def test_whole_states_come_out_of_every_layout(world, num_ranks):
 
 
 def mesh_of(shape):
-    _clear_sharding_prop_cache()
     return init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
 
 
 def save_replicated(folder, shape):
     """All layouts on a mesh with replicas; rank 0 notes what they hold."""
-    trained = {layout: model_in(layout, mesh=mesh_of(shape)) for layout in PLACEMENTS}
+    mesh = mesh_of(shape)
+    trained = {layout: model_in(layout, mesh=mesh) for layout in PLACEMENTS}
     optimizers = {layout: optimizer_of(model) for layout, model in trained.items()}
     for layout, model in trained.items():
         train(model, optimizers[layout], BEFORE)
@@ -132,7 +133,8 @@ def save_replicated(folder, shape):
 def load_replicated(folder, shape):
     """Each layout takes what the one before it has saved."""
     expected, names = torch.load(f"{folder}/expected.pt"), list(PLACEMENTS)
-    models = [model_in(names[index - 1], seed=1, mesh=mesh_of(shape)) for index in range(len(names))]
+    mesh = mesh_of(shape)
+    models = [model_in(names[index - 1], seed=1, mesh=mesh) for index in range(len(names))]
     kept = {name: (model, optimizer_of(model)) for name, model in zip(names, models, strict=True)}
     states = {name: dcp_state_of(*each) for name, each in kept.items()}
     dcp.load(states, checkpoint_id=folder)

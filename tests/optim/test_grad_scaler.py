@@ -79,11 +79,15 @@ def train_alike(placement, scaler, kind, unscale):
     assert_same(parameters_of(model), parameters_of(lone), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("kind", ["foreach", "fused", "flat"])
+KINDS = ["foreach", "fused", "flat"]
+
+
+# Each pair of a placement, a kind, a scaler, and whether the gradients are unscaled by hand.
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_training_with_bad_steps_is_that_of_one_process(threads, scaler, placement, kind, unscale):
+def test_training_with_bad_steps_is_that_of_one_process(threads, placement, kind):
+    row, column = list(PLACEMENTS).index(placement), KINDS.index(kind)
+    scaler, unscale = list(SCALERS)[(row + column) % 2], (row // 2 + column) % 2 == 0
     threads(3).run(train_alike, placement, scaler, kind, unscale)
 
 

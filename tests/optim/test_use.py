@@ -199,9 +199,11 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
+# All with stock DTensors, and with runs in turn on one rank, cut anywhere, and between tensors.
+@pytest.mark.parametrize("runs", [False, True], ids=["shards", "runs"])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_it_does_as_the_plain_optimizer(threads, use, placement, num_ranks):
+def test_it_does_as_the_plain_optimizer(threads, use, runs):
+    placement, num_ranks = LAYOUTS[1 + USES.index(use) % (len(LAYOUTS) - 1) if runs else 0]
     threads(num_ranks).run(use, placement)
 
 
@@ -316,7 +318,7 @@ def count_hooks():
         handle.remove()
     assert calls == ["global before", "before", "after", "global after"] * 2
     backward(model, 3)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         optimizer.step()
     assert [event.name for event in profile.events()].count("Optimizer.step#FlatAdamW.step") == 1
 
