@@ -64,7 +64,7 @@ class ModuleWrapPolicy(_Policy):
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
         """The same rule in the form of a function, so that it can be a part of other rules."""
-        return _is_instance_going_down(module, recurse, self._module_classes)
+        return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({{{', '.join(sorted(each.__name__ for each in self._module_classes))}}})"
@@ -119,7 +119,7 @@ def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """A module is a unit if `lambda_fn(module)` says so; give the function with `functools.partial`."""
-    return True if recurse else lambda_fn(module)
+    return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
@@ -127,7 +127,7 @@ def transformer_auto_wrap_policy(
 ) -> bool:
     """A module is a unit if it is an instance of one of `transformer_layer_cls`. Embeddings are left to the root, where
     they may share their weights with the head."""
-    return _is_instance_going_down(module, recurse, transformer_layer_cls)
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def size_based_auto_wrap_policy(
@@ -169,15 +169,11 @@ def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies:
 def _wrap_module_cls_individually(
     module: nn.Module, module_classes: Sequence[type[nn.Module]], recurse: bool, *args: Any, **kwargs: Any
 ) -> bool:
-    return _is_instance_going_down(module, recurse, module_classes)
+    return recurse or isinstance(module, tuple(module_classes))
 
 
 # Programs written against torch import these under the names that they have there.
 _or_policy = or_policy
-
-
-def _is_instance_going_down(module: nn.Module, recurse: bool, classes: Iterable[type[nn.Module]]) -> bool:
-    return True if recurse else isinstance(module, tuple(classes))
 
 
 # Asking them
@@ -218,7 +214,10 @@ def choose(
     if hasattr(policy, "_run_policy"):
         chosen = _ask_object(root, policy, ignored, kwargs, tuple(apart))
     else:
-        chosen = _ask_function(root, policy, ignored, ignored_params, kwargs, tuple(apart))
+        _check_takes_three(policy)
+        asking = _Asking(root, policy, ignored, {id(each) for each in ignored_params}, kwargs, tuple(apart))
+        asking.visit(root)
+        chosen = asking.chosen
     for module, its_kwargs in chosen.items():
         if isinstance(module, tuple(apart)):
             its_kwargs.update(apart_kwargs or {})
@@ -229,7 +228,14 @@ def _ask_object(
     root: nn.Module, policy: Any, ignored: set[nn.Module], kwargs: Kwargs, apart: tuple[type[nn.Module], ...]
 ) -> Chosen:
     answer = policy._run_policy(root, ignored, dict(kwargs))
-    _check_answer(policy, answer)
+    named = isinstance(answer, Mapping)
+    kwargs_of = answer.items() if named else ()
+    wrong = [f"{its!r} for a {type(each).__name__}" for each, its in kwargs_of if not _is_kwargs(its)]
+    if wrong or not named:
+        raise PolicyTypeError(
+            f"{type(policy).__name__}._run_policy returned {wrong[0] if named else f'a {type(answer).__name__}'}; "
+            "expected a dict from modules to dicts of arguments"
+        )
     chosen: Chosen = {}
     for _, module in post_order(root):
         is_apart = isinstance(module, apart) and module not in ignored
@@ -238,42 +244,14 @@ def _ask_object(
     return chosen
 
 
-def _check_answer(policy: Any, answer: Any) -> None:
-    if not isinstance(answer, Mapping):
-        said = f"a {type(answer).__name__}"
-    else:
-        wrong = [f"{kwargs!r} for a {type(each).__name__}" for each, kwargs in answer.items() if not _is_kwargs(kwargs)]
-        if not wrong:
-            return
-        said = wrong[0]
-    raise PolicyTypeError(
-        f"{type(policy).__name__}._run_policy returned {said}; expected a dict from modules to dicts of arguments"
-    )
-
-
 def _is_kwargs(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _ask_function(
-    root: nn.Module,
-    policy: Any,
-    ignored: set[nn.Module],
-    ignored_params: Collection[nn.Parameter],
-    kwargs: Kwargs,
-    apart: tuple[type[nn.Module], ...],
-) -> Chosen:
-    _check_takes_three(policy)
-    if apart:
-        policy = partial(or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=apart)])
-    asking = _Asking(root, policy, ignored, {id(parameter) for parameter in ignored_params}, kwargs)
-    asking.visit(root)
-    return asking.chosen
-
-
 @dataclass
 class _Asking:
-    """A function policy being asked about every module below `root`. `ignored_ids` are parameters that do not count.
+    """A function policy being asked about every module below `root`. `ignored_ids` are parameters that do not count;
+    instances of `apart` are looked for everywhere.
 
     A shared module is asked about once; each parent counts it, as torch's walk does.
     """
@@ -283,6 +261,7 @@ class _Asking:
     ignored: set[nn.Module]
     ignored_ids: set[int]
     kwargs: Kwargs
+    apart: tuple[type[nn.Module], ...]
     chosen: Chosen = field(default_factory=dict)
     _in_units: dict[nn.Module, int] = field(default_factory=dict)
 
@@ -294,23 +273,22 @@ class _Asking:
 
     def _decide(self, module: nn.Module) -> int:
         numel = sum(each.numel() for each in module.parameters() if id(each) not in self.ignored_ids)
-        if not _says(self.policy, module, True, numel):
+        if not (self._says(module, True, numel) or self.apart):
             return 0
         below = sum(self.visit(child) for child in module.children() if child not in self.ignored)
-        if module is self.root or not _says(self.policy, module, False, numel - below):
+        if module is self.root or not (self._says(module, False, numel - below) or isinstance(module, self.apart)):
             return below
         self.chosen[module] = dict(self.kwargs)
         return numel
 
-
-def _says(policy: Callable[..., Any], module: nn.Module, recurse: bool, numel: int) -> bool:
-    answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
-    if isinstance(answer, dict):
-        raise PolicyTypeError(
-            f"a policy function returned {answer!r} for a {type(module).__name__}, expected a bool; "
-            "for arguments per module pass CustomPolicy(function), which calls function(module)"
-        )
-    return bool(answer)
+    def _says(self, module: nn.Module, recurse: bool, numel: int) -> bool:
+        answer = self.policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        if isinstance(answer, dict):
+            raise PolicyTypeError(
+                f"a policy function returned {answer!r} for a {type(module).__name__}, expected a bool; "
+                "for arguments per module pass CustomPolicy(function), which calls function(module)"
+            )
+        return bool(answer)
 
 
 def _check_takes_three(policy: Any) -> None:
@@ -442,16 +420,9 @@ def _some(names: Iterable[str], limit: int = 8) -> str:
 # By hand, while a model is built
 
 
-@dataclass(frozen=True)
-class _Wrapping:
-    """What `wrap` does in the body of an `enable_wrap`."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    kwargs: Kwargs
-
-
 # Of this thread, not of the process: ranks may be threads.
-_wrapping: ContextVar[_Wrapping | None] = ContextVar("sherd_wrapping", default=None)
+_wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("sherd_wrapping", default=None)
+"""What `wrap` does in the body of an `enable_wrap`."""
 
 
 @contextmanager
@@ -462,7 +433,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         wrapper_cls: `FullyShardedDataParallel`, `fully_shard`, or whatever takes a module and returns one.
         wrapper_kwargs: what each wrapper is made with, where `wrap` does not say otherwise.
     """
-    before = _wrapping.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    before = _wrapping.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -473,6 +444,4 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """`module` as a unit in the body of `enable_wrap`, with its arguments and, over them, `wrap_overrides`; elsewhere
     `module` as it is, so that one model can be built with and without."""
     wrapping = _wrapping.get()
-    if wrapping is None:
-        return module
-    return wrapping.wrapper_cls(module, **{**wrapping.kwargs, **wrap_overrides})
+    return module if wrapping is None else wrapping(module, **wrap_overrides)

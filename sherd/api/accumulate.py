@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from sherd.engine.accumulation import Accumulation
-from sherd.engine.memory import units_below
-from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
+from sherd.engine.seal import units_below
+from sherd.errors import ModuleError, StateError
+from sherd.policy import require_int
 
 
 @contextmanager
@@ -37,10 +38,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
         StateError: within another such context; a further backward; on leaving, there were fewer. On leaving with any
             exception, what was not yet reduced is dropped.
     """
-    if isinstance(num_backwards, bool) or not isinstance(num_backwards, int):
-        raise PolicyTypeError(f"accumulate(num_backwards={num_backwards!r}): expected an int")
-    if num_backwards < 1:
-        raise PolicyError(f"accumulate(num_backwards={num_backwards}): expected 1 or more")
+    require_int("accumulate(num_backwards={})", num_backwards, 1)
     units = units_below(model)
     if not units:
         raise ModuleError(f"accumulate: nothing below {type(model).__name__} is sharded; call fully_shard first")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sherd.api.module import FSDPModule
 from sherd.engine.group import Group
 from sherd.engine.unit import Unit
-from sherd.errors import PolicyError, PolicyTypeError
+from sherd.errors import PolicyError, PolicyTypeError, WrapperStateError
 from sherd.policy import ReduceScatter
 
 Hook = Callable[..., Any]
@@ -113,11 +113,12 @@ def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place:
 
     Raises:
         PolicyTypeError: it cannot be called.
-        PolicyError: there is one already; a unit both shards and replicates, or has parameters of several dtypes.
+        WrapperStateError: there is one already (an AssertionError, as in FSDP1).
+        PolicyError: a unit both shards and replicates, or has parameters of several dtypes.
     """
     if not callable(hook):
         raise PolicyTypeError(f"The communication hook must be callable but got {hook!r}")
-    units = [module._sherd_unit_and_module()[0] for module in modules]
+    units = [module._sherd_own_unit for module in modules]
     for unit in units:
         _require_room(unit)
     for unit, copies in zip(units, in_place, strict=True):
@@ -129,7 +130,7 @@ def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place:
 
 def _require_room(unit: Unit) -> None:
     if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
-        raise PolicyError(f"A communication hook is already registered for unit {unit.name}; register one, once")
+        raise WrapperStateError(f"A communication hook is already registered for unit {unit.name}; register one, once")
     if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.spreads):
         raise PolicyError(
             f"Communication hook is not supported for hybrid strategies: unit {unit.name} is cut into "

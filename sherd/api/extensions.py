@@ -32,7 +32,7 @@ from sherd.layout.placement import Replicate as Copies
 from sherd.layout.placement import Shard as Rows
 from sherd.tensor.moves import gather_part
 from sherd.tensor.placement import layout_of
-from sherd.tensor.ragged import RaggedDTensor
+from sherd.tensor.ragged import RaggedDTensor, local_part
 
 
 class FSDPExtensions(ABC):
@@ -134,7 +134,7 @@ class DTensorExtensions(FSDPExtensions):
         `[_StridedShard(0, split_factor=2), Shard(0)]` for `Shard(0)` over tp of 2, on the mesh (dp, tp)."""
         mesh = DataMesh(device_mesh, device_mesh.ndim - 1, 0 if device_mesh.ndim > 1 else None)
         tensor = tensor.detach()
-        plain = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        plain = local_part(tensor)
         cut = _rows(tuple(plain.shape), mesh.num_shards)
         if isinstance(tensor, DTensor):
             spec = beside(spec_of(tensor), mesh, cut, "a parameter of a state dict")
@@ -235,14 +235,9 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.shape == other.shape
 
 
-def restores_by_itself(extensions: FSDPExtensions) -> bool:
-    """Whether it has a `post_unflatten_transform` of its own."""
-    return type(extensions).post_unflatten_transform is not DTensorExtensions.post_unflatten_transform
-
-
-def gathers_by_itself(extensions: FSDPExtensions) -> bool:
-    """Whether it has an `all_gather_dtensor` of its own."""
-    return type(extensions).all_gather_dtensor is not DTensorExtensions.all_gather_dtensor
+def has_own(extensions: FSDPExtensions, method: str) -> bool:
+    """Whether `method` is another one than that of `DTensorExtensions`."""
+    return getattr(type(extensions), method) is not getattr(DTensorExtensions, method)
 
 
 def _rows(shape: tuple[int, ...], num_ranks: int) -> Cut:

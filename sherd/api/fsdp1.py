@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -130,21 +130,10 @@ class Choices:
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        kinds: dict[str, tuple[type, ...]] = {
-            "sharding_strategy": (ShardingStrategy, Placements),
-            "cpu_offload": (CPUOffload,),
-            "backward_prefetch": (BackwardPrefetch,),
-            "mixed_precision": (MixedPrecision,),
-            "device_id": (int, str, torch.device),
-            "forward_prefetch": (bool,),
-            "limit_all_gathers": (bool,),
-            "use_orig_params": (bool,),
-            "device_mesh": (DeviceMesh,),
-        }
-        for name, kind in kinds.items():
+        for name, kind in get_type_hints(Choices).items():
             value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or bool in kind):
-                wanted = " or ".join(each.__name__ for each in kind)
+            if kind is not Any and not isinstance(value, kind):
+                wanted = " or ".join(each.__name__ for each in get_args(kind) or (kind,) if each is not type(None))
                 raise PolicyTypeError(
                     f"FullyShardedDataParallel({name}={value!r}): expected sherd's {wanted}, got a "
                     f"{type(value).__module__}.{type(value).__name__}"
@@ -209,6 +198,16 @@ class Choices:
             full_precision_in_eval=_is_on(FULL_PRECISION_IN_EVAL),
             keep_low_precision_grads=chosen.keep_low_precision_grads,
         )
+
+    @property
+    def precise_classes(self) -> tuple[type[nn.Module], ...]:
+        """What becomes units of their own, in full precision, below an `auto_wrap_policy`."""
+        return () if self.mixed_precision is None else tuple(self.mixed_precision._module_classes_to_ignore)
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """What floating-point buffers are cast to; None leaves them."""
+        return None if self.mixed_precision is None else self.mixed_precision.buffer_dtype
 
     @property
     def offload(self) -> OffloadPolicy:

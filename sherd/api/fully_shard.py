@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +14,7 @@ from sherd.api.module import FSDPModule, checked_reshard, require_divides, swap_
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
 from sherd.comm.mesh import DataMesh, data_mesh
 from sherd.engine.forms import Wish
-from sherd.engine.making import make_unit
+from sherd.engine.making import is_taken, make_unit
 from sherd.engine.ownership import Found, belongings
 from sherd.engine.seal import unit_of
 from sherd.engine.unit import Unit
@@ -30,43 +30,34 @@ from sherd.policy import (
 )
 from sherd.wrap import is_container
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | OnMesh | None"]
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    prefetch_policy: PrefetchPolicy = ...,
-    placement: ShardSpec | RunPlacement | None = ...,
-    comm_policy: CommPolicy = ...,
-    placements: Placements | str | None = ...,
-) -> FSDPModule: ...
+class Options(TypedDict, total=False):
+    """The arguments of `fully_shard`, for the type checker."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    prefetch_policy: PrefetchPolicy
+    placement: ShardSpec | RunPlacement | None
+    comm_policy: CommPolicy
+    placements: Placements | str | None
 
 
 @overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    prefetch_policy: PrefetchPolicy = ...,
-    placement: ShardSpec | RunPlacement | None = ...,
-    comm_policy: CommPolicy = ...,
-    placements: Placements | str | None = ...,
-) -> list[FSDPModule]: ...
+def fully_shard(module: nn.Module, **options: Unpack[Options]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[Options]) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -151,7 +142,7 @@ def fully_shard(
     )
     make_unit(
         modules,
-        belongings(modules, ignored_params or (), lambda each: unit_of(each) is not None),
+        belongings(modules, ignored_params or (), is_taken),
         wishes.mesh,
         wishes,
         mp_policy,

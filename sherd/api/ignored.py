@@ -16,7 +16,8 @@ from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 
 @dataclass(frozen=True)
 class Ignored:
-    """`modules` with all below them; `parameters`, theirs included; `buffers`, theirs."""
+    """`modules` with all below them, but for units, which are sharded already; `parameters`, theirs included;
+    `buffers`, theirs."""
 
     modules: frozenset[nn.Module]
     parameters: frozenset[nn.Parameter]
@@ -37,23 +38,39 @@ class Ignored:
         given = _listed("ignored_modules", modules, (nn.Module,))
         others = _listed("ignored_states", states, (nn.Parameter, nn.Module))
         if len({isinstance(each, nn.Module) for each in others}) > 1:
-            raise PolicyError("ignored_states expects all nn.Parameter or all nn.Module list elements but got both")
+            kinds = sorted({type(each) for each in others}, key=lambda kind: kind.__name__)
+            raise PolicyError(
+                f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {kinds}; give "
+                "modules, or their parameters"
+            )
         tops = [each for each in (*given, *others) if isinstance(each, nn.Module)]
         if any(each is root for each in tops):
             warnings.warn(
                 "the module that is wrapped is itself among the ignored ones, so nothing will be sharded", stacklevel=4
             )
-        below = {inner for each in tops for inner in each.modules()}
-        for each in below:
+        for each in tops:
             if isinstance(each, FSDPModule):
                 raise ModuleError(
                     f"`ignored_modules` should not include FSDP modules: a {type(each).__name__} is one already; "
                     "ignore its parameters when it is wrapped"
                 )
-        parameters = {inner for each in tops for inner in each.parameters()}
+        below = _outside_units(tops)
+        parameters = {inner for each in below for inner in each.parameters(recurse=False)}
         parameters.update(each for each in others if isinstance(each, nn.Parameter))
-        buffers = {inner for each in tops for inner in each.buffers()}
+        buffers = {inner for each in below for inner in each.buffers(recurse=False)}
         return cls(frozenset(below), frozenset(parameters), frozenset(buffers))
+
+
+def _outside_units(tops: Iterable[nn.Module]) -> set[nn.Module]:
+    """These modules and all below them, but for units and what is below those."""
+    found: set[nn.Module] = set()
+    waiting = list(tops)
+    while waiting:
+        module = waiting.pop()
+        if module not in found and not isinstance(module, FSDPModule):
+            found.add(module)
+            waiting.extend(module.children())
+    return found
 
 
 def _listed(name: str, given: Iterable[Any] | None, kinds: tuple[type, ...]) -> list[Any]:

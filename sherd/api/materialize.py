@@ -9,15 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
 from sherd.comm.mesh import DataMesh
 from sherd.engine.seal import unit_of
 from sherd.engine.structures import map_tensors
 from sherd.errors import ModuleError, PolicyTypeError
+from sherd.tensor.ragged import local_part
 
 
 def _modules(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
@@ -100,7 +99,7 @@ def take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
         if group is None or dist.get_world_size(group) == 1:
             continue
         for tensor in tensors.values():
-            here = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            here = local_part(tensor)
             sent = here.detach().contiguous()
             dist.broadcast(sent, group_src=0, group=group)
             if sent.data_ptr() != here.data_ptr():
@@ -113,7 +112,7 @@ def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tu
     `root` is the wrapper, a unit itself; nested units see to their own.
     """
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
-    wanted = choices.mixed_precision.buffer_dtype if choices.mixed_precision is not None else None
+    wanted = choices.buffer_dtype
     if wanted is None:
         return before
     for module in (each for child in root.children() for each in _modules(child, ignored)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from sherd.engine.memory import (
     last_peak,
     optimizer_bytes,
     staging_bytes,
-    units_below,
     watched,
 )
-from sherd.engine.seal import unit_of
+from sherd.engine.seal import unit_of, units_below
 from sherd.engine.unit import Unit
-from sherd.errors import ModuleError, PolicyError, PolicyTypeError
+from sherd.errors import ModuleError
+from sherd.policy import require_int
 from sherd.schedule.actions import (
     AfterBackward,
     AfterForward,
@@ -58,7 +59,6 @@ class MemoryReport:
 
     Attributes:
         rows: bytes by unit and kind, units in the order of `named_modules`; no row where both figures are 0.
-        now: bytes allocated now, in all.
         predicted_peak: the most bytes at once in a training step whose order is learnt, says the schedule.
         predicted_moment: when that will be, in words.
         measured_peak: the same as `track_memory` saw it last in this model, with its moment; None if it never has.
@@ -107,20 +107,15 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
         PolicyError: `unsynced_batches` is negative.
     """
     unit = _root_unit(model, "memory_report")
-    if isinstance(unsynced_batches, bool) or not isinstance(unsynced_batches, int):
-        raise PolicyTypeError(f"memory_report(unsynced_batches={unsynced_batches!r}): expected an int")
-    if unsynced_batches < 0:
-        raise PolicyError(f"memory_report(unsynced_batches={unsynced_batches}): expected 0 or more")
+    require_int("memory_report(unsynced_batches={})", unsynced_batches, 0)
     units = units_below(model)
     assert units[0] is unit, "the root comes first"
     names = _names(model, units)
-    predicted = forecast_for(model, units, unsynced_batches)
+    predicted, measured = forecast_for(model, units, unsynced_batches), last_peak(units)
     lasting = _lasting(units, optimizer)
-    rows = _rows(units, names, predicted, lasting)
-    measured = last_peak(unit)
-    always = sum(lasting.values())
+    always = lasting.total()
     return MemoryReport(
-        rows,
+        _rows(units, names, predicted, lasting),
         predicted.peak + always,
         _in_words(predicted.moment, names),
         None if measured is None else measured.peak + always,
@@ -201,33 +196,25 @@ def _names(model: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 # Rows
 
-Lasting = dict[tuple[int | None, Kind], int]
-"""What stays allocated all through a step: bytes by unit's index (None: no unit's) and kind."""
+Bytes = Counter[tuple[int | None, Kind]]
+"""By a unit's index, or None for what is no unit's, and kind."""
 
 
-def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Lasting:
-    numbers = {unit.id: number for number, unit in enumerate(units)}
-    lasting: Lasting = {}
-    if optimizer is not None:
-        for owner, nbytes in optimizer_bytes(optimizer.state).items():
-            key = (None if owner is None else numbers.get(owner), Kind.OPTIMIZER)
-            lasting[key] = lasting.get(key, 0) + nbytes
-    staging = staging_bytes(units)
-    return lasting | ({(None, Kind.TRANSPORT): staging} if staging else {})
+def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
+    """What stays allocated all through a step."""
+    numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
+    lasting: Bytes = Counter({(None, Kind.TRANSPORT): staging_bytes(units)})
+    for owner, nbytes in optimizer_bytes(optimizer.state).items() if optimizer is not None else ():
+        lasting[numbers.get(owner), Kind.OPTIMIZER] += nbytes
+    return lasting
 
 
-def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Lasting) -> tuple[MemoryRow, ...]:
-    now = [bytes_of(held_by(unit)) for unit in units]
-    rows = []
-    numbers: list[int | None] = [*range(len(units)), None]
-    for number in numbers:
-        for kind in Kind:
-            always = lasting.get((number, kind), 0)
-            is_now = always + (0 if number is None else now[number].get(kind, 0))
-            at_peak = always + (0 if number is None else peak.parts.get((number, kind), 0))
-            if is_now or at_peak:
-                rows.append(MemoryRow(BESIDE_UNITS if number is None else names[number], kind.value, is_now, at_peak))
-    return tuple(rows)
+def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Bytes) -> tuple[MemoryRow, ...]:
+    held = {(number, kind): its for number, unit in enumerate(units) for kind, its in bytes_of(held_by(unit)).items()}
+    now, at_peak = lasting + Counter(held), lasting + Counter(peak.parts)
+    named = [*enumerate(names), (None, BESIDE_UNITS)]
+    rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in Kind)
+    return tuple(row for row in rows if row.now or row.at_peak)
 
 
 # Words

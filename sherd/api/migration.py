@@ -68,7 +68,12 @@ def explain_migration(module: nn.Module | None = None, **arguments: Any) -> str:
 
 
 class _Request:
-    """The arguments of a wrapper, read."""
+    """The arguments of a wrapper, read.
+
+    `given` are all of them, `choices` those of one unit. `fills_whole`: parameters on the meta device need values
+    before they are sharded, as all ranks take those of rank 0, or some parts are not to be touched. `precise_classes`:
+    what FSDP1 makes units of their own, in full precision.
+    """
 
     def __init__(self, module: nn.Module | None, arguments: Mapping[str, Any]) -> None:
         if module is not None and not isinstance(module, nn.Module):
@@ -79,10 +84,14 @@ class _Request:
         self.given = {name: _as_ours(each) for name, each in arguments.items()}
         self.choices = Choices(**{name: each for name, each in self.given.items() if name in _CHOICES})
         self.policy: Any = self.given.get("auto_wrap_policy")
+        self.init: Any = self.given.get("param_init_fn")
         # Listed, because generators can be looked at only once.
         self.left_alone = {name: _listed(self.given[name]) for name in _IGNORED if self.given.get(name) is not None}
         root = module if module is not None else nn.Module()
         self.ignored = Ignored.read(root, *(self.left_alone.get(name) for name in _IGNORED))
+        self.synchronizes = bool(self.given.get("sync_module_states"))
+        self.fills_whole = self.synchronizes or bool(self.ignored.modules or self.ignored.parameters)
+        self.precise_classes = self.choices.precise_classes if self.policy is not None else ()
 
     @property
     def device(self) -> Any:
@@ -101,33 +110,11 @@ class _Request:
         return accelerator.type if accelerator is not None else "cpu"
 
     @property
-    def synchronizes(self) -> bool:
-        """Whether rank 0's values are everyone's."""
-        return bool(self.given.get("sync_module_states"))
-
-    @property
     def may_be_meta(self) -> bool:
         """Whether the program has to see to parameters on the meta device."""
         if self.module is None:
-            return self.given.get("param_init_fn") is not None
+            return self.init is not None
         return any(each.is_meta for each in (*self.module.parameters(), *self.module.buffers()))
-
-    @property
-    def fills_whole(self) -> bool:
-        """Whether parameters on the meta device need values before they are sharded: all ranks take those of rank 0,
-        or some parts are not to be touched."""
-        return self.synchronizes or bool(self.ignored.modules or self.ignored.parameters)
-
-    @property
-    def precise_classes(self) -> tuple[type[nn.Module], ...]:
-        """What FSDP1 makes units of their own, in full precision."""
-        mixed = self.choices.mixed_precision
-        return tuple(mixed._module_classes_to_ignore) if mixed is not None and self.policy is not None else ()
-
-    @property
-    def buffer_dtype(self) -> torch.dtype | None:
-        """What buffers are cast to."""
-        return self.choices.mixed_precision.buffer_dtype if self.choices.mixed_precision is not None else None
 
     def units_of_their_own(self) -> dict[str, tuple[Choices, bool]] | None:
         """By name, each unit below the root with its choices, and whether it is one of the precise classes.
@@ -393,13 +380,13 @@ class _Program:
         request = self._request
         if request.may_be_meta and not request.fills_whole:
             yield f"{_IF_META}  # so that no rank ever holds all of it\n{self._fill_shards()}"
-        if request.buffer_dtype is not None:
-            yield self._cast_buffers(request.buffer_dtype)
+        if request.choices.buffer_dtype is not None:
+            yield self._cast_buffers(request.choices.buffer_dtype)
 
     def _fill_whole(self) -> str:
         """Give the modules memory and values before they are sharded, as FSDP1 does."""
         # FSDP1's param_init_fn gives memory itself, or leaves what has some.
-        gives = self._request.given.get("param_init_fn") is not None
+        gives = self._request.init is not None
         memory = "" if gives else f"        each.to_empty(device={self._device}, recurse=False)\n"
         return f"    for each in model.modules():\n{self._skip('        ', [])}{memory}{self._values()}"
 
@@ -409,9 +396,8 @@ class _Program:
 
     def _values(self) -> str:
         """What gives the module `each` its values."""
-        init = self._request.given.get("param_init_fn")
-        if init is not None:
-            return f"        {self._literal(init, 'param_init_fn')}(each)"
+        if self._request.init is not None:
+            return f"        {self._literal(self._request.init, 'param_init_fn')}(each)"
         own = "[*each.parameters(recurse=False), *each.buffers(recurse=False)]"
         return f"        if {own}:\n            each.reset_parameters()"
 
@@ -473,9 +459,9 @@ class _Program:
                 "sync_module_states: a full state dict that rank 0 alone has is loaded into shards by "
                 "set_model_state_dict, with StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)."
             )
-        if request.given.get("param_init_fn") is not None and not request.may_be_meta:
+        if request.init is not None and not request.may_be_meta:
             self._note("param_init_fn: not called, as the module is not on the meta device.")
-        if request.buffer_dtype is not None:
+        if request.choices.buffer_dtype is not None:
             self._note("buffer_dtype: state dicts hold buffers in it; FSDP1's hold them in their own dtype.")
         if request.module is None and request.policy is not None:
             self._note_what_depends_on_the_module()

@@ -12,17 +12,14 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 from torch import nn
 
-from sherd.comm.collectives import (
-    GroupMemoryAllGather,
-    GroupMemoryReduceScatter,
-    SymmetricAllGather,
-)
+from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
 from sherd.engine.hooks import as_forward
-from sherd.engine.seal import runtime_of, unit_of
+from sherd.engine.runtime import Runtime
+from sherd.engine.seal import runtime_of, unit_of, units_below
 from sherd.engine.unit import Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, ShardedAccessError, StateError
-from sherd.policy import AllGather, ReduceScatter
+from sherd.policy import AllGather, ReduceScatter, require_bool, require_int
 
 
 class UnshardHandle:
@@ -60,17 +57,15 @@ class FSDPModule:
         Returns:
             The handle if `async_op`, else None, with the whole parameters shown on the module.
         """
-        unit, module = self._sherd_unit_and_module()
-        runtime = runtime_of(unit, module)
-        runtime.unshard(unit, wait=not async_op)
+        unit = self._sherd_own_unit
+        self._sherd_own_runtime.unshard(unit, wait=not async_op)
         return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
         """Free this unit's whole parameters and show the shards; not those of units below it."""
-        unit = self._sherd_unit_and_module()[0]
-        runtime = unit.runtime
-        if runtime is not None:
-            runtime.reshard(unit)
+        unit = self._sherd_own_unit
+        if unit.runtime is not None:
+            unit.runtime.reshard(unit)
 
     def reset_iter_state(self) -> None:
         """Give up a forward or backward that raised: everything back to shards, gradients not yet reduced are lost.
@@ -80,8 +75,7 @@ class FSDPModule:
         Raises:
             StateError: called on a unit that is not the root.
         """
-        unit, module = self._sherd_unit_and_module()
-        runtime = runtime_of(unit, module)
+        unit, runtime = self._sherd_own_unit, self._sherd_own_runtime
         if runtime.root is not unit:
             raise StateError(f"reset_iter_state: {unit.name} is not the root; call it on {runtime.root.name}")
         runtime.reset()
@@ -90,20 +84,19 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer step; until then reductions may stay in flight."""
-        _require_bool("set_is_last_backward", is_last_backward)
-        unit, module = self._sherd_unit_and_module()
-        runtime_of(unit, module).expect_last_backward(is_last_backward)
+        require_bool("set_is_last_backward({})", is_last_backward)
+        self._sherd_own_runtime.expect_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they are kept whole, in the reduce dtype, and added up."""
-        _require_bool("set_requires_gradient_sync", requires_gradient_sync)
+        require_bool("set_requires_gradient_sync({})", requires_gradient_sync)
         self._sherd_change(
             recurse, reduce_gradients=requires_gradient_sync, all_reduce_gradients=requires_gradient_sync
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums over the replicate axis. If not, gradients are added up as shards."""
-        _require_bool("set_requires_all_reduce", requires_all_reduce)
+        require_bool("set_requires_all_reduce({})", requires_all_reduce)
         self._sherd_change(recurse, all_reduce_gradients=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -120,24 +113,21 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for torch's sake: sherd always sums, and scales on the way in."""
-        _require_bool("set_force_sum_reduction_for_comms", enable)
+        require_bool("set_force_sum_reduction_for_comms({})", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that got no gradient here take part with zeros, because other ranks may have one."""
-        _require_bool("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
+        require_bool("set_reduce_scatter_unused_params({})", reduce_scatter_unused_params)
         self._sherd_change(recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many units' gradients may be in reduction at once, for overlap. The largest of all units' holds."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise PolicyTypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int")
-        if max_input_buffers < 1:
-            raise PolicyError(f"set_reduce_scatter_max_input_buffers({max_input_buffers}): expected 1 or more")
+        require_int("set_reduce_scatter_max_input_buffers({})", max_input_buffers, 1)
         self._sherd_change(recurse, reduce_buffers=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter on a process group of its own, beside the all-gathers. Collective over the shard axis."""
-        _require_bool("set_separate_reduce_scatter_group", enable)
+        require_bool("set_separate_reduce_scatter_group({})", enable)
         for unit in self._sherd_units(recurse):
             for mesh in unit.meshes if enable else ():
                 if mesh.shard_group is not None:
@@ -152,7 +142,8 @@ class FSDPModule:
         """
         if not callable(hook):
             raise PolicyTypeError(f"set_all_reduce_hook({hook!r}): expected a function of one tensor")
-        unit = self._sherd_single_kind("set_all_reduce_hook")
+        unit = self._sherd_own_unit
+        _require_single_kind(unit, "set_all_reduce_hook")
         if stream is not None and unit.mesh.num_replicas > 1:
             raise PolicyError(
                 f"set_all_reduce_hook: unit {unit.name} is replicated, its all-reduce has its own stream; pass none"
@@ -169,16 +160,16 @@ class FSDPModule:
         for unit in self._sherd_units(recurse):
             for mesh in unit.meshes:
                 require_divides(value, mesh)
-            unit.change(reshard_after_forward=value)
+        self._sherd_change(recurse, reshard_after_forward=value)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are freed after backward; if not, the next forward needs no all-gather."""
-        _require_bool("set_reshard_after_backward", reshard_after_backward)
+        require_bool("set_reshard_after_backward({})", reshard_after_backward)
         self._sherd_change(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's backward needs its parameters; an embedding's does not."""
-        _require_bool("set_unshard_in_backward", unshard_in_backward)
+        require_bool("set_unshard_in_backward({})", unshard_in_backward)
         self._sherd_change(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -191,58 +182,65 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: Any) -> None:
         """The next forward's all-gathers wait for `event`, recorded after the optimizer step, and for nothing later."""
-        unit, module = self._sherd_unit_and_module()
-        runtime_of(unit, module).gathers_follow(event)
+        self._sherd_own_runtime.gathers_follow(event)
 
     # Collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with `comm`. Raises `PolicyError` if the unit has several groups."""
-        _require_comm("set_custom_all_gather", comm, AllGather)
-        self._sherd_even_kind("set_custom_all_gather").change(all_gather=comm)
+        self._sherd_take_comm("set_custom_all_gather", AllGather, "all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients with `comm`. Raises `PolicyError` if the unit has several groups."""
-        _require_comm("set_custom_reduce_scatter", comm, ReduceScatter)
-        self._sherd_even_kind("set_custom_reduce_scatter").change(reduce_scatter=comm)
+        self._sherd_take_comm("set_custom_reduce_scatter", ReduceScatter, "reduce_scatter", comm)
+
+    def _sherd_take_comm(self, method: str, kind: type, field: str, comm: Any) -> None:
+        if not isinstance(comm, kind):
+            raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
+        unit = self._sherd_own_unit
+        _require_single_kind(unit, method)
+        _require_even(unit, method)
+        unit.change(**{field: comm})
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Run this unit's collectives on memory of the process group's allocator, where it has one (NCCL)."""
-        _require_bool("set_allocate_memory_from_process_group_for_comm", enable)
-        unit = self._sherd_unit_and_module()[0]
-        self._sherd_require_own_comms(unit, "set_allocate_memory_from_process_group_for_comm")
-        if not enable or unit.mesh.shard_group is None:
+        method = "set_allocate_memory_from_process_group_for_comm"
+        require_bool(f"{method}({{}})", enable)
+        unit = self._sherd_own_unit
+        _require_own_comms(unit, method)
+        group, device = unit.mesh.shard_group, unit.mesh.device
+        if not enable or group is None:
             unit.change(all_gather=None, reduce_scatter=None)
             return
-        self._sherd_require_even(unit, "set_allocate_memory_from_process_group_for_comm")
-        group, device = unit.mesh.shard_group, unit.mesh.device
+        _require_even(unit, method)
         unit.change(
             all_gather=GroupMemoryAllGather(group, device), reduce_scatter=GroupMemoryReduceScatter(group, device)
         )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Run this unit's all-gathers on symmetric memory. Raises `PolicyError` where there is none (CPU)."""
-        unit = self._sherd_unit_and_module()[0]
-        self._sherd_require_own_comms(unit, "set_symm_mem_for_comm")
+        unit = self._sherd_own_unit
+        _require_own_comms(unit, "set_symm_mem_for_comm")
         if unit.mesh.device.type != "cuda" or unit.mesh.shard_group is None:
             raise PolicyError(
                 f"set_symm_mem_for_comm: symmetric memory needs a CUDA mesh with a shard axis, unit {unit.name} is on "
                 f"{unit.mesh.device}; leave it out there"
             )
-        self._sherd_require_even(unit, "set_symm_mem_for_comm")
+        _require_even(unit, "set_symm_mem_for_comm")
         unit.change(all_gather=SymmetricAllGather(unit.mesh.shard_group, backend))
 
     # nn.Module's own, on shards
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's, and on the shards even while whole parameters are shown: kept ones, or left by an error."""
+        modules = {id(each) for each in cast(nn.Module, self).modules()}
         for unit in self._sherd_units(recurse=True):
-            unit.zero_grad(set_to_none)
+            unit.zero_grad(set_to_none, modules)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, on the shards, which then go back into one buffer."""
-        unit = self._sherd_unit_and_module()[0]
+        unit = self._sherd_own_unit
         unit.show_shards()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit.reseat()
@@ -251,55 +249,52 @@ class FSDPModule:
 
     # Inside
 
-    def _sherd_unit_and_module(self) -> tuple[Unit, nn.Module]:
-        module = cast(nn.Module, self)
-        unit = unit_of(module)
+    @property
+    def _sherd_own_unit(self) -> Unit:
+        unit = unit_of(cast(nn.Module, self))
         assert unit is not None, "an FSDPModule has a unit from its making on"
-        return unit, module
+        return unit
+
+    @property
+    def _sherd_own_runtime(self) -> Runtime:
+        """The runtime of its unit; if there is none yet, this is a root."""
+        return runtime_of(self._sherd_own_unit, cast(nn.Module, self))
 
     def _sherd_units(self, recurse: bool) -> list[Unit]:
         """This module's unit, and those below it if `recurse`, each once."""
-        unit, module = self._sherd_unit_and_module()
-        if not recurse:
-            return [unit]
-        found = (unit_of(each) for each in module.modules())
-        return list({each.id: each for each in found if each is not None}.values())
+        return units_below(cast(nn.Module, self)) if recurse else [self._sherd_own_unit]
 
     def _sherd_change(self, recurse: bool, **fields: Any) -> None:
         for unit in self._sherd_units(recurse):
             unit.change(**fields)
 
-    def _sherd_single_kind(self, method: str) -> Unit:
-        unit = self._sherd_unit_and_module()[0]
-        if unit.num_kinds > 1:
-            groups = "; ".join(weights.group.name for weights in unit.weights)
+
+def _require_single_kind(unit: Unit, method: str) -> None:
+    if unit.num_kinds > 1:
+        groups = "; ".join(weights.group.name for weights in unit.weights)
+        raise PolicyError(
+            f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so "
+            "it is not clear for which of them the custom collective is meant; shard them as separate units"
+        )
+
+
+def _require_even(unit: Unit, method: str) -> None:
+    for group in (weights.group for weights in unit.weights):
+        if not group.packing.is_even:
             raise PolicyError(
-                f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so "
-                "it is not clear for which of them the custom collective is meant; shard them as separate units"
+                f"{method}: the ranks hold parts of unequal length of {group.name} (Blocks or Whole), and a "
+                "custom collective is given equal ones; shard the unit as Flat() or Shard(0)"
             )
-        return unit
 
-    def _sherd_even_kind(self, method: str) -> Unit:
-        unit = self._sherd_single_kind(method)
-        self._sherd_require_even(unit, method)
-        return unit
 
-    def _sherd_require_even(self, unit: Unit, method: str) -> None:
-        for group in (weights.group for weights in unit.weights):
-            if not group.packing.is_even:
-                raise PolicyError(
-                    f"{method}: the ranks hold parts of unequal length of {group.name} (Blocks or Whole), and a "
-                    "custom collective is given equal ones; shard the unit as Flat() or Shard(0)"
-                )
-
-    def _sherd_require_own_comms(self, unit: Unit, method: str) -> None:
-        own = (GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather)
-        for comm in (unit.policy.all_gather, unit.policy.reduce_scatter):
-            if comm is not None and not isinstance(comm, own):
-                raise PolicyError(
-                    f"{method}: unit {unit.name} has a custom collective, {type(comm).__name__}, which chooses its "
-                    "memory itself; pass that one a different allocator"
-                )
+def _require_own_comms(unit: Unit, method: str) -> None:
+    own = (GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather)
+    for comm in (unit.policy.all_gather, unit.policy.reduce_scatter):
+        if comm is not None and not isinstance(comm, own):
+            raise PolicyError(
+                f"{method}: unit {unit.name} has a custom collective, {type(comm).__name__}, which chooses its "
+                "memory itself; pass that one a different allocator"
+            )
 
 
 def checked_reshard(value: Any) -> bool | int | None:
@@ -328,23 +323,13 @@ def require_divides(reshard: bool | int | None, mesh: DataMesh) -> None:
         )
 
 
-def _require_bool(method: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise PolicyTypeError(f"{method}({value!r}): expected a bool")
-
-
-def _require_comm(method: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise PolicyTypeError(f"{method}({value!r}): expected a sherd.{kind.__name__}")
-
-
 def _unit_ids(modules: Sequence[FSDPModule]) -> tuple[int, ...]:
     if not isinstance(modules, Sequence):
         raise PolicyTypeError(f"expected a list of modules that fully_shard was called on, got {modules!r}")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise PolicyError(f"expected modules that fully_shard was called on, got a {type(module).__name__}")
-    return tuple(module._sherd_unit_and_module()[0].id for module in modules)
+    return tuple(module._sherd_own_unit.id for module in modules)
 
 
 # The class
@@ -358,7 +343,8 @@ def swap_class(module: nn.Module) -> None:
     if original not in _classes:
         members: dict[str, Any] = {
             "__new__": _new_of_the_original,
-            "__deepcopy__": _refuse_deepcopy,
+            "__deepcopy__": _refuse_copy,
+            "__reduce_ex__": _refuse_copy,
             "__module__": original.__module__,
         }
         members |= {name: _explained(name, method) for name, method in _public_methods(original)}
@@ -374,10 +360,11 @@ def _new_of_the_original(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.
     return plain
 
 
-def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
+def _refuse_copy(self: nn.Module, memo_or_protocol: Any) -> NoReturn:
     raise ModuleError(
-        f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or build a "
-        "second one and load this one's state_dict()"
+        f"{type(self).__name__} is sharded and cannot be deep-copied or pickled (torch.save): it would be of process "
+        "groups, and of one rank's shards. Save its state_dict(); for a copy, copy the module before fully_shard, or "
+        "build a second one and load this one's state_dict()"
     )
 
 
@@ -424,25 +411,29 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    unit, _ = module._sherd_unit_and_module()
-    if not callable(getattr(module, method_name, None)):
+    method = getattr(module, method_name, None)
+    if not callable(method) or isinstance(method, nn.Module):
         raise ModuleError(f"{type(module).__name__} has no method {method_name!r} to register")
-    setattr(module, method_name, _BoundForward(unit, module, method_name))
+    if not isinstance(method, _BoundForward):
+        setattr(module, method_name, _BoundForward(module._sherd_own_unit, module, method))
 
 
 class _BoundForward:
-    """A method run as a forward. It finds its module weakly: the module holds it."""
+    """A method run as a forward. It finds its module weakly: the module holds it. A function that is not bound to the
+    module, a static method say, is called without it."""
 
-    def __init__(self, unit: Unit, module: nn.Module, method_name: str) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, method: Callable[..., Any]) -> None:
         self._unit = unit
         self._module = weakref.ref(module)
-        self._function = getattr(type(module), method_name)
+        self._takes_module = inspect.ismethod(method) and method.__self__ is module
+        self._function: Any = getattr(method, "__func__", method) if self._takes_module else method
         functools.update_wrapper(self, self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None, "called through the module"
-        return as_forward(self._unit, module, self._function.__get__(module))(*args, **kwargs)
+        method = self._function.__get__(module) if self._takes_module else self._function
+        return as_forward(self._unit, module, method)(*args, **kwargs)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -19,8 +19,7 @@ from sherd.api.state_dict_type import (
     StateDictType,
     get_state_dict_type,
 )
-from sherd.checkpoint import loading, rekeying, saving
-from sherd.checkpoint.rekeying import OptimStateKeyType
+from sherd.checkpoint import loading, saving
 
 StateDict = dict[str, Any]
 
@@ -160,20 +159,3 @@ def scatter_full_optim_state_dict(
     return loading.optim_state_dict_to_load(
         model, optim, full_optim_state_dict, optim_input=optim_input, from_rank_0=True, group=group
     )
-
-
-def rekey_optim_state_dict(
-    optim_state_dict: StateDict,
-    optim_state_key_type: OptimStateKeyType,
-    model: nn.Module,
-    optim_input: Any = None,
-    optim: Optimizer | None = None,
-) -> StateDict:
-    """A full state keyed by names or by numbers, as asked for: itself, if it is so already.
-
-    `model` is the one that the optimizer was built from, as it was before it was wrapped, or with its own parameters.
-
-    Raises:
-        OptimStateError: names and numbers mixed, keys that the model does not have, or a flat parameter.
-    """
-    return rekeying.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)

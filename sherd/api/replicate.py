@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sherd.api.fully_shard import fully_shard
+from sherd.errors import PolicyError
 from sherd.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -41,8 +42,14 @@ def replicate(
         `module`, changed in place: an `FSDPModule`.
 
     Raises:
+        PolicyError: `dp_mesh_dims` names axes to shard over.
         ModuleError, MeshError, PlacementError, OwnershipError: as `fully_shard`.
     """
+    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
+        raise PolicyError(
+            f"replicate(dp_mesh_dims=...): shard names axes {dp_mesh_dims.shard_names}, and replicate shards nothing; "
+            "name them in DataParallelMeshDims(replicate=...), or call fully_shard"
+        )
     return fully_shard(
         module,
         mesh=mesh,

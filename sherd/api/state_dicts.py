@@ -13,7 +13,7 @@ Both go through nn.Module's own machinery, which finds shards where parameters h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import (
     asked_by_checkpointing,
-    dtensor_spec,
     is_sharded_tensor,
     local_tensor,
     spec_of,
     whole_of_sharded_tensor,
 )
-from sherd.api.extensions import FSDPExtensions, gathers_by_itself
+from sherd.api.extensions import FSDPExtensions, has_own
 from sherd.api.fsdp1 import ShardingStrategy
 from sherd.api.state_dict_type import (
     SETTINGS,
@@ -48,7 +47,7 @@ from sherd.engine.parameter import WRAPPED, ShardedParameter, plain_name
 from sherd.engine.seal import unit_of
 from sherd.engine.unit import Unit
 from sherd.errors import PlacementError
-from sherd.tensor.ragged import RaggedDTensor, as_dtensor
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 
 FLAT_PARAM = "_flat_param"
 """What a wrapper calls its flat parameter, in itself and in a local state dict."""
@@ -154,10 +153,7 @@ def _after_save(wrapper: Any, state_dict: dict[str, Any], prefix: str, local_met
     """Give the keys clean names and the values the kind that was asked for."""
     _strip(state_dict, prefix)
     unit, contents, settings = _unit(wrapper), _Contents.of(wrapper, prefix), settings_of(wrapper)
-    for record in contents.parameters.values():
-        if record.lent is not None:
-            _keep_lent_shards(state_dict, contents)
-            break
+    _keep_lent_shards(state_dict, contents)
     if asked_by_checkpointing():
         # It gathers or offloads by itself what it is given; told nothing, it would be given whole tensors.
         return
@@ -193,11 +189,11 @@ def _strip(state_dict: dict[str, Any], prefix: str) -> None:
             metadata.setdefault(plain_name(path), metadata[path])
 
 
-def _kind_of(unit: Unit, wrapper: nn.Module, settings: StateDictSettings) -> StateDictType:
+def _kind_of(unit: Unit, wrapper: Any, settings: StateDictSettings) -> StateDictType:
     """The kind that was asked for, or a full one where nothing is sharded, as in FSDP1."""
     kind = settings.state_dict_type
     assert kind is not None, "a wrapper has a kind"
-    if kind is not StateDictType.FULL_STATE_DICT and _is_not_sharded(wrapper):
+    if kind is not StateDictType.FULL_STATE_DICT and wrapper.sharding_strategy is ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"unit {unit.name} is NO_SHARD, so a full state dict is given, though {kind.name} was asked for",
             stacklevel=4,
@@ -211,23 +207,24 @@ def _lends_elsewhere(unit: Unit) -> bool:
     return unit.loan is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
 
 
-def _is_not_sharded(wrapper: Any) -> bool:
-    return wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
-
-
 def _put_whole(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, shown: bool, on_host: bool) -> None:
     """Whole tensors in the place of shards. Collective over the shard axis, if the parameters are not lent; under
     tensor parallelism over its axes too."""
     unit = _unit(wrapper)
     wholes = _wholes(unit, contents, shown, on_host)
-    if gathers_by_itself(wrapper._sherd_extensions) and unit.loan is None:
+    if has_own(wrapper._sherd_extensions, "all_gather_dtensor") and unit.loan is None:
         for record in wrapper._sherd_extended:
             gathered = _gathered(wrapper, record, record.shard.detach())
             wholes.update({record: gathered} if shown else {})
-    for record, whole in wholes.items():
-        plain = whole_of(whole) if isinstance(whole, DTensor) else whole
-        for key in (key for key, its in contents.parameters.items() if its is record and key in state_dict):
-            state_dict[key] = plain
+    plain = {each: whole_of(its) if isinstance(its, DTensor) else its for each, its in wholes.items()}
+    _put(state_dict, contents, plain)
+
+
+def _put(state_dict: dict[str, Any], contents: _Contents, values: Mapping[ShardedParameter, Any]) -> None:
+    """The value of each parameter under all its names."""
+    for key, record in contents.parameters.items():
+        if key in state_dict and record in values:
+            state_dict[key] = values[record]
 
 
 def _gathered(wrapper: Any, record: ShardedParameter, shards: Any) -> torch.Tensor:
@@ -255,12 +252,8 @@ def _keep_lent_shards(state_dict: dict[str, Any], contents: _Contents) -> None:
     """This rank's parts of parameters that are lent, as shards: what is in the shards themselves may be out of date."""
     for key, record in contents.parameters.items():
         if record.lent is not None and key in state_dict:
-            part = record.part_of(_plain(record.lent)).detach().clone()
+            part = record.part_of(local_part(record.lent)).detach().clone()
             state_dict[key] = as_dtensor(part, record.shard_spec)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> set[str]:
@@ -276,11 +269,9 @@ def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefi
 
 def _put_rows(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, form: ShardedForm, on_host: bool) -> None:
     """Rows of each parameter, cut as `torch.chunk` does. Collective over the shard axis."""
-    unit = _unit(wrapper)
-    for record, whole in _wholes(unit, contents, True, on_host).items():
-        rows = _rows_of(whole, unit.mesh, wrapper._sherd_extensions, form)
-        for key in (key for key, its in contents.parameters.items() if its is record and key in state_dict):
-            state_dict[key] = rows
+    mesh, extensions = _unit(wrapper).mesh, wrapper._sherd_extensions
+    wholes = _wholes(_unit(wrapper), contents, True, on_host)
+    _put(state_dict, contents, {each: _rows_of(its, mesh, extensions, form) for each, its in wholes.items()})
 
 
 def _rows_of(whole: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, form: ShardedForm) -> Any:
@@ -353,7 +344,7 @@ def _taken_up(wrapper: Any, record: ShardedParameter, given: Any) -> Any:
     if given.shape != spec.shape or given.device_mesh != spec.mesh or not _same_beside(given, record):
         return given
     whole = _gathered(wrapper, record, on_mesh_device(given))
-    return around(record.part_of(_plain(whole)).detach().clone(), spec)
+    return around(record.part_of(local_part(whole)).detach().clone(), spec)
 
 
 def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
@@ -384,13 +375,14 @@ def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, pref
             "SHARDED_STATE_DICT into any"
         )
     (group,) = (weights.group for weights in unit.weights)
-    vector = local_tensor(given)
-    for record, slot in zip(group.parameters, group.packing.slots, strict=True):
-        held, spec = slot.held(group.mesh.piece), record.shard_spec
-        part = vector[held.start : held.stop].view(slot.cut.local_shape(group.mesh.piece))
-        shard = as_dtensor(part, dtensor_spec(spec.mesh, spec.placements, spec.shape, vector.dtype))
-        for key in (key for key, its in contents.parameters.items() if its is record):
-            state_dict[key] = shard
+    vector, rank = local_tensor(given), group.mesh.piece
+    slot_of = dict(zip(group.parameters, group.packing.slots, strict=True))
+    for key, record in contents.parameters.items():
+        if record in slot_of:
+            slot = slot_of[record]
+            held = slot.held(rank)
+            part = vector[held.start : held.stop].view(slot.cut.local_shape(rank))
+            state_dict[key] = around(part, record.shard_spec)
 
 
 def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 
 from sherd.engine.loan import Loan, Terms, require_lendable
-from sherd.engine.seal import unit_of
+from sherd.engine.seal import unit_of, units_below
 from sherd.engine.unit import Unit
 from sherd.errors import PolicyTypeError, UnsupportedError
+from sherd.policy import require_bool
 
 
 @contextmanager
@@ -47,8 +50,8 @@ def unsharded(
             that gives less, or has gradients that wait for a reduction and were asked for. Nothing is lent then.
         PlacementError: on leaving with `writeback`, a parameter has another shape.
     """
-    _check(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
     terms = Terms(writeback, rank0_only, offload_to_cpu, with_grads)
+    _check(module, terms, recurse=recurse, **dataclasses.asdict(terms))
     to_lend = []
     for unit in _units(module, recurse):
         if unit.loan is None:
@@ -62,25 +65,17 @@ def unsharded(
         yield
 
 
-def _check(module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, on_host: bool, grads: bool) -> None:
+def _check(module: nn.Module, terms: Terms, **flags: Any) -> None:
     if not isinstance(module, nn.Module):
         raise PolicyTypeError(f"unsharded expects a module, got a {type(module).__name__}")
-    flags = {
-        "recurse": recurse,
-        "writeback": writeback,
-        "rank0_only": rank0_only,
-        "offload_to_cpu": on_host,
-        "with_grads": grads,
-    }
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise PolicyTypeError(f"unsharded({name}={value!r}): expected a bool")
-    if writeback and rank0_only:
+        require_bool(f"unsharded({name}={{}})", value)
+    if terms.writeback and terms.rank0_only:
         raise UnsupportedError(
             "writeback=True and rank0_only=True is not supported: the other ranks would keep their old parts; pass "
             "writeback=False, or change the parameters on all ranks"
         )
-    if on_host and grads:
+    if terms.offload_to_cpu and terms.with_grads:
         raise UnsupportedError(
             "offload_to_cpu=True and with_grads=True is not supported: a gradient lies where its parameter does; leave "
             "one of them out"
@@ -89,6 +84,7 @@ def _check(module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Those at and below `module`, and those that own tied parameters of theirs: each once, outermost first."""
-    found = [unit for each in (module.modules() if recurse else (module,)) if (unit := unit_of(each)) is not None]
+    own = unit_of(module)
+    found = units_below(module) if recurse else [] if own is None else [own]
     owners = [owner for unit in found for owner in unit.companions]
     return list({unit.id: unit for unit in (*found, *owners)}.values())

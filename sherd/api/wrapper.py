@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,22 +18,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import asked_by_checkpointing, is_tensor_parallel
+from sherd._torch import asked_by_checkpointing, is_tensor_parallel, steps_in_backward
 from sherd.api import comm_hook, materialize, optim_states, state_dict_type, state_dicts
-from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, restored, restores_by_itself
+from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.ignored import Ignored
 from sherd.api.module import FSDPModule
 from sherd.api.placements import Placements, rule_of
 from sherd.api.unsharded import unsharded
+from sherd.checkpoint.rekeying import rekey_optim_state_dict
 from sherd.clip import clip_grad_norm_
 from sherd.comm.mesh import DataMesh
 from sherd.engine.flat import FlatParameter
 from sherd.engine.forms import Wish
-from sherd.engine.making import make_unit
+from sherd.engine.making import is_taken, make_unit
 from sherd.engine.ownership import Belongings, belongings
 from sherd.engine.parameter import WRAPPED, plain_name
-from sherd.engine.seal import runtime_of, unit_of
 from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, UnsupportedError, WrapperStateError
 from sherd.wrap import apply_wraps, check_frozen, check_none_wrapped, choose
 
@@ -124,7 +124,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self._sherd_extensions = extensions_given(extensions)
         if auto_wrap_policy is not None:
             # Before anything is wrapped: what no unit can have leaves the module as it was.
-            everything = belongings([module], ignored.parameters, lambda each: unit_of(each) is not None)
+            everything = belongings([module], ignored.parameters, is_taken)
             _check_parameters(everything, use_orig_params=True)
             _check_parallel(everything, choices)
             below = {
@@ -146,7 +146,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """Make the unit, and the flat parameter."""
         choices = self._sherd_choices
         cut = choices.placement
-        found = belongings([self], ignored.parameters, lambda each: unit_of(each) is not None)
+        found = belongings([self], ignored.parameters, is_taken)
         _check_parameters(found, choices.use_orig_params)
         _check_parallel(found, choices)
         extended = [flattened(self._sherd_extensions, each.parameter, each.name) for each in found.owned]
@@ -159,13 +159,14 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             choices.offload,
             choices.policy,
         )
+        self._sherd_is_new = True
         self._sherd_undistributed = [
             each for each in found.modules if each._parameters and not is_tensor_parallel(each)
         ]
         self._sherd_extended = {
             record: each for record, each in zip(unit.parameters, extended, strict=True) if each is not None
         }
-        if restores_by_itself(self._sherd_extensions):
+        if has_own(self._sherd_extensions, "post_unflatten_transform"):
             for record, extension in self._sherd_extended.items():
                 whole = record.whole_spec
                 assert whole is not None, "only a DTensor is extended"
@@ -193,7 +194,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that shard, or under `NO_SHARD` those that hold copies."""
-        mesh = self._sherd_unit_and_module()[0].mesh
+        mesh = self._sherd_own_unit.mesh
         copies = self.sharding_strategy is ShardingStrategy.NO_SHARD or mesh.shard_group is None
         group = mesh.replicate_group if copies else mesh.shard_group
         assert group is not None, "NO_SHARD has a replicate axis, the others a shard axis"
@@ -212,31 +213,38 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
-        return self._sherd_unit_and_module()[0].mesh.device
+        return self._sherd_own_unit.mesh.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; parameters are whole inside."""
         state_dicts.settle(self)
-        unit = self._sherd_unit_and_module()[0]
-        if self._sherd_undistributed:
-            self._sherd_require_still_undistributed()
+        unit = self._sherd_own_unit
+        if self._sherd_is_new:
+            self._sherd_check_before_first_forward()
         if self._sherd_buffers and unit.precision.full_precision_in_eval:
             wanted = None if unit.in_full_precision else self.mixed_precision.buffer_dtype
             materialize.recast_buffers(self._sherd_buffers, wanted)
         wrapped: Any = self._modules[WRAPPED]
         return wrapped(*args, **kwargs)
 
-    def _sherd_require_still_undistributed(self) -> None:
-        """Before the first forward: a flat parameter hides the parameters from `parallelize_module`, which would raise
-        at shards."""
+    def _sherd_check_before_first_forward(self) -> None:
+        """What was done to the parameters since they were wrapped, and would be passed over without a word. A flat
+        parameter hides them from `parallelize_module`, which would raise at shards."""
+        unit = self._sherd_own_unit
         for each in self._sherd_undistributed:
             if is_tensor_parallel(each):
                 raise ModuleError(
                     f"parallelize_module was applied to a {type(each).__name__} after it was wrapped in "
-                    f"{self._sherd_unit_and_module()[0].name}, whose shards it cannot distribute; build the model "
-                    "anew, apply parallelize_module, and wrap it then"
+                    f"{unit.name}, whose shards it cannot distribute; build the model anew, apply parallelize_module, "
+                    "and wrap it then"
                 )
-        self._sherd_undistributed = []
+        for record in unit.parameters:
+            if steps_in_backward(record.leaf):
+                raise UnsupportedError(
+                    f"{record.name} has optimizers that are to step in backward, from _apply_optimizer_in_backward; "
+                    "nothing would call them: step an optimizer of model.parameters() after the backward"
+                )
+        self._sherd_is_new, self._sherd_undistributed = False, []
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper does not have, the wrapped module is asked for."""
@@ -278,12 +286,12 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost unit. Asked before the first forward, it is until a unit above runs."""
-        unit, module = self._sherd_unit_and_module()
-        return runtime_of(unit, module).root is unit
+        return self._sherd_own_runtime.root is self._sherd_own_unit
 
     # Whole parameters
 
     @staticmethod
+    @contextmanager
     def summon_full_params(
         module: nn.Module,
         recurse: bool = True,
@@ -291,18 +299,31 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """`sherd.unsharded`, refused where FSDP1 refuses it.
 
         Raises:
             UnsupportedError: `with_grads` for a unit with a flat parameter, or with `offload_to_cpu`; `writeback` with
                 `rank0_only`; `offload_to_cpu` under `NO_SHARD`.
         """
-        return _summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+        within = module.modules() if recurse else (module,)
+        for choices in (each._sherd_choices for each in within if isinstance(each, FullyShardedDataParallel)):
+            if with_grads and (offload_to_cpu or not choices.use_orig_params):
+                raise UnsupportedError(
+                    f"with_grads={with_grads}, use_orig_params={choices.use_orig_params}, offload_to_cpu="
+                    f"{offload_to_cpu} is not supported yet; gradients of single parameters need use_orig_params=True, "
+                    "and stay on the device"
+                )
+            if offload_to_cpu and choices.strategy is ShardingStrategy.NO_SHARD:
+                raise UnsupportedError(
+                    "offload_to_cpu=True and NO_SHARD is not supported yet; copy the parameters, which every rank has"
+                )
+        with unsharded(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+            yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As nn.Module's: `fn` sees each module with its parameters whole, and what it changes is kept."""
-        if self._sherd_unit_and_module()[0].loan is not None:
+        if self._sherd_own_unit.loan is not None:
             raise WrapperStateError(
                 "apply() inside an unshard context that lends this unit's parameters; call it outside, or on "
                 "the wrapped module"
@@ -349,8 +370,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         gradient is 0; the hook divides, too. `sherd.comm_hooks` has ready-made ones.
 
         Raises:
-            PolicyError: not callable, registered before, a hybrid strategy, or a unit of several dtypes.
-            StateError: on an instance that is not the root.
+            PolicyError: not callable, a hybrid strategy, or a unit of several dtypes.
+            WrapperStateError: registered before, or on an instance that is not the root.
         """
         self._sherd_require_root("register_comm_hook")
         wrappers = self.fsdp_modules(self)
@@ -358,7 +379,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         comm_hook.register(wrappers, state, hook, copies)
 
     def _sherd_require_root(self, method: str) -> None:
-        unit = self._sherd_unit_and_module()[0]
+        unit = self._sherd_own_unit
         if not self.check_is_root():
             runtime = unit.runtime
             root = runtime.root.name if runtime is not None else "?"
@@ -384,6 +405,14 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         finally:
             state_dicts.settle(self)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's, of any kind of state dict; flat parameters are registered again if it raises too."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            for each in self.fsdp_modules(self):
+                state_dicts.settle(each)
+
     set_state_dict_type = staticmethod(state_dict_type.set_state_dict_type)
     get_state_dict_type = staticmethod(state_dict_type.get_state_dict_type)
     state_dict_type = staticmethod(state_dict_type.state_dict_type)
@@ -397,27 +426,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     shard_full_optim_state_dict = staticmethod(optim_states.shard_full_optim_state_dict)
     flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_states.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
-
-
-@contextmanager
-def _summoned(
-    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
-) -> Iterator[None]:
-    within = module.modules() if recurse else (module,)
-    for each in (each for each in within if isinstance(each, FullyShardedDataParallel)):
-        choices = each._sherd_choices
-        if with_grads and (offload_to_cpu or not choices.use_orig_params):
-            raise UnsupportedError(
-                f"with_grads={with_grads}, use_orig_params={choices.use_orig_params}, offload_to_cpu={offload_to_cpu} "
-                "is not supported yet; gradients of single parameters need use_orig_params=True, and stay on the device"
-            )
-        if offload_to_cpu and choices.strategy is ShardingStrategy.NO_SHARD:
-            raise UnsupportedError(
-                "offload_to_cpu=True and NO_SHARD is not supported yet; copy the parameters, which every rank has"
-            )
-    with unsharded(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
-        yield
+    rekey_optim_state_dict = staticmethod(rekey_optim_state_dict)
 
 
 def _wrap_below(
@@ -433,17 +442,10 @@ def _wrap_below(
     if choices.strategy.is_hybrid and choices.device_mesh is None:
         # One mesh for all, made once; a unit that makes its own would make groups of its own too.
         kwargs.update(process_group=None, device_mesh=mesh.mesh)
-    precise: tuple[type[nn.Module], ...] = ()
-    if choices.mixed_precision is not None:
-        precise = tuple(choices.mixed_precision._module_classes_to_ignore)
+    precise = choices.precise_classes
+    apart_kwargs = {"mixed_precision": None}
     chosen = choose(
-        module,
-        policy,
-        ignored.modules,
-        ignored.parameters,
-        kwargs,
-        apart=precise,
-        apart_kwargs={"mixed_precision": None},
+        module, policy, ignored.modules, ignored.parameters, kwargs, apart=precise, apart_kwargs=apart_kwargs
     )
     if not choices.use_orig_params:
         check_frozen(module, chosen, ignored.parameters)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -22,6 +23,7 @@ from tests.api.compared import (
 )
 from tests.models import WIDTH, Block, build, noise, shard
 from tests.parity.training import Recipe, assert_all_same, steps_sharded, whole_grads
+from tests.versions import needs_torch
 
 
 def stack():
@@ -98,6 +100,26 @@ def test_a_list_of_modules_comes_back_as_it_went_in(world):
     world(1).run(list_in_list_out)
 
 
+class Bank(nn.Linear):
+    """It has a length, of nothing yet."""
+
+    def __len__(self):
+        return 0
+
+
+def shard_what_has_odd_lengths(kind):
+    # A compiled module has a `__len__` that raises.
+    model = nn.Sequential(Bank(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"), nn.Sequential())
+    model = fully_shard(model) if kind == "fully_shard" else sherd.FullyShardedDataParallel(model, use_orig_params=True)
+    return [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "wrapper"])
+def test_the_length_of_a_module_does_not_matter(threads, kind):
+    names = ["0.weight", "0.bias", "1._orig_mod.weight", "1._orig_mod.bias"]
+    assert threads(2).run(shard_what_has_odd_lengths, kind) == [names, names]
+
+
 # ignored_params
 
 
@@ -142,6 +164,32 @@ def test_a_unit_of_which_everything_is_ignored_does_nothing(world):
     for params in world(2).run(everything_ignored):
         for name, param in params.items():
             torch.testing.assert_close(param, expected[name])
+
+
+def trained_beside_ddp(kind, models):
+    model = models[dist.get_rank()]
+    replicate(model[0])
+    before = list(model[0].parameters())
+    if kind == "fully_shard":
+        fully_shard(model[2])
+        fully_shard(model)
+    else:
+        model = sherd.FullyShardedDataParallel(model, use_orig_params=True)
+    assert [*model[0].parameters()] == before
+    assert all(isinstance(param, DTensor) for each in (model[1], model[2]) for param in each.parameters())
+    mean_square(model, dist.get_rank(), 0).backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "wrapper"])
+def test_a_module_that_torchs_ddp_looks_after_is_left_to_it(threads, kind):
+    plain = [made(stack) for _ in range(2)]
+    for rank, model in enumerate(plain):
+        mean_square(model, rank, 0).backward()
+    for grads in threads(2).run(trained_beside_ddp, kind, [made(stack) for _ in range(2)]):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, sum(model.get_parameter(name).grad for model in plain) / 2)
 
 
 # mesh and dp_mesh_dims
@@ -227,7 +275,9 @@ def on_dim_1(param):
 
 
 @pytest.mark.parametrize("shard_fn", [None, on_dim_1], ids=["rows", "columns"])
-@pytest.mark.parametrize("library", ["sherd", "torch"])
+@pytest.mark.parametrize(
+    "library", ["sherd", pytest.param("torch", marks=needs_torch(2, 12, "its FSDP has no DataParallelMeshDims"))]
+)
 def test_dtensors_of_a_larger_mesh_are_sharded_over_the_named_axis(world, library, shard_fn):
     runs = world(4).run(train_tensor_parallel, library, shard_fn)
     plain = made(TensorParallel)

@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import io
+import pickle
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -23,10 +26,11 @@ from sherd.errors import (
     PolicyError,
     PolicyTypeError,
     StateError,
+    UnsupportedError,
 )
 from tests.api.compared import assert_refused, assert_trained, made, mean_square, shard_children, train
 from tests.models import WIDTH, Block, build, noise, shard
-from tests.parity.training import Recipe, assert_all_same, steps_sharded
+from tests.parity.training import Recipe, assert_all_same, assert_named_close, steps_sharded, whole_params
 
 
 def stack():
@@ -125,12 +129,72 @@ def copies():
     model = shard_children(made(stack))
     outer = nn.Sequential(model, nn.ReLU())
     for each in (model, model[0], outer):
-        assert_refused(lambda m=each: copy.deepcopy(m), ModuleError, ValueError, "deep-copied", "state_dict")
+        for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            assert_refused(
+                lambda m=each, c=copied: c(m), ModuleError, ValueError, "deep-copied or pickled", "state_dict"
+            )
     return train(model, mean_square)
 
 
-def test_a_sharded_model_is_not_deep_copied(world):
+def test_a_sharded_model_is_not_copied_or_pickled(world):
     assert_trained(world(2).run(copies), stack)
+
+
+def values_for_one_call():
+    """Values from outside for one call: Parameters, plain tensors, DTensors."""
+    model, x = shard_children(made(stack)), noise(0, 0)
+    before = whole_params(model)
+    plain = {name: torch.zeros_like(param) for name, param in made(stack).named_parameters()}
+    for values in (plain, {name: nn.Parameter(value) for name, value in plain.items()}, model.state_dict()):
+        wrong = {name: value * 1 if values is not plain else value for name, value in values.items()}
+        assert_refused(
+            lambda given=wrong: torch.func.functional_call(model, given, (x,)),
+            UnsupportedError,
+            NotImplementedError,
+            "functional_call",
+            "0.up.weight",
+            "plain copy",
+        )
+    assert_named_close(whole_params(model), before, "parameter", 0, 0)
+    return train(model, mean_square)
+
+
+def test_a_sharded_model_is_not_called_with_values_from_outside(world):
+    assert_trained(world(2).run(values_for_one_call), stack)
+
+
+def lazy():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
+    assert_refused(
+        lambda: fully_shard(model), ModuleError, ValueError, "1.weight has no shape yet", "run the model once"
+    )
+
+
+def test_a_lazy_module_is_refused_until_it_has_run(world):
+    world(1).run(lazy)
+
+
+def added_late():
+    """An adapter of which nobody knows, one that is a unit, a value in a shard's place, an ignored parameter."""
+    model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+    own = nn.Parameter(torch.ones(WIDTH))
+    model.register_parameter("own", own)
+    fully_shard(model, ignored_params={own})
+    model[0].adapter, model[1].adapter = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model[0].frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    model[2].bias = nn.Parameter(torch.zeros(WIDTH))
+    fully_shard(model[1].adapter)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(noise(0, 0))
+        model(noise(0, 0))
+    return [str(each.message) for each in said]
+
+
+def test_a_parameter_that_was_added_after_sharding_is_named_once(world):
+    for (said,) in world(2).run(added_late):
+        assert "was sharded: 0.adapter.weight, 0.adapter.bias. They are not sharded" in said
+        assert "before fully_shard" in said
 
 
 # Meshes

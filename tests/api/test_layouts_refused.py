@@ -80,7 +80,7 @@ def test_blocks_are_of_a_positive_number_of_rows(rows):
 
 @pytest.mark.parametrize("transport", ["nccl", "", "GLOO", 3, None, ["gloo"], True])
 def test_a_transport_is_one_of_four_names(transport):
-    words = (repr(transport), "auto, torch, gloo, shared_memory")
+    words = (repr(transport), "auto, torch, coalesced, gloo, shared_memory")
     assert_refused(lambda: CommPolicy(transport), PolicyError, ValueError, *words)
 
 

@@ -1,11 +1,15 @@
 """Does the memory report name every buffer, add up, and refuse what it cannot report on?"""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from sherd import fully_shard
 from sherd.api.memory import memory_report, track_memory
+from sherd.engine.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, StateError
 from tests.models import build, shard
 from tests.ranks import RanksFailed
@@ -71,7 +75,11 @@ def reports_around_a_tracked_step(name):
         step(model)
     for parameter in model.parameters():
         parameter.grad = None
-    return before, memory_report(model), peak.nbytes, peak.moment, dict(peak.rows), str(peak)
+    after, unit = memory_report(model), weakref.ref(unit_of(model))
+    del model, parameter
+    gc.collect()
+    assert unit() is None
+    return before, after, peak.nbytes, peak.moment, dict(peak.rows), str(peak)
 
 
 @pytest.mark.parametrize("name", ["mlp", "nested", "tied_across", "transformer", "branching"])
@@ -145,8 +153,15 @@ def reports_on_a_part_and_the_whole():
     model = shard(build("mlp"))
     block = model.blocks[0]
     alone = memory_report(block)
-    step(model)
-    return [peak_of_units(each) for each in (alone, memory_report(block), memory_report(model))]
+    with track_memory(model):
+        step(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    within, root = memory_report(block), memory_report(model)
+    # What was measured is the whole model's, and its moment one of the whole model's units'.
+    assert (within.measured_peak, within.measured_moment) == (None, None)
+    assert root.measured_peak > 0
+    return [peak_of_units(each) for each in (alone, within, root)]
 
 
 def test_a_unit_below_the_root_can_be_reported_on_as_well(world):

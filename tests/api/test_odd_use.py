@@ -27,7 +27,7 @@ def stack():
 
 
 class Hollow(nn.Module):
-    """Beside a real weight, parameters without an element."""
+    """Beside a real weight, parameters without an element; and without a length, so that `if module` is false."""
 
     def __init__(self):
         super().__init__()
@@ -35,6 +35,9 @@ class Hollow(nn.Module):
         self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
         self.no_columns = nn.Parameter(torch.zeros(WIDTH, 0))
+
+    def __len__(self):
+        return 0
 
     def forward(self, x):
         return x * self.weight + self.empty.sum() + self.no_rows.sum() + (self.no_columns.sum(1) * 2)

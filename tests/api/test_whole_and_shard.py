@@ -282,10 +282,11 @@ def test_an_embedding_need_not_be_gathered_in_backward(world, unshard, gathers):
 
 
 class Spoken(nn.Module):
-    """A method that calls forward inside, one that calls another method, and one that raises."""
+    """A method that calls forward inside, one that calls another, one that raises, and two that are not bound."""
 
     def __init__(self):
         super().__init__()
+        self.squared = torch.square
         self.block = Block()
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
 
@@ -304,14 +305,21 @@ class Spoken(nn.Module):
             raise ValueError("by nothing")
         return x * self.weight * by
 
+    @staticmethod
+    def doubled(x):
+        return x * 2
+
+
+METHODS = ("twice", "thrice", "scaled", "doubled", "squared")
+
 
 def speak(model, rank, step):
-    return (model.thrice(noise(step, rank)) + model.scaled(noise(step, rank), by=2)).square().mean()
+    return model.squared(model.thrice(noise(step, rank)) + model.doubled(model.scaled(noise(step, rank), by=1))).mean()
 
 
 def train_through_methods(reshard):
     model = shard_children(made(Spoken), reshard_after_forward=reshard)
-    for name in ("twice", "thrice", "scaled"):
+    for name in METHODS:
         register_fsdp_forward_method(model, name)
     assert (model.scaled.__name__, model.scaled.__doc__) == ("scaled", "Scale.")
     with pytest.raises(ValueError, match="by nothing"):
@@ -327,7 +335,7 @@ def test_registered_methods_may_call_forward_and_each_other(world, reshard):
 
 def train_with_a_method_registered_twice():
     model = shard_children(made(Spoken))
-    for name in ("twice", "thrice", "scaled"):
+    for name in METHODS:
         register_fsdp_forward_method(model, name)
         register_fsdp_forward_method(model, name)
     return train(model, speak)

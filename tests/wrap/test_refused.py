@@ -56,8 +56,9 @@ class Answers:
 )
 def test_what_is_no_policy_or_answers_wrongly_is_refused(policy, said):
     for kind in (PolicyTypeError, ValueError, TypeError):
-        with pytest.raises(kind, match=said):
-            choose(build("mlp"), policy)
+        for apart in ((), (nn.LayerNorm,)):
+            with pytest.raises(kind, match=said):
+                choose(build("mlp"), policy, apart=apart)
 
 
 @pytest.mark.parametrize("classes", [Block, "Block", [Block()], {"Block"}, 3])

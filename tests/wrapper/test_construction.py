@@ -217,7 +217,7 @@ def train_both_front_ends(recipe, wrap, orig):
 @both_kinds
 @pytest.mark.parametrize("wrap", [wrap_below_sharded, wrap_above_sharded])
 def test_wrappers_and_fully_shard_go_together(threads, wrap, orig):
-    recipe = Recipe("mlp", steps=2, max_norm=0.5)
+    recipe = Recipe("mlp", "adamw", steps=2, max_norm=0.5)
     runs = threads(2).run(train_both_front_ends, recipe, wrap, orig)
     for (losses, norms, values), plain in zip(runs, train_plain(recipe, 2), strict=True):
         torch.testing.assert_close(losses, plain.losses)

@@ -1,5 +1,6 @@
 """Does a model under `FullyShardedDataParallel` train as in one process, whatever its arguments are?"""
 
+import copy
 import functools
 
 import pytest
@@ -403,6 +404,31 @@ def test_ignored_parameters_stay_plain_beside_the_sharded(threads, how, orig):
         torch.testing.assert_close(losses, plain.losses)
         torch.testing.assert_close(norms, plain.norms)
         torch.testing.assert_close(params, plain.params, rtol=1e-5, atol=1e-6)
+
+
+def ignore_around_a_unit(orig):
+    """A unit below an ignored module stays one; what is around it is left alone."""
+    for name in ("ignored_modules", "ignored_states"):
+        plain = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))))
+        model = copy.deepcopy(plain)
+        around = model[1]
+        around[1] = FullyShardedDataParallel(around[1], use_orig_params=orig)
+        ignored = [around] if name == "ignored_modules" else list(around.parameters())
+        wrapped = FullyShardedDataParallel(model, use_orig_params=orig, **{name: ignored})
+        assert type(around[0].weight) is nn.Parameter
+        assert len(list(wrapped.parameters())) == (6 if orig else 4)
+        for each in (wrapped, plain):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for step in range(2):
+                each(noise(step, 0, 3, 4)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(dict(wrapped.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_units_below_ignored_modules_are_units_still(threads, orig):
+    threads(2).run(ignore_around_a_unit, orig)
 
 
 # Other moments

@@ -332,10 +332,42 @@ def parts_of_models():
         torch.testing.assert_close(found["state"]["own.weight"], all_of_it["state"]["own.weight"])
         with sherd.unsharded(model):
             assert_same(FSDP.optim_state_dict(model, optimizer), all_of_it)
+        states = FSDP.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
+        assert_same({**states, "param_groups": all_of_it["param_groups"]}, all_of_it)
+        assert list(states) == ["state"]
+        assert_loads_alike(
+            {**FSDP.optim_state_dict_to_load(model, optimizer, states), "param_groups": []},
+            {**FSDP.optim_state_dict_to_load(model, optimizer, all_of_it), "param_groups": []},
+        )
 
 
 def test_subsets_outer_models_and_optimizers_without_state(world):
     world(2).run(parts_of_models)
+
+
+def listed_otherwise_on_one_rank():
+    """The two blocks have the same shapes: their states would be mixed up without a word."""
+    for saved, form in (("orig nested", "rows"), ("rows", "flat nested"), ("flat nested", "orig nested")):
+        source = wrapped(saved)
+        in_order = adam(source.parameters())
+        train(source, in_order, BEFORE)
+        expected = FSDP.optim_state_dict(source, in_order)
+        model = wrapped(form)
+        listed = list(model.parameters())
+        optimizer = adam(listed[::-1] if dist.get_rank() == 1 else listed)
+        train(model, optimizer, BEFORE)
+        assert_same(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
+        for state in (FSDP.sharded_optim_state_dict(source, in_order), expected):
+            spoil(optimizer.state)
+            FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+            assert_same(FSDP.optim_state_dict(model, optimizer), expected)
+        of_rank_0 = expected if dist.get_rank() == 0 else None
+        optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(of_rank_0, model, optim=optimizer))
+        assert_same(FSDP.optim_state_dict(model, optimizer), expected)
+
+
+def test_ranks_may_list_parameters_in_any_order(world):
+    world(2).run(listed_otherwise_on_one_rank)
 
 
 # Which ranks have it, and in which form
@@ -598,6 +630,12 @@ def misfits():
     if dist.get_rank() == 1:
         del optimizer.state[model.head.weight]
     with pytest.raises(ValueError, match=r"embed.weight: rank 1 keeps no 'step' for it"):
+        FSDP.optim_state_dict(model, optimizer)
+    # Or that have been given others.
+    model = wrapped("rows")
+    optimizer = adam(list(model.parameters())[dist.get_rank() :])
+    train(model, optimizer, BEFORE)
+    with pytest.raises(RuntimeError, match=r"embed.weight: rank 1 keeps no .*the same parameters on all ranks"):
         FSDP.optim_state_dict(model, optimizer)
 
 

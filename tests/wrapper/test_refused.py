@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import warnings
 from copy import deepcopy
 
 import pytest
@@ -103,7 +104,7 @@ CONSTRUCTIONS = {
     "ignored_mixture": (
         lambda: {"ignored_states": [nn.Parameter(torch.ones(1)), nn.Linear(2, 2)]},
         ValueError,
-        ("ignored_states expects all nn.Parameter or all nn.Module list elements",),
+        ("expects all nn.Parameter or all nn.Module list elements but got types", "linear.Linear", "Parameter"),
     ),
     "ignored_unit": (
         lambda: {"ignored_modules": [FullyShardedDataParallel(nn.Linear(2, 2))]},
@@ -318,6 +319,24 @@ def run_inside():
 
 def test_a_lent_unit_does_not_run(world):
     world(2).run(run_inside)
+
+
+def step_in_backward():
+    """FSDP1 does, where it has the parameters' own names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch still calls there
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=use_orig_params)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+        for _ in range(2):
+            raises(
+                functools.partial(model, torch.ones(1, 4)), RuntimeError, "to step in backward", "after the backward"
+            )
+
+
+def test_optimizers_that_nothing_would_step_are_refused(world):
+    world(2).run(step_in_backward)
 
 
 def keep_offload_and_precision_objects():

@@ -378,6 +378,7 @@ def local_dicts():
     other = wrapped(False, nested=False)
     with pytest.raises(ValueError, match=r"_flat_param of unit Ful.* LOCAL_STATE_DICT loads into the wrapping"):
         other.load_state_dict(found)
+    assert [name for name, _ in other.named_parameters()] == ["_flat_param"]
     assert_holds(other, expected)
     for kind in (LOCAL, SHARDED):
         unsharded_model = wrapped(False, nested=False, sharding_strategy=ShardingStrategy.NO_SHARD)

@@ -1,0 +1,121 @@
+"""Does a parameter that brings its own all-gather train as a plain one, whatever its whole form and gradient are?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map_only
+
+from sherd import Flat, fully_shard
+from sherd._torch import local_tensor
+from sherd.errors import PlacementError
+from tests.models.specimen import WIDTH
+
+
+class Halves(torch.Tensor):
+    """Two tensors, whose sum it is. It has no memory of its own, and what is computed from it is of its kind: the
+    whole parameter, outputs, gradients."""
+
+    @staticmethod
+    def __new__(cls, first, second):
+        return torch.Tensor._make_wrapper_subclass(cls, first.shape, first.stride(), dtype=first.dtype)
+
+    def __init__(self, first, second):
+        self.halves = first, second
+
+    def __repr__(self):
+        return f"Halves{self.halves}"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        # Every operation here is done on the sums; a half of its result is half of it.
+        args, kwargs = tree_map_only(Halves, lambda each: sum(each.halves), (args, kwargs or {}))
+        result = function(*args, **kwargs)
+        if function is torch.ops.aten.copy_.default:
+            return result
+        return tree_map_only(torch.Tensor, lambda each: cls(each / 2, each / 2), result)
+
+    def fsdp_pre_all_gather(self, mesh):
+        return self.halves, None
+
+    def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
+        return None if out is not None else (Halves(*gathered), gathered)
+
+
+def made(kind=lambda values: values):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, 3, bias=False))
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def inputs(rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def assert_same_gradients(model, plain):
+    """Those of one backward: the mean over ranks, a plain DTensor on the shards."""
+    num_ranks = dist.get_world_size()
+    for rank in range(num_ranks):
+        (plain(inputs(rank)).square().sum() / num_ranks).backward()
+    model(inputs(dist.get_rank())).square().sum().backward()
+    for layer, twin in ((model[0], plain[0]), (model[2], plain[2])):
+        gradient = layer.weight.grad
+        assert type(gradient.to_local()) is torch.Tensor
+        torch.testing.assert_close(gradient.full_tensor(), twin.weight.grad)
+    plain.zero_grad()
+    model.zero_grad()
+
+
+def subclass_gradients(reshard):
+    plain, model = made(), made(lambda values: Halves(values / 4, values * 3 / 4))
+    for module in (model[0], model[2], model):
+        fully_shard(module, reshard_after_forward=reshard)
+    for _ in range(2):
+        assert_same_gradients(model, plain)
+    assert isinstance(model[0].weight.to_local(), Halves)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gradients_of_a_kind_without_memory_are_reduced_by_their_values(world, reshard):
+    world(2).run(subclass_gradients, reshard)
+
+
+def give_all_gather(shard, asked):
+    """Hooks as attributes of one tensor: it is sent doubled, and halved again."""
+
+    def before(mesh):
+        asked.append(mesh.size())
+        return (shard * 2,), None
+
+    def after(gathered, metadata, dtype, *, out=None):
+        if out is None:
+            whole = gathered[0] / 2
+            return whole, (whole,)
+        out.copy_(gathered[0] / 2)
+        return None
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+
+
+def hooks_on_a_shard():
+    plain, model, asked = made(), made(), []
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    give_all_gather(local_tensor(model[2].weight), asked)
+    for _ in range(2):
+        assert_same_gradients(model, plain)
+    assert len(asked) >= 2, "asked for each gather"
+    assert set(asked) == {2}, "over so many ranks"
+    for placement in (Shard(1), Flat()):
+        model = made()
+        fully_shard(model, placement=placement)
+        give_all_gather(local_tensor(model[2].weight), [])
+        with pytest.raises(PlacementError, match=r"2\.weight.*Shard\(0\)"):
+            model(inputs(0))
+
+
+def test_a_shard_may_be_given_its_all_gather_before_the_first_forward(world):
+    world(2).run(hooks_on_a_shard)
