@@ -23,8 +23,8 @@ from torch import nn
 
 from sherd.api.module import FSDPModule
 from sherd.engine.seal import unit_of
-from sherd.errors import PolicyTypeError
 from sherd.interop.step import StageUnits
+from sherd.policy import require_bool
 
 
 class torch_fsdp_identity:
@@ -42,8 +42,7 @@ class torch_fsdp_identity:
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        if not isinstance(enabled, bool):
-            raise PolicyTypeError(f"torch_fsdp_identity({enabled!r}): expected a bool")
+        require_bool("torch_fsdp_identity({})", enabled)
         self._before = _identity.for_all
         _identity.give_to_all(enabled)
 
@@ -56,9 +55,9 @@ class torch_fsdp_identity:
         _identity.give_to_all(self._before)
 
 
-def lend_identity(borrower: object, modules: Iterable[nn.Module]) -> None:
-    """Let the classes of `modules` be subclasses of torch's `FSDPModule` for as long as `borrower` exists."""
-    for cls in {type(module) for module in modules}:
+def lend_identity(borrower: object, classes: Iterable[type]) -> None:
+    """Let `classes`, of sharded modules, be subclasses of torch's `FSDPModule` for as long as `borrower` exists."""
+    for cls in classes:
         _identity.give(cls)
         weakref.finalize(borrower, _identity.take_back, cls)
 
@@ -160,7 +159,8 @@ class _State:
 
     def __init__(self, module: Any) -> None:
         self._units = StageUnits(module, type(module).__name__)
-        self._fsdp_param_groups = [_ParamGroup(self._units.start_reductions)]
+        self._fsdp_param_group = _ParamGroup(self._units.start_reductions)  # 2.11 asks for one, 2.12 for any number
+        self._fsdp_param_groups = [self._fsdp_param_group]
         self._state_ctx = self
 
     @property

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor
 from sherd.engine.seal import unit_of
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
 from sherd.interop.step import StageUnits
+from sherd.tensor.ragged import local_part
 
 __all__ = ["PipelineStage"]
 
@@ -52,9 +51,9 @@ class PipelineStage(pipelining.PipelineStage):
         self._sherd_earlier = None
         self._sherd_units.begin()
         # torch's schedules say UNSHARD and RESHARD to instances of its FSDPModule only.
-        units = [module for _, module in self._sherd_units.sharded if type(module) not in self._sherd_lent]
-        lend_identity(self, units)
-        self._sherd_lent |= {type(module) for module in units}
+        classes = {type(unit.modules[0]) for unit in self._sherd_units.units} - self._sherd_lent
+        lend_identity(self, classes)
+        self._sherd_lent |= classes
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
@@ -106,7 +105,7 @@ class PipelineStage(pipelining.PipelineStage):
     def _sherd_set_earlier_aside(self) -> None:
         """Keep gradients that shards have from earlier steps out of this one's scaling."""
         if self._sherd_earlier is None:
-            leaves = [leaf for unit, _ in self._sherd_units.sharded for leaf in unit.leaves]
+            leaves = [leaf for unit in self._sherd_units.units for leaf in unit.leaves]
             self._sherd_earlier = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
             for leaf, _ in self._sherd_earlier:
                 leaf.grad = None
@@ -115,11 +114,7 @@ class PipelineStage(pipelining.PipelineStage):
         """Divide the gradients of all parameters by `grad_scale_factor`."""
         gradients = [each.grad for each in self.submod.parameters() if each.grad is not None]
         if grad_scale_factor != 1 and gradients:
-            torch._foreach_div_([_local(each) for each in gradients], grad_scale_factor)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            torch._foreach_div_([local_part(each) for each in gradients], grad_scale_factor)
 
 
 def split_backwards_in_torchs_stages() -> Callable[[], None]:
@@ -130,16 +125,16 @@ def split_backwards_in_torchs_stages() -> Callable[[], None]:
 
     @functools.wraps(original)
     def run(stage: Any, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
-        units = StageUnits(stage.submod, f"stage {stage.stage_index}")
-        if backward_type == "full" or isinstance(stage, PipelineStage) or not units.sharded:
+        of_stage = StageUnits(stage.submod, f"stage {stage.stage_index}")
+        if backward_type == "full" or isinstance(stage, PipelineStage) or not of_stage.units:
             return original(stage, backward_type, *args, **kwargs)
         if unit_of(stage.submod) is None:
             raise StateError(
-                f"{units.name}: its schedule splits backward in two, and modules inside are sharded but not the "
+                f"{of_stage.name}: its schedule splits backward in two, and modules inside are sharded but not the "
                 f"stage's own, {type(stage.submod).__name__}, which torch's PipelineStage looks at; call fully_shard "
                 "on it too, or use sherd.interop.pipelining.PipelineStage"
             )
-        with units.split_backward():
+        with of_stage.split_backward():
             return original(stage, backward_type, *args, **kwargs)
 
     setattr(owner, name, run)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sherd.engine.runtime import Runtime
-from sherd.engine.seal import runtime_of, unit_of
+from sherd.engine.seal import runtime_of, units_below
 from sherd.engine.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.schedule.actions import EndBackward, GradientsReady
@@ -45,19 +45,14 @@ class StageUnits:
         self._has_begun = False
 
     @property
-    def sharded(self) -> list[tuple[Unit, nn.Module]]:
-        """Every unit, each once, with the first of its modules, outermost first."""
-        found: dict[int, tuple[Unit, nn.Module]] = {}
-        for module in self.module.modules():
-            unit = unit_of(module)
-            if unit is not None:
-                found.setdefault(unit.id, (unit, module))
-        return list(found.values())
+    def units(self) -> list[Unit]:
+        """Each once, outermost first."""
+        return units_below(self.module)
 
     @property
     def runtimes(self) -> list[tuple[Runtime, Unit]]:
         """Every unit with the runtime it is sealed into; sealed now, if it was not."""
-        return [(runtime_of(unit, module), unit) for unit, module in self.sharded]
+        return [(runtime_of(unit, unit.modules[0]), unit) for unit in self.units]
 
     def check(self) -> None:
         """Raise if the units are not this stage's alone.
@@ -68,7 +63,7 @@ class StageUnits:
             StateError: the units belong to a larger model that has run as one, or `accumulate` counts their backwards.
         """
         inside = {id(module) for module in self.module.modules()}
-        units = {unit.id: unit for unit, _ in self.sharded}
+        units = {unit.id: unit for unit in self.units}
         for unit in units.values():
             away = [type(module).__name__ for module in unit.modules if id(module) not in inside]
             if away:
@@ -103,7 +98,7 @@ class StageUnits:
             self._give_up()
         self.check()
         self._has_begun = True
-        for unit, _ in self.sharded:
+        for unit in self.units:
             self._chosen.append((unit, {name: getattr(unit.policy, name) for name in CHANGED}))
             unit.change(**DURING_A_STEP)
 
@@ -180,7 +175,7 @@ class StageUnits:
         taken up as if backward had brought it.
         """
         self.gather()
-        units = [unit for unit, _ in self.sharded]
+        units = self.units
         for unit in units:
             unit.register_parameters(True)
         try:

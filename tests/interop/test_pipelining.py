@@ -30,29 +30,39 @@ from tests.interop.stages import (
     stages_of,
     train,
 )
+from tests.versions import needs_torch, torch_is_older
 
 CPU = torch.device("cpu")
 
+has_neighbours = needs_torch(2, 12, "a rank sends to itself if its stages are neighbours, which gloo cannot")
+ZBV, DUAL_PIPE = (pytest.param(name, marks=has_neighbours) for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"))
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
-SPLITTING = ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
-SCHEDULES = [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLITTING]
+SCHEDULES = [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", ZBV]
+
+
+LEARNING = 0 if torch_is_older(2, 12) else 1
+"""How often all is gathered because torch runs each stage to learn the shapes; 2.11 does so without a second gather."""
 
 
 def units_per_rank(schedule: str) -> int:
     return 3 * len(stages_of(schedule, 0)[0])
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "ScheduleDualPipeV"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, DUAL_PIPE])
 def test_a_pipeline_alone_trains_as_one_process_does(world, schedule):
     runs = world(2).run(train, schedule, "flat")
     assert_same(runs)
     once = {"Gather": units_per_rank(schedule), "Reduce": units_per_rank(schedule)}
-    # The first step gathers a second time: torch runs each stage once to learn the shapes.
-    assert [run.counts for run in runs] == [[{**once, "Gather": 2 * once["Gather"]}, once]] * 2
+    first = {**once, "Gather": (LEARNING + 1) * once["Gather"]}
+    assert [run.counts for run in runs] == [[first, once]] * 2
 
 
-DATA_PARALLEL = [(schedule, "shard") for schedule in SCHEDULES]
-DATA_PARALLEL += [("Schedule1F1B", "zero1"), ("ScheduleZBVZeroBubble", "flat"), ("ScheduleZBVZeroBubble", "wrapper")]
+def zbv(how: str) -> Any:
+    return pytest.param("ScheduleZBVZeroBubble", how, marks=has_neighbours)
+
+
+DATA_PARALLEL = [(schedule, "shard") for schedule in SCHEDULES if schedule is not ZBV]
+DATA_PARALLEL += [("Schedule1F1B", "zero1"), zbv("shard"), zbv("flat"), zbv("wrapper")]
 
 
 @pytest.mark.parametrize(("schedule", "how"), DATA_PARALLEL)
@@ -63,7 +73,7 @@ def test_a_pipeline_beside_data_parallel_trains_as_one_process_does(world, sched
     assert all(run.counts[-1] == once for run in runs)
 
 
-@pytest.mark.parametrize(("schedule", "how"), [("ScheduleZBVZeroBubble", "only_blocks"), ("Schedule1F1B", "none")])
+@pytest.mark.parametrize(("schedule", "how"), [zbv("only_blocks"), ("Schedule1F1B", "none")])
 def test_a_stage_may_be_sharded_in_parts_or_not_at_all(world, schedule, how):
     assert_same(world(2).run(train, schedule, how))
 
@@ -98,6 +108,7 @@ def low_precision_beside_no_pipeline() -> None:
     torch.testing.assert_close(gradients(stages), expected, rtol=1e-6, atol=1e-7)
 
 
+@has_neighbours
 def test_low_precision_is_what_it_is_without_a_pipeline(world):
     world(1).run(low_precision_beside_no_pipeline)
 
@@ -105,17 +116,17 @@ def test_low_precision_is_what_it_is_without_a_pipeline(world):
 def a_step_and_an_evaluation() -> None:
     schedule, (stage,) = alone("ScheduleGPipe")
     stage.submod.blocks[1].set_reshard_after_forward(False)
-    chosen = [unit.policy for unit, _ in StageUnits(stage.submod, "").sharded]
+    chosen = [unit.policy for unit in StageUnits(stage.submod, "").units]
     run_step(schedule, [stage], 0, 0)
     before = gradients([stage])
     inputs, _ = batch(0, 0)
     with torch.no_grad(), counted() as counts:
         output = schedule.eval(inputs, target=inputs)
-    assert counts == {"Gather": 2 * 3}  # torch learns the shapes again; then once for all micro-batches
+    assert counts == {"Gather": (LEARNING + 1) * 3}  # torch learns the shapes again; then once for all micro-batches
     torch.testing.assert_close(output, parts(1)[0](inputs))
     torch.testing.assert_close(gradients([stage]), before)
     assert live_of([stage]) == {Live.SHARDED}
-    assert chosen == [unit.policy for unit, _ in StageUnits(stage.submod, "").sharded]
+    assert chosen == [unit.policy for unit in StageUnits(stage.submod, "").units]
 
 
 def two_steps(reduce_each: bool) -> None:
@@ -137,6 +148,7 @@ def test_an_evaluation_in_between_gathers_once_and_leaves_gradients_alone(world)
     world(1).run(a_step_and_an_evaluation)
 
 
+@has_neighbours
 @pytest.mark.parametrize("reduce_each", [True, False], ids="reduce_each_{}".format)
 def test_two_steps_add_their_gradients_up(world, reduce_each):
     world(1).run(two_steps, reduce_each)
@@ -177,7 +189,8 @@ def reductions_begun_before_the_last_gradient() -> list[int]:
     with counted() as counts:
 
         def watch(_: Any, __: Any, output: torch.Tensor) -> None:
-            output.register_hook(lambda _: begun.append(counts["Reduce"]))
+            if output.requires_grad:  # not while torch 2.11 learns the shapes
+                output.register_hook(lambda _: begun.append(counts["Reduce"]))
 
         stage.submod.blocks[0].register_forward_hook(watch)
         run_step(schedule, [stage], 0, 0)
@@ -207,6 +220,7 @@ def no_more_stages_whole_than_the_schedule_says() -> None:
     assert live_of(stages) == {Live.SHARDED}
 
 
+@has_neighbours
 def test_stages_are_gathered_ahead_and_given_up_when_the_schedule_says_so(world):
     world(1).run(no_more_stages_whole_than_the_schedule_says)
 
@@ -219,7 +233,7 @@ def train_torchs_stage(*args: Any, **kwargs: Any) -> Any:
         return train(*args, kind=pipelining.PipelineStage, **kwargs)
 
 
-@pytest.mark.parametrize(("schedule", "how"), [("Schedule1F1B", "shard"), ("ScheduleZBVZeroBubble", "wrapper")])
+@pytest.mark.parametrize(("schedule", "how"), [("Schedule1F1B", "shard"), zbv("wrapper")])
 def test_torchs_own_stage_trains_the_same_once_it_knows_the_modules(world, schedule, how):
     runs = world(2).run(train_torchs_stage, schedule, how)
     assert_same(runs)
@@ -235,6 +249,7 @@ def torchs_stage_sharded_inside_only() -> None:
         run_step(schedule, stages, 0, 0)
 
 
+@has_neighbours
 def test_torchs_own_stage_is_told_when_it_cannot_know(world):
     world(1).run(torchs_stage_sharded_inside_only)
 
@@ -296,5 +311,6 @@ def torchs_stage_that_knows_nothing() -> None:
     torch.testing.assert_close(gradients(stages), gradients(others))
 
 
+@has_neighbours
 def test_torchs_own_stage_works_alone_unless_it_splits_backward(world):
     world(1).run(torchs_stage_that_knows_nothing)
