@@ -18,12 +18,12 @@ from .models import LanguageModel, LlamaBlock, Model, Workload
 from .peak import MIB, peak_of_step
 from .ranks import Conditions, on_fake_ranks
 from .rounds import Lap, interleaved, timed, without_collector
-from .systems import FLAT, FSDP1, FSDP1_FLAT, FSDP2, SHERD, WRAPPERS, System, Trainee
+from .systems import FLAT, FSDP1, FSDP1_FLAT, FSDP2, SHERD, SHERD_COALESCED, WRAPPERS, System, Trainee
 from .table import Aim, Figure, Row, row_of_counts, row_of_rounds
 
 SIZES = (8, 64)
-COMPARED = (FSDP1, FSDP1_FLAT, FSDP2, SHERD, FLAT, *WRAPPERS)
-OURS = (SHERD, FLAT, *WRAPPERS)
+COMPARED = (FSDP1, FSDP1_FLAT, FSDP2, SHERD, SHERD_COALESCED, FLAT, *WRAPPERS)
+OURS = (SHERD, SHERD_COALESCED, FLAT, *WRAPPERS)
 NUM_WARMUPS = 2
 AIMS = [Aim(1.0, system=system.name) for system in OURS]
 """For the stacks that are measured on CUDA; a dry run has nothing to reach."""

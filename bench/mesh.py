@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sherd
 from sherd.api.placements import PRESETS
-from sherd.engine.memory import held_by, units_below
+from sherd.engine.memory import held_by
+from sherd.engine.seal import units_below
 from sherd.policy import Level
 from sherd.schedule.forecast import Kind
 

@@ -25,7 +25,6 @@ WIDTH = 16
 NUM_RANKS = 2
 STEPS_PER_LAP = 10
 NUM_WARM_CLIPS = 20
-STEPPED = (PLAIN, FSDP2, SHERD, FLAT, FLAT_VIEW)
 CLIPPED = (FSDP2, SHERD, FLAT)
 KINDS = ("foreach", "fused")
 ON_CPU = Conditions(device="cpu")  # whatever the device asked for: what is measured is the host's work
@@ -43,6 +42,21 @@ class SmallParameters(Model):
         for weight in self.weights:
             x = x + torch.tanh(x @ weight)
         return x.square().mean()
+
+
+class OneVector(nn.Module):
+    """A rank's share of them as one plain tensor: what torch's own step over a flat view takes at least."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x.mean()).sum()
+
+
+ONE_VECTOR = System("one vector", lambda model, mesh: OneVector(NUM_PARAMETERS * WIDTH * WIDTH // mesh.size()))
+STEPPED = (PLAIN, ONE_VECTOR, FSDP2, SHERD, FLAT, FLAT_VIEW)
 
 
 def with_gradients(system: System, mesh: DeviceMesh) -> nn.Module:

@@ -26,13 +26,13 @@ from .models import Model, Workload
 class System:
     """A name for the table's column, and how a plain model becomes data parallel over a 1-D mesh.
 
-    `asks_for_gloo`: it is there to be compared with shared memory, and runs on gloo ranks alone. `flat_view`: its
-    optimizer steps runs of the shards' buffers, not the shards.
+    `backend`: the only one that it is measured on, beside what is taken there by itself. `flat_view`: its optimizer
+    steps runs of the shards' buffers, not the shards.
     """
 
     name: str
     distribute: Callable[[Model, DeviceMesh], nn.Module]
-    asks_for_gloo: bool = False
+    backend: str | None = None
     flat_view: bool = False
 
 
@@ -92,18 +92,20 @@ FSDP1 = System("FSDP1", _Wrapper(is_ours=False, use_orig_params=True))
 FSDP1_FLAT = System("FSDP1 flat", _Wrapper(is_ours=False, use_orig_params=False))
 FSDP2 = System("FSDP2", _fsdp2)
 SHERD = System("sherd", _Sherd())
-SHERD_GLOO = System("sherd gloo", _Sherd(transport="gloo"), asks_for_gloo=True)
+SHERD_GLOO = System("sherd gloo", _Sherd(transport="gloo"), backend="gloo")
+SHERD_COALESCED = System("sherd coalesced", _Sherd(transport="coalesced"), backend="nccl")
 FLAT = System("Flat", _Sherd(sherd.Flat()))
-FLAT_GLOO = System("Flat gloo", _Sherd(sherd.Flat(), "gloo"), asks_for_gloo=True)
+FLAT_GLOO = System("Flat gloo", _Sherd(sherd.Flat(), "gloo"), backend="gloo")
 FLAT_VIEW = System("Flat view", _Sherd(sherd.Flat()), flat_view=True)
 WRAPPER = System("wrapper", _Wrapper(is_ours=True, use_orig_params=True))
 WRAPPER_FLAT = System("wrapper flat", _Wrapper(is_ours=True, use_orig_params=False))
 WRAPPERS = (WRAPPER, WRAPPER_FLAT)
-ALL = (PLAIN, DDP, FSDP1, FSDP1_FLAT, FSDP2, SHERD, SHERD_GLOO, FLAT, FLAT_GLOO, FLAT_VIEW, *WRAPPERS)
+ALL = (PLAIN, DDP, FSDP1, FSDP1_FLAT, FSDP2, SHERD, SHERD_COALESCED, SHERD_GLOO, FLAT, FLAT_GLOO, FLAT_VIEW, *WRAPPERS)
 
 LEGEND = (
     "sherd: `Shard(0)`, the default; Flat: `placement=Flat()`; both over the transport that is chosen by itself (for "
-    "gloo ranks of one host: shared memory); gloo: over gloo; view: with `flatten_optimizer`; others step each shard; "
+    "gloo ranks of one host: shared memory); gloo: over gloo; coalesced: tensor by tensor, in place; view: with "
+    "`flatten_optimizer`; others step each shard; "
     "wrapper: our `FullyShardedDataParallel` with `use_orig_params=True`, beside FSDP1; flat: both with `False`"
 )
 
@@ -111,15 +113,13 @@ LEGEND = (
 def contenders(mesh: DeviceMesh) -> list[System]:
     """All systems that this group can serve, with the same optimizer each.
 
-    Without DDP on a fake group, whose all-reduce hands DDP's C++ no result to read; without gloo where it is not.
+    Without DDP on a fake group, whose all-reduce hands DDP's C++ no result to read.
     """
     backend = dist.get_backend(mesh.get_group())
     return [
         system
         for system in ALL
-        if not system.flat_view
-        and not (backend == "fake" and system is DDP)
-        and not (backend != "gloo" and system.asks_for_gloo)
+        if not system.flat_view and not (backend == "fake" and system is DDP) and system.backend in (None, backend)
     ]
 
 

@@ -30,7 +30,7 @@ def test_every_system_has_peaks_and_laps_and_rows_of_them(world):
             assert len(measured.laps[name]) == 2
         rows = rows_of(TINY, 8, measured, [])
         assert [row.unit for row in rows] == ["ms", "ms", "MiB", "MiB"]
-        assert all(set(row.ratios) == {"sherd", "Flat", "wrapper", "wrapper flat"} for row in rows)
+        assert all(set(row.ratios) == {"sherd", "sherd coalesced", "Flat", "wrapper", "wrapper flat"} for row in rows)
 
 
 def test_rows_say_size_and_span_and_aim_at_what_torch_takes():
