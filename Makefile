@@ -16,9 +16,9 @@ help:
 	@echo "make clean   remove .venv, caches and builds"
 
 # One thread per process: the ranks of a test share the machine's cores. Two files at a time: while the ranks of one
-# wait for each other, those of the other compute.
+# wait for each other, those of the other compute. The files in the order that tests/conftest.py gives them.
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
 
 train: $(VENV)/.train
 	$(BIN)/sherd train $(ARGS)

@@ -1,8 +1,12 @@
 """What does every test find ready? Ranks: processes (`world`) and threads (`threads`); see tests/ranks.py."""
 
+from __future__ import annotations
+
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 # Before torch is imported, here and in the ranks: one thread each, or four ranks on two cores fight for them.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -12,23 +16,75 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" el
 
 import pytest  # noqa: E402
 
-from tests import ranks  # noqa: E402
+if TYPE_CHECKING:
+    # It imports torch, which the process that only hands out the tests has no use for.
+    from tests import ranks
+
+
+# Files that take longest, or mostly wait. They go first, so that at the end no worker is left alone with one of them.
+LONGEST = (
+    "tests/machines/test_across.py",
+    "tests/checkpoint/test_every_layout.py",
+    "tests/parity/test_layouts.py",
+    "tests/train/test_parallel.py",
+    "tests/test_examples.py",
+    "tests/train/test_cli.py",
+    "tests/checkpoint/test_whole_states.py",
+    "tests/checkpoint/test_load_state_dict.py",
+    "tests/engine/test_memory.py",
+    "tests/api/test_layouts_changed.py",
+    "tests/tensor_parallel/test_training.py",
+    "tests/tensor_parallel/test_checkpoints.py",
+    "tests/tensor_parallel/test_smaller_mesh.py",
+    "tests/strategies/test_equality.py",
+    "tests/strategies/test_experts.py",
+    "tests/parity/test_every_model.py",
+    "tests/parity/test_compile.py",
+    "tests/parity/test_precision.py",
+    "tests/parity/test_oracle.py",
+    "tests/parity/test_memory.py",
+    "tests/bench/test_cuda.py",
+    "tests/bench/test_bench.py",
+    "tests/wrapper/test_oracle.py",
+    "tests/wrapper/test_optim_state.py",
+    "tests/wrapper/test_two_axes.py",
+    "tests/tensor/test_checkpoints.py",
+    "tests/comm/test_shared_memory_deaths.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turns = {name: turn for turn, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turns.get(item.nodeid.partition("::")[0], len(LONGEST)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("world" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests import ranks
+
         ranks.warm_up()
+    # What is imported and collected by now stays. Frozen, it costs the collections to come nothing.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Callable[[int], ranks.Processes]]:
+def pools() -> Iterator[ranks.Pools]:
+    """The ranks of this session."""
+    from tests import ranks
+
+    made = ranks.Pools()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def world(pools: ranks.Pools) -> Callable[[int], ranks.Processes]:
     """`world(n).run(fn, ...)` runs fn on n gloo processes, 1 to 4; the results, index = rank."""
-    pools = ranks.Pools()
-    yield pools.world
-    pools.stop()
+    return pools.world
 
 
 @pytest.fixture(scope="session")
-def threads() -> Callable[[int], ranks.Threads]:
+def threads(pools: ranks.Pools) -> Callable[[int], ranks.Threads]:
     """`threads(n).run(fn, ...)` runs fn on n threads, 1 to 8; the results, index = rank."""
-    return ranks.threads
+    return pools.threads

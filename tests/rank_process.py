@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.rank_failures import failure_of
@@ -101,13 +102,29 @@ def _tidy() -> None:
             dist.destroy_process_group(group)
             destroyed = True
     if destroyed:
-        # DTensor remembers specs on meshes whose groups are gone now, and would give them to equal meshes.
-        _clear_sharding_prop_cache()
+        _forget_meshes()
     compilations = torch._dynamo.utils.counters
     if compilations:
         # Else those of many tests add up to the limit that one code object has.
         torch._dynamo.reset()
         compilations.clear()
+
+
+def _forget_meshes() -> None:
+    """Empty what DTensor remembers by mesh: it would be given to equal meshes, though the groups are gone.
+
+    A mesh that is remembered keeps its groups, and each of gloo's has a thread that wakes a hundred times a second: a
+    few hundred of them take a core.
+    """
+    _clear_sharding_prop_cache()
+    for module in (_redistribute, _collective_utils):
+        places = [module, *(each for each in vars(module).values() if isinstance(each, type))]
+        for cached in (each for place in places for each in vars(place).values()):
+            inner = getattr(cached, "__func__", cached)  # of a static method
+            if isinstance(inner, functools._lru_cache_wrapper):
+                inner.cache_clear()
+    getattr(_redistribute, "_planner_cache", {}).clear()
+    gc.collect()
 
 
 class _Pickler(pickle.Pickler):
@@ -118,9 +135,18 @@ class _Pickler(pickle.Pickler):
             if isinstance(value, DTensor):
                 raise TypeError("a DTensor cannot leave its rank; return its to_local() or full_tensor()")
             return NotImplemented
-        if value.is_meta:
+        if value.is_meta or value.is_sparse or value.is_quantized:
             return NotImplemented
-        return value.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        # Their bytes: torch's own way writes a zip file for each tensor, which takes longer than the rank's work.
+        plain = value.detach().cpu().contiguous()
+        data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return _tensor_of, (data, plain.dtype, tuple(plain.shape))
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
 def _dumps(value: Any) -> bytes:

@@ -1,73 +1,139 @@
 """How does a function run on ranks that are threads of this process?"""
 
+import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from tests.rank_failures import Failure, RanksFailed, failure_of, name_of
 
+# A rank whose collective was broken off gets this long to say so.
+GRACE_S = 1.0
+
+
+@dataclass(eq=False)
+class _Task:
+    """One function for every rank, and what has become of it."""
+
+    call: Callable[[], Any]
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    groups_changed: bool = False
+
+
+class _Rank:
+    """A thread that is one rank, from the first task until it is told to end."""
+
+    def __init__(self, rank: int, num_ranks: int, store: dist.Store) -> None:
+        self._rank, self._num_ranks, self._store = rank, num_ranks, store
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._finished = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def begin(self, task: _Task) -> None:
+        self._tasks.put(task)
+
+    def finished_within(self, seconds: float) -> bool:
+        """Whether the task begun last has ended."""
+        return self._finished.acquire(timeout=max(0.0, seconds))
+
+    def stop(self) -> None:
+        """End after the task at hand."""
+        self._tasks.put(None)
+
+    def stack(self) -> str:
+        """Where the thread is just now."""
+        assert self._thread.ident is not None, "started"
+        return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident]))
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._do(task)
+            del task  # it holds what the test's function was given and returned
+            self._finished.release()
+
+    def _do(self, task: _Task) -> None:
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("threaded", rank=self._rank, world_size=self._num_ranks, store=self._store)
+            with torch.autograd.set_multithreading_enabled(False):
+                task.results[self._rank] = task.call()
+        except SystemExit as error:
+            # So the threaded group leaves a collective once another rank failed; else the function's own.
+            if not task.failures:
+                task.failures[self._rank] = failure_of(error)
+        except BaseException as error:
+            task.failures[self._rank] = failure_of(error)
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+        if len(dist.distributed_c10d._world.pg_map) != 1:
+            task.groups_changed = True
+
 
 class Threads:
-    """`num_ranks` ranks as threads of this process, started for each `run`."""
+    """`num_ranks` ranks as threads of this process.
+
+    They live on, since DTensor remembers per thread what it has worked out about an operation, and working it out takes
+    longer than most tests. Once a function has failed, or has made groups of its own, the next one gets fresh threads.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self._ranks: list[_Rank] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
         """`fn(*args, **kwargs)` on every rank; the results, index = rank. Raises RanksFailed."""
         __tracebackhide__ = True
-        results: dict[int, Any] = {}
-        failures: dict[int, Failure] = {}
-        store = dist.HashStore()
-
-        def one_rank(rank: int) -> None:
-            try:
-                dist.init_process_group("threaded", rank=rank, world_size=self.num_ranks, store=store)
-                with torch.autograd.set_multithreading_enabled(False):
-                    results[rank] = fn(*args, **kwargs)
-            except SystemExit as error:
-                # So the threaded group leaves a collective once another rank failed; else the function's own.
-                if not failures:
-                    failures[rank] = failure_of(error)
-            except BaseException as error:
-                failures[rank] = failure_of(error)
-                multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
-
-        ranks = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
+        task = _Task(lambda: fn(*args, **kwargs))
+        done = False
         multi_threaded_pg._install_threaded_pg()
         _set_thread_isolation_mode(True)
         try:
-            for thread in ranks:
-                thread.start()
-            self._wait(ranks, failures, timeout)
+            if not self._ranks:
+                # DTensor enters such a mode to learn shapes. In a CUDA build on a machine without a device the first to
+                # enter one replaces the device guard; two threads at once kill the process (2.11).
+                with FakeTensorMode():
+                    pass
+                store = dist.HashStore()
+                self._ranks = [_Rank(rank, self.num_ranks, store) for rank in range(self.num_ranks)]
+            for rank in self._ranks:
+                rank.begin(task)
+            self._wait(task, timeout)
+            done = not task.failures and not task.groups_changed
         finally:
+            if not done:
+                self.stop()
             _set_thread_isolation_mode(False)
             multi_threaded_pg._uninstall_threaded_pg()
             multi_threaded_pg.ProcessLocalGroup.reset()
-        if failures:
-            raise RanksFailed(name_of(fn), failures, {})
-        return [results[rank] for rank in range(self.num_ranks)]
+        if task.failures:
+            raise RanksFailed(name_of(fn), task.failures, {})
+        return [task.results[rank] for rank in range(self.num_ranks)]
 
-    def _wait(self, ranks: list[threading.Thread], failures: dict[int, Failure], timeout: float) -> None:
-        """Join the threads; late ones get a stack in `failures` and a push out of their collective."""
+    def stop(self) -> None:
+        """Let the threads end. The next `run` starts fresh ones."""
+        for rank in self._ranks:
+            rank.stop()
+        self._ranks = []
+
+    def _wait(self, task: _Task, timeout: float) -> None:
+        """Until every rank is done; late ones get a stack in `failures` and a push out of their collective."""
         deadline = time.monotonic() + timeout
-        for thread in ranks:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        frames = sys._current_frames()
-        late = {rank: frames[thread.ident] for rank, thread in enumerate(ranks) if thread.ident in frames}
+        late = [n for n, rank in enumerate(self._ranks) if not rank.finished_within(deadline - time.monotonic())]
         said = f"not finished after {timeout:g} s"
-        for rank, frame in late.items():
-            stack = "".join(traceback.format_stack(frame))
-            failures.setdefault(rank, Failure("TimeoutError", said, f"{said}\n{stack}"))
+        for number in late:
+            task.failures.setdefault(number, Failure("TimeoutError", said, f"{said}\n{self._ranks[number].stack()}"))
         if late:
             multi_threaded_pg.ProcessLocalGroup.exception_handle(TimeoutError(said))
-            for thread in ranks:
-                thread.join(1.0)
+            for number in late:
+                self._ranks[number].finished_within(GRACE_S)

@@ -16,8 +16,8 @@ pickled; `tests` is a package and the repository's root is on the ranks' path, a
 arrive as plain, detached CPU tensors (of a DTensor return `.to_local()` or `.full_tensor()`). Each run starts
 from `torch.manual_seed(0)` and under the test's own warning filters.
 
-`threads(n)`, n in 1..8: n threads of this process on torch's threaded group. Easy to debug and good for wide
-meshes, but threads share the random generator, the arguments and every global: seed and build before `run`.
+`threads(n)`, n in 1..8: n threads of this process on torch's threaded group, which live as long. Easy to debug and good
+for wide meshes, but threads share the random generator, the arguments and every global: seed and build before `run`.
 
 A failure is one `RanksFailed`, with each rank's traceback and `errors[rank] == (type name, message)`. A rank
 still busy after `run(..., timeout=60)` seconds shows its stack. After any failure the processes are killed;
@@ -46,16 +46,26 @@ from tests.rank_failures import Failure, RanksFailed, name_of
 from tests.rank_process import Success, serve
 from tests.rank_threads import Threads
 
-__all__ = ["Pools", "Processes", "RanksFailed", "Threads", "threads", "warm_up"]
+__all__ = ["Pools", "Processes", "RanksFailed", "Threads", "warm_up"]
 
 MAX_PROCESSES = 4
 MAX_THREADS = 8
 TIMEOUT_S = 60.0
 # After a first failure the other ranks get this long to tell theirs; a rank stuck in a collective never will.
 GRACE_S = 5.0
-# What tests need sooner or later, imported once by the fork server and not once per rank. `torch._dynamo` is
-# in it because every optimizer imports it on first use.
-PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "pytest"]
+# What tests need sooner or later, imported once by the fork server and not once per rank, which takes half a second of
+# each start. `torch._dynamo` is in it because every optimizer imports it on first use.
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "pytest",
+    "hypothesis",
+    "sherd",
+    "tests.rank_process",
+    "tests.models",
+]
 
 
 class Processes:
@@ -210,10 +220,11 @@ def _exit(code: int | None) -> str:
 
 
 class Pools:
-    """One set of processes per number of ranks, each started when first asked for."""
+    """One set of processes and one of threads per number of ranks, each started when first asked for."""
 
     def __init__(self) -> None:
         self._sets: dict[int, Processes] = {}
+        self._threads: dict[int, Threads] = {}
         atexit.register(self.stop)
 
     def world(self, num_ranks: int) -> Processes:
@@ -222,16 +233,15 @@ class Pools:
             raise ValueError(f"world({num_ranks}): a test may ask for 1 to {MAX_PROCESSES} processes")
         return self._sets.setdefault(num_ranks, Processes(num_ranks))
 
+    def threads(self, num_ranks: int) -> Threads:
+        """`num_ranks` threads, 1 to 8."""
+        if not 1 <= num_ranks <= MAX_THREADS:
+            raise ValueError(f"threads({num_ranks}): a test may ask for 1 to {MAX_THREADS} threads")
+        return self._threads.setdefault(num_ranks, Threads(num_ranks))
+
     def stop(self) -> None:
-        for processes in self._sets.values():
-            processes.stop()
-
-
-def threads(num_ranks: int) -> Threads:
-    """`num_ranks` threads, 1 to 8."""
-    if not 1 <= num_ranks <= MAX_THREADS:
-        raise ValueError(f"threads({num_ranks}): a test may ask for 1 to {MAX_THREADS} threads")
-    return Threads(num_ranks)
+        for ranks in (*self._sets.values(), *self._threads.values()):
+            ranks.stop()
 
 
 def warm_up() -> None:

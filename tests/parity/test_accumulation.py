@@ -1,8 +1,12 @@
 """Do several micro-batches make one large batch's step, with and without a reduction after each?"""
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from sherd import fully_shard
 from tests.models import build, shard
 from tests.parity.training import (
     Recipe,
@@ -96,3 +100,40 @@ def train_with_some_micro_batches_reduced(recipe):
 def test_unreduced_gradients_join_the_next_reduction(world):
     recipe = Recipe("mlp", micro_batches=4)
     assert_all_same(world(2).run(train_with_some_micro_batches_reduced, recipe), recipe)
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4, bias=False)
+        self.second = nn.Linear(3, 4, bias=False)
+
+    def forward(self, x):
+        return self.first(x) + self.second(x)
+
+
+def clear_the_first(placements, set_to_none):
+    """Two modules of one unit, with gradients that are reduced, summed over the shards only, and not reduced at all."""
+    model, mesh = Both(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard([model.first, model.second], mesh=mesh, placements=placements)
+    fully_shard(model, mesh=mesh, placements=placements)
+
+    def add(value, over_shards, over_copies):
+        model.set_requires_gradient_sync(over_shards)
+        model.set_requires_all_reduce(over_copies)
+        model(torch.full((1, 3), value)).sum().backward()
+
+    add(8.0, True, True)
+    add(4.0, True, False)
+    add(2.0, False, False)
+    model.first.zero_grad(set_to_none)
+    add(1.0, True, True)
+    return [model.first.weight.grad.full_tensor(), model.second.weight.grad.full_tensor()]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("placements", ["hsdp", "hfsdp"])
+def test_one_module_of_a_unit_is_cleared_alone(threads, placements, set_to_none):
+    for first, second in threads(4).run(clear_the_first, placements, set_to_none):
+        assert first.equal(torch.full((4, 3), 1.0))
+        assert second.equal(torch.full((4, 3), 15.0))

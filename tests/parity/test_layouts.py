@@ -54,6 +54,18 @@ def test_every_number_of_ranks_trains_on_every_transport(world, model, num_ranks
         assert_all_same([run[placement] for run in runs], recipe_of(model), **tolerance(model, num_ranks))
 
 
+def train_coalesced(recipe):
+    return train_sharded(recipe, comm_policy=CommPolicy("coalesced"))
+
+
+# Runs travel as on "torch", so only the default differs. `uneven_columns`, cut on other dims, cannot be coalesced.
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("model", ["uneven", "tied_across", "mixed_bfloat", "uneven_columns"])
+def test_coalesced_gathers_train_as_in_one_process(world, model, num_ranks):
+    runs = world(num_ranks).run(train_coalesced, recipe_of(model))
+    assert_all_same(runs, recipe_of(model), **tolerance(model, num_ranks))
+
+
 MIXED = {"by_dim": {1: Flat(), 2: Whole()}, "blocks_and_columns": {1: Blocks(2), 2: Shard(1)}}
 
 
@@ -86,10 +98,15 @@ def test_replicas_train_under_every_placement(world, model, placement):
     assert_all_same(world(4).run(train_replicated, recipe, placement, True), recipe)
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
+KEPT = (True, False, 2)
+
+
+# Each pair of a model, a placement and what is kept: the third of each two is another from pair to pair.
+@pytest.mark.parametrize("turn", range(len(KEPT)))
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("model", ["mlp", "uneven", "reentrant_outside"])
-def test_whole_parameters_may_be_kept_or_shrunk_under_every_placement(threads, model, placement, reshard):
+def test_whole_parameters_may_be_kept_or_shrunk_under_every_placement(threads, placement, turn):
+    model = ("mlp", "uneven", "reentrant_outside")[turn]
+    reshard = KEPT[(turn + list(PLACEMENTS).index(placement)) % len(KEPT)]
     recipe = recipe_of(model)
     runs = threads(4).run(
         train_sharded,

@@ -129,7 +129,7 @@ def train_with_an_overflow(recipe, num_ranks=None):
 
 @pytest.mark.parametrize("model", ["mlp", "uneven"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world, model):
-    recipe = Recipe(model)
+    recipe = Recipe(model, steps=5)
     scales, params = train_with_an_overflow(recipe, 2)
     assert scales[2] < scales[1], "the plain run must have skipped its third step"
     for found_scales, found in world(2).run(train_with_an_overflow, recipe):

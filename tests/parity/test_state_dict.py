@@ -184,17 +184,17 @@ def load_elsewhere(recipe, folder):
     return loaded, whole_params(model), {name: whole(entry["exp_avg"]) for name, entry in moments.items()}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "scalar_parameter"])
-def test_a_checkpoint_of_two_ranks_loads_on_another_number(world, tmp_path, model, num_ranks):
-    recipe = Recipe(model)
+def test_a_checkpoint_of_two_ranks_loads_on_another_number(world, tmp_path, model):
+    recipe = Recipe(model, "adamw", steps=3)
     (saved, _), *_ = world(2).run(train_and_save, recipe, tmp_path)
-    for loaded, _, _ in world(num_ranks).run(load_elsewhere, recipe, tmp_path):
-        assert_named_close(loaded, saved.params, "parameter", 0, 0)
+    for num_ranks in (1, 2, 3):
+        for loaded, _, _ in world(num_ranks).run(load_elsewhere, recipe, tmp_path):
+            assert_named_close(loaded, saved.params, f"{num_ranks} ranks: parameter", 0, 0)
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(world, tmp_path):
-    recipe = Recipe("transformer", steps=4)
+    recipe = Recipe("transformer", "adamw", steps=4)
     world(2).run(train_and_save, recipe, tmp_path)
     plain = train_plain(recipe, 2)[0]
     for _, params, _ in world(2).run(load_elsewhere, recipe, tmp_path):
