@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from sherd._torch import register_foreach_type
+from sherd._torch import dispatches_itself, register_foreach_type
 from sherd.engine.group import Group, own_view
 from sherd.engine.other_axes import own_spec
 from sherd.engine.parameter import record_of
@@ -90,6 +90,7 @@ class FlatParameter(RaggedDTensor):
         return record.flat
 
 
+dispatches_itself(FlatParameter)
 register_foreach_type(FlatParameter)
 
 _KEEP_CLASS = {torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default, torch.ops.aten.detach.default}
