@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd._torch import beneath_transforms, dynamo_disabled, outside_transforms
+from sherd._torch import beneath_transforms, dynamo_disabled
 from sherd.engine.loading import after_load, before_load, require_names
 from sherd.engine.runtime import Runtime
 from sherd.engine.seal import runtime_of
@@ -77,9 +77,8 @@ def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Cal
 
 
 def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    with outside_transforms():
-        runtime = runtime_of(unit, module)
-        call = runtime.enter(unit, module)
+    runtime = runtime_of(unit, module)
+    call = runtime.enter(unit, module)
     if call.outermost and unit.mesh.device.type != "cpu":
         args, kwargs = map_tensors(functools.partial(_to_device, unit.mesh.device), (args, kwargs))
     precision = unit.precision
@@ -101,9 +100,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
     if runtime is None:
         return output
     differentiable = torch.is_grad_enabled()
-    with outside_transforms():
-        returned = runtime.leave(module, differentiable)
-    if not returned:
+    if not runtime.leave(module, differentiable):
         return output
     if unit.precision.output_dtype is not None:
         output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)
@@ -128,8 +125,7 @@ def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
     """Tell the runtime when backward reaches the first node behind an output of `unit`."""
 
     def reached(_: Any) -> None:
-        with outside_transforms():
-            (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
+        (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
 
     for node in _nodes_of(tensors_within(output)):
         node.metadata.setdefault(_OUTPUT_OF, set()).add(unit.id)
@@ -156,8 +152,7 @@ def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
     """Tell the runtime when backward has passed all of `unit`: when it reaches a node that made one of the inputs."""
 
     def passed(_: Any) -> None:
-        with outside_transforms():
-            (unit.runtime or runtime).after_backward(unit)
+        (unit.runtime or runtime).after_backward(unit)
 
     for node in _nodes_of(tensors_in(inputs)):
         if unit.id not in node.metadata.get(

@@ -108,17 +108,17 @@ class Runtime:
 
     def on(self, event: Event) -> None:
         """Carry out what the schedule answers."""
-        with outside_transforms():  # what is gathered under `vmap` or `grad` would be of that level, and gone after it
-            for action in self.schedule.on(event):
-                self.perform(action)
+        for action in self.schedule.on(event):
+            self.perform(action)
 
     def perform(self, action: Action) -> None:
         """Carry out `action`."""
         unit = self.units[action.unit]
-        if isinstance(action, FreeGroup):
-            unit.free_group(action.group)
-        else:
-            self._do[type(action)](unit)
+        with outside_transforms():  # what is gathered under `vmap` or `grad` would be of that level, and gone after it
+            if isinstance(action, FreeGroup):
+                unit.free_group(action.group)
+            else:
+                self._do[type(action)](unit)
 
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.

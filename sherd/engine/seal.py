@@ -10,7 +10,7 @@ import warnings
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import is_replicated
+from sherd._torch import is_replicated, outside_transforms
 from sherd.engine.forms import forget_loads, require_can_gather_itself
 from sherd.engine.parameter import plain_name, record_of
 from sherd.engine.runtime import Runtime
@@ -41,7 +41,10 @@ def attach(module: nn.Module, unit: Unit) -> None:
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
     """The runtime that `unit` is sealed into; if there is none yet, `module`, one of its modules, becomes a root."""
     runtime = unit.runtime
-    return runtime if runtime is not None else seal(module)
+    if runtime is not None:
+        return runtime
+    with outside_transforms():  # buffers that are made anew would be of the transform's level
+        return seal(module)
 
 
 def seal(root: nn.Module) -> Runtime:
