@@ -62,6 +62,7 @@ __all__ = [
     "local_tensor",
     "local_tensors",
     "move_hooks",
+    "named_group",
     "outside_transforms",
     "reduce_scatter_single",
     "register_foreach_type",
@@ -159,6 +160,30 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend of `group` for `device`, whose allocator NCCL offers. `_get_backend` has no public name (2.11 to
     2.13)."""
     return group._get_backend(device)
+
+
+def named_group(
+    name: str, ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A process group that is made by its own ranks alone, which all give it the same name, one that is free.
+
+    `dist.new_group(use_local_synchronization=True)` derives the name from how many groups a rank knows of. Ranks that
+    know of different numbers, one group that only some of them are in is enough, then wait for each other under
+    different names; and a name that was given up is given again. `_new_process_group_helper`, `_world` and
+    `_get_default_timeout` have no public names, and no public call takes a name (2.11 to 2.13).
+    """
+    world, default = distributed_c10d._world, dist.group.WORLD
+    assert default is not None, "no group is made before the default one"
+    default_backend, store = world.pg_map[default]
+    backend = dist.Backend(backend or default_backend)
+    timeout = timeout or distributed_c10d._get_default_timeout(backend)
+    ranks, key = list(ranks), distributed_c10d.GroupName(name)
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, key, timeout=timeout, group_desc=name
+    )
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

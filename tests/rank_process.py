@@ -94,20 +94,24 @@ def _tidy() -> None:
     cut off a peer that is still reading.
     """
     gc.collect()
-    destroyed = False
-    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
-        # A group made by its members alone (`use_local_synchronization`) is named after them. It stays: the next of the
-        # same ranks would get its name, and meet what this one has left in the store.
-        if group is not dist.group.WORLD and name.isdigit():
-            dist.destroy_process_group(group)
-            destroyed = True
-    if destroyed:
+    groups = [
+        (group, name) for group, name in dist.distributed_c10d._world.pg_names.items() if _is_of_a_test(group, name)
+    ]
+    for group, _ in groups:
+        dist.destroy_process_group(group)
+    if groups:
         _forget_meshes()
     compilations = torch._dynamo.utils.counters
     if compilations:
         # Else those of many tests add up to the limit that one code object has.
         torch._dynamo.reset()
         compilations.clear()
+
+
+def _is_of_a_test(group: dist.ProcessGroup, name: str) -> bool:
+    """Not the default group, nor what sherd has made beside it: those stay for the next test."""
+    default = dist.group.WORLD
+    return group is not default and not name.startswith(f"sherd/{default.group_name}/")
 
 
 def _forget_meshes() -> None:

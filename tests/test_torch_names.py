@@ -720,6 +720,25 @@ def test_set_timeout__is_for_the_default_group_and_those_made_later(world):
     assert world(2).run(timeouts_set) == [[7, 7, 9], [7, 7, 9]]
 
 
+def numbers_of_named_groups() -> list[tuple[list[int], float]]:
+    """Of groups that the ranks make while rank 0 knows of one group more: their ranks and timeout, and a sum."""
+    dist.new_group([0])
+    pair = _torch.named_group("a pair", range(2), timedelta(seconds=9))
+    alone = _torch.named_group(f"alone {dist.get_rank()}", [dist.get_rank()])
+    sums = [torch.ones(1), torch.ones(1)]
+    for group, each in zip((pair, alone), sums, strict=True):
+        dist.all_reduce(each, group=group)
+    return [
+        (dist.get_process_group_ranks(group), timeout_of(group), each.item())
+        for group, each in zip((pair, alone), sums, strict=True)
+    ]
+
+
+def test_named_group__is_made_by_its_ranks_whatever_other_groups_they_know_of(world):
+    default = dist.default_pg_timeout.total_seconds()
+    assert world(2).run(numbers_of_named_groups) == [[([0, 1], 9, 2), ([rank], default, 1)] for rank in range(2)]
+
+
 def timeouts_adopted() -> list[float]:
     before = timeout_of(dist.group.WORLD)
     groups = [dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))]
@@ -733,10 +752,7 @@ def timeouts_adopted() -> list[float]:
 
 
 def timeouts_told() -> list[float | None]:
-    groups = [
-        dist.group.WORLD,
-        dist.new_group([dist.get_rank()], timedelta(seconds=11), use_local_synchronization=True),
-    ]
+    groups = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=11))]
     told = [_torch.timeout_of(each, CPU) for each in groups]
     return [None if each is None else each.total_seconds() for each in told]
 

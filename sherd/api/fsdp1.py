@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.api.placements import Placements, Strategy
-from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups, one_rank_group
+from sherd.comm.groups import one_rank_group
+from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups
 from sherd.errors import MeshError, PolicyError, PolicyTypeError
 from sherd.layout.runs import Flat, RunPlacement
 from sherd.policy import (

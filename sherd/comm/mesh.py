@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sherd._torch import concatenate_meshes, device_of, flatten_mesh, timeout_of
+from sherd._torch import concatenate_meshes, device_of, flatten_mesh
+from sherd.comm.groups import group_beside
 from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
@@ -67,7 +67,6 @@ class DataMesh:
         self.num_owners = self.num_replicas if self.spreads else 1
         self.num_pieces = self.num_shards * self.num_owners
         self.piece = self.pieces_of(self.shard_rank)[self.replica if self.spreads else 0]
-        self._extra: dict[int, dist.ProcessGroup] = {}
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
 
@@ -154,36 +153,18 @@ class DataMesh:
         if size == self.num_shards and self.shard_group is not None:
             return self.shard_group  # one mesh of a unit with several may be so small
         first = self.shard_rank // size * size
-        return self._extra_group(size, self.shard_ranks[first : first + size])
+        return self._group_beside("neighbours", self.shard_ranks[first : first + size])
 
     def reduction_group(self) -> dist.ProcessGroup:
         """A second group over the shard axis, for reduce-scatters beside all-gathers; made once, collectively."""
-        return self._extra_group(_FOR_REDUCTION, self.shard_ranks)
+        return self._group_beside("reduction", self.shard_ranks)
 
-    def _extra_group(self, purpose: int, ranks: list[int]) -> dist.ProcessGroup:
-        if purpose not in self._extra:
-            key = (id(self.shard_group), purpose)
-            known = _extra_groups.get(key)
-            if known is None:
-                assert self.shard_group is not None, "only ranks that shard have such groups"
-                known = _new_group(ranks, timeout_of(self.shard_group, self.device))
-            self._extra[purpose] = _extra_groups[key] = known
-        return self._extra[purpose]
+    def _group_beside(self, purpose: str, ranks: list[int]) -> dist.ProcessGroup:
+        assert self.shard_group is not None, "only ranks that shard have such groups"
+        return group_beside(self.shard_group, purpose, ranks, self.device)
 
 
-_FOR_REDUCTION = 0
 _STILL = Still()
-
-# Units that shard over one group share its extra groups. Weak, and each holder also holds the group whose id is the
-# key.
-_extra_groups: weakref.WeakValueDictionary[tuple[int, int], dist.ProcessGroup] = weakref.WeakValueDictionary()
-
-
-def _new_group(ranks: list[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
-    # Only the members meet: the ranks of other rows of the mesh make their own group at the same moment.
-    group = dist.new_group(ranks, timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "a rank makes only groups it belongs to"
-    return group
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: CommPolicy = CommPolicy()) -> DataMesh:
@@ -315,18 +296,6 @@ def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, devi
     return DeviceMesh.from_group(
         [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
     )
-
-
-def one_rank_group() -> dist.ProcessGroup:
-    """A group of this rank alone; the same one each time."""
-    default = dist.group.WORLD
-    assert isinstance(default, dist.ProcessGroup), "the default group was initialized"
-    if default not in _alone:
-        _alone[default] = _new_group([dist.get_rank()])
-    return _alone[default]
-
-
-_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def _read(mesh: DeviceMesh, comm: CommPolicy) -> DataMesh:

@@ -10,14 +10,13 @@ Below DETAIL nothing is compared, and the runtime's table of actions is what it 
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from sherd._torch import timeout_of
+from sherd.comm.groups import group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.engine.parameter import ShardedParameter
 from sherd.engine.unit import Unit
@@ -137,21 +136,9 @@ def _compared(ranks: Sequence[int], deeds: Sequence[Deed]) -> str:
     return "; ".join(told)
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-"""For each default group, by ranks: groups for comparing only, so that a comparison meets nothing but others."""
-
-
 def _group_of(mesh: DataMesh, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """On the host, whatever moves parameters: the host is what waits."""
+    """For comparing only, so that a comparison meets nothing but others. On the host, whatever moves parameters: the
+    host is what waits."""
     default = dist.group.WORLD
     assert isinstance(default, dist.ProcessGroup), "there is a mesh, so it was initialized"
-    known = _groups.setdefault(default, {})
-    if tuple(ranks) not in known:
-        backend = None if mesh.device.type == "cpu" else "gloo"
-        timeout = timeout_of(default, mesh.device)
-        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "a rank makes only groups it belongs to"
-        known[tuple(ranks)] = group
-    return known[tuple(ranks)]
+    return group_beside(default, "order", ranks, mesh.device, None if mesh.device.type == "cpu" else "gloo")

@@ -183,9 +183,9 @@ def test_ranks_without_gradients_agree_with_the_others(threads, fused):
 
 def step_with_groups(narrow):
     """The groups of the all-reduces of one step, and the scale."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    mesh = mesh_of((2, 2))
     rank = dist.get_rank()
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    mesh = mesh_of((2, 2))
     grad = torch.full((2,), math.inf if rank == 3 else 16.0)
     shards = DTensor.from_local(torch.zeros(2), mesh, [Shard(0), Shard(0)], run_check=False)
     parameter = parameter_with(shards, DTensor.from_local(grad, mesh, [Shard(0), Shard(0)], run_check=False))

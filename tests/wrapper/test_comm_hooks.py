@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy, comm_hooks
 from sherd._torch import local_tensor
-from sherd.comm.mesh import one_rank_group
+from sherd.comm.groups import one_rank_group
 from sherd.errors import PolicyError, PolicyTypeError, StateError
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (

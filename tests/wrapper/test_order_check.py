@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from sherd._torch import named_group
 from sherd.engine import order_check
 from sherd.engine.order_check import MOST_SHOWN, Deed, checked
 from sherd.engine.runtime import DO
@@ -152,8 +153,8 @@ def test_full_precision_in_eval_on_one_rank_is_named(world):
 
 def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order_check, "timeout_of", lambda *_: timedelta(seconds=1))
-        patch.setattr(order_check, "_groups", type(order_check._groups)())
+        soon = named_group("one_rank_stays_away", range(2), timedelta(seconds=1))
+        patch.setattr(order_check, "_group_of", lambda *_: soon)
         model = wrapped(Branching())
         model(torch.ones(2, 4), "first")
         if dist.get_rank() == 1:
