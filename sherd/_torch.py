@@ -169,8 +169,10 @@ def named_group(
 
     `dist.new_group(use_local_synchronization=True)` derives the name from how many groups a rank knows of. Ranks that
     know of different numbers, one group that only some of them are in is enough, then wait for each other under
-    different names; and a name that was given up is given again. `_new_process_group_helper`, `_world` and
-    `_get_default_timeout` have no public names, and no public call takes a name (2.11 to 2.13).
+    different names; and a name that was given up is given again. And where the default group is bound to a device, NCCL
+    makes a group by splitting that one, which all ranks have to do together: stages of a pipeline, which wait for each
+    other's tensors, would not. `_new_process_group_helper`, `_world` and `_get_default_timeout` have no public names,
+    and no public call takes a name or splits nothing (2.11 to 2.13).
     """
     world, default = distributed_c10d._world, dist.group.WORLD
     assert default is not None, "no group is made before the default one"
@@ -178,9 +180,13 @@ def named_group(
     backend = dist.Backend(backend or default_backend)
     timeout = timeout or distributed_c10d._get_default_timeout(backend)
     ranks, key = list(ranks), distributed_c10d.GroupName(name)
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, key, timeout=timeout, group_desc=name
-    )
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, key, timeout=timeout, group_desc=name
+        )
+    finally:
+        default.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group

@@ -739,6 +739,29 @@ def test_named_group__is_made_by_its_ranks_whatever_other_groups_they_know_of(wo
     assert world(2).run(numbers_of_named_groups) == [[([0, 1], 9, 2), ([rank], default, 1)] for rank in range(2)]
 
 
+def bound_while_a_group_is_made() -> list[torch.device | None]:
+    """The device that the default group is bound to while torch makes a named group, and after."""
+    default, seen = dist.group.WORLD, []
+    make = dist.distributed_c10d._new_process_group_helper
+
+    def noting(*args, **kwargs):
+        seen.append(default.bound_device_id)
+        return make(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", noting)
+        default.bound_device_id = torch.device("cuda", 0)
+        try:
+            _torch.named_group("not split", [dist.get_rank()])
+            return [*seen, default.bound_device_id]
+        finally:
+            default.bound_device_id = None
+
+
+def test_named_group__splits_no_group_that_is_bound_to_a_device(world):
+    assert world(2).run(bound_while_a_group_is_made) == [[None, torch.device("cuda", 0)]] * 2
+
+
 def timeouts_adopted() -> list[float]:
     before = timeout_of(dist.group.WORLD)
     groups = [dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))]
