@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sherd._torch import dtensor_spec
+from sherd._torch import dtensor_spec, replace_local_tensor
 from sherd.engine.adoption import watcher
+from sherd.engine.group import kind_of
 from sherd.engine.parameter import ShardedParameter, record_of
 from sherd.engine.unit import Unit
 from sherd.errors import StateError
@@ -41,6 +42,7 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefi
 
 def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
     """Take up Parameters that `assign=True` has exchanged, and note that the shards have new values."""
+    moved = []
     for attribute, parameter in module._parameters.items():
         record = unit.record_at(module, attribute)
         if record is None or parameter is None or parameter is record.shard or parameter is record.lent:
@@ -48,20 +50,37 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
         if record.flat is not None:
             record.notice_replaced()  # the optimizer owns the memory that the shard is a view of
         else:
-            record.exchange(parameter)
+            moved.append(_exchange(record, parameter))
             watcher.sharded_again()
-    unit.reseat()
+    if any(moved):
+        unit.reseat()
     unit.shards_written()
 
 
+@torch.no_grad()
+def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
+    """Have `parameter` as the shard, and its values where the old one's are, if they can be there; whether they cannot.
+
+    Else the unit's buffer would be made anew after each module of a load.
+    """
+    kind, place = kind_of(record), record.local
+    record.exchange(parameter)
+    is_alike = kind_of(record) == kind and record.local.device == place.device
+    if kind.gathers_itself or place.is_meta or not is_alike:
+        return True
+    assert isinstance(parameter, DTensor), "what is not sharded was cut before it was assigned"
+    place.copy_(record.local)
+    replace_local_tensor(parameter, place)
+    return False
+
+
 def require_names(unit: Unit, module: nn.Module, method: str) -> None:
-    """Raise if a flat parameter stands for the parameters of `module` now: nothing would be found there.
+    """Raise if a flat parameter stands for parameters of `module` now: nothing would be found there.
 
     Raises:
         StateError: the call was not made on the wrapper, or on a module above it, which would have them in place.
     """
-    record = next((each for each in unit.parameters for place in each.places if not place.registered), None)
-    if record is not None and any(unit.record_at(module, attribute) is not None for attribute in module._parameters):
+    if any(unit.hides(module, attribute) for attribute in module._parameters):
         raise StateError(
             f"{method}() of a {type(module).__name__} inside wrapped unit {unit.name}: its parameters are part of a "
             "flat parameter, and only the wrapper can show them; call it on the wrapper, or on the model around it"

@@ -78,9 +78,10 @@ class Place:
         self.registered = True
         self._module = weakref.ref(module)
 
-    def is_at(self, module: nn.Module, attribute: str) -> bool:
-        """Whether this is that attribute of that module."""
-        return self.parameters is module._parameters and self.attribute == attribute
+    @property
+    def key(self) -> tuple[int, str]:
+        """What `key_of` gives for it."""
+        return id(self.parameters), self.attribute
 
     @property
     def module_id(self) -> int:
@@ -134,6 +135,11 @@ class Place:
             return self.parameters
         module = self._module()
         return {} if module is None else module.__dict__
+
+
+def key_of(module: nn.Module, attribute: str) -> tuple[int, str]:
+    """What the place of that attribute of that module is known by, for as long as there is one."""
+    return id(module._parameters), attribute
 
 
 class Merged(Protocol):

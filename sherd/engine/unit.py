@@ -24,7 +24,7 @@ from sherd.engine.group import Group, Kind, kind_of, travels_alone
 from sherd.engine.left_behind import LeftBehind
 from sherd.engine.offload import RestingPlace
 from sherd.engine.ownership import Belongings
-from sherd.engine.parameter import Place, ShardedParameter
+from sherd.engine.parameter import Place, ShardedParameter, key_of
 from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.weights import Weights
 from sherd.errors import StateError, WrapperStateError
@@ -84,8 +84,10 @@ class Unit:
         self._flat_place: Place | None = None
         self.weights: list[Weights | SelfGatheredWeights] = []
         self.gradients: list[Gradients] = []
+        self._hung: dict[tuple[int, str], tuple[ShardedParameter, Place]] = {}
         for parameter in self.parameters:
             parameter.belong_to(self)
+            self._hung.update((place.key, (parameter, place)) for place in parameter.places)
         self.regroup()
 
     def __repr__(self) -> str:
@@ -120,11 +122,14 @@ class Unit:
         self._runtime = weakref.ref(runtime)
 
     def record_at(self, module: nn.Module, attribute: str) -> ShardedParameter | None:
-        """The parameter of this unit that hangs on `module` as `attribute`."""
-        for parameter in self.parameters:
-            if any(place.is_at(module, attribute) for place in parameter.places):
-                return parameter
-        return None
+        """The parameter of this unit that hangs on `module`, one of its own, as `attribute`."""
+        hung = self._hung.get(key_of(module, attribute))
+        return None if hung is None else hung[0]
+
+    def hides(self, module: nn.Module, attribute: str) -> bool:
+        """Whether that is a parameter of this unit which is not among the module's now: a flat one stands for it."""
+        hung = self._hung.get(key_of(module, attribute))
+        return hung is not None and not hung[1].registered
 
     def rename(self, unit_name: str, module_names: dict[int, str]) -> None:
         """Use names as seen from the root module; `module_names` are keyed by the id of the module."""
@@ -232,8 +237,9 @@ class Unit:
 
     def reseat(self) -> None:
         """After shards may have moved (`module.to()`, a load): back into one buffer, once all are on one device."""
-        devices = {parameter.resting.device for parameter in self.parameters}
-        if len(devices) == 1 and not self.is_seated:
+        device = self.parameters[0].resting.device if self.parameters else None
+        # From the last one on, which the first is to move moves last: modules that move one by one look at one tensor.
+        if all(each.resting.device == device for each in reversed(self.parameters)) and not self.is_seated:
             self.regroup()
 
     def notice_replaced(self) -> None:
