@@ -40,8 +40,9 @@ from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Limits, Live, UnitSpec
 
 
-class Kind(Enum):
-    """What bytes are for; the value is its name in tables."""
+class Kind(str, Enum):
+    """What bytes are for; the value is its name in tables. Strings, which remember their hash: there are many sums by
+    kind."""
 
     SHARDS = "shards"
     SENT = "shards as sent"
@@ -351,14 +352,13 @@ DO: dict[type[do.Action], Callable[[_Group], None]] = {
 
 
 class Buffers:
-    """All units' buffers as numbers. `now` is bytes alive; `peak`, the most since the step began, is noted whenever
-    something came."""
+    """All units' buffers as numbers. `now` is bytes alive."""
 
     def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
         self.now = 0
-        self.peak = Forecast(0, None, {})
+        self._changes: list[tuple[tuple[int, Kind], int]] = []
         self._moment: Moment | None = None
-        self._parts: Counter[tuple[int, Kind]] = Counter()
+        self._note_peak()
         self._units = [
             [_Group(each, batch_bytes, partial(self._add, unit)) for each in groups]
             for unit, groups in enumerate(sizes)
@@ -373,7 +373,15 @@ class Buffers:
         for group in self._groups:
             group.drop_gradients()
         self._moment = None
-        self.peak = self._at_present()
+        self._note_peak()
+
+    @property
+    def peak(self) -> Forecast:
+        """The most since the step began, noted whenever something came."""
+        parts: Counter[tuple[int, Kind]] = Counter()
+        for part, more in self._changes[: self._num_changes_to_peak]:
+            parts[part] += more
+        return Forecast(self._peak, self._peak_moment, {part: nbytes for part, nbytes in parts.items() if nbytes})
 
     def live_through(self, schedule: Schedule, moment: Moment) -> None:
         """Let `moment` happen: ask the schedule, or take a gradient."""
@@ -402,10 +410,11 @@ class Buffers:
             DO[type(action)](group)
 
     def _add(self, unit: int, kind: Kind, more: int) -> None:
-        self._parts[unit, kind] += more
+        self._changes.append(((unit, kind), more))
         self.now += more
-        if self.now > self.peak.peak:
-            self.peak = self._at_present()
+        if self.now > self._peak:
+            self._note_peak()
 
-    def _at_present(self) -> Forecast:
-        return Forecast(self.now, self._moment, {key: nbytes for key, nbytes in self._parts.items() if nbytes})
+    def _note_peak(self) -> None:
+        # What it is made of is added up when it is asked for: every unit's first gradient is a new peak.
+        self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self._changes)

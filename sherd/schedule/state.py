@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum, auto
 
 from sherd.schedule.order import Order
 
 
-class Live(Enum):
+class Live(IntEnum):
     """Where a unit's parameters are."""
 
     SHARDED = auto()
@@ -72,8 +72,9 @@ class State:
     passed, which are freed.
     """
 
-    specs: tuple[UnitSpec, ...]
-    limits: Limits
+    # Not hashed: all states of a step have the same, and with a thousand units hashing them is what takes time.
+    specs: tuple[UnitSpec, ...] = field(hash=False)
+    limits: Limits = field(hash=False)
     live: tuple[Live, ...]
     forward: Order = Order()
     finished: Order = Order()
