@@ -31,7 +31,7 @@ class Success:
 
 def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str) -> None:
     """A rank's life: join the group, then answer one task after another until the test session ends."""
-    _die_with_the_session()
+    die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
     stacks = open(stack_file, "w")  # noqa: SIM115  open for as long as we live
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -45,7 +45,7 @@ def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: st
                 # What is imported stays. Frozen, it costs the collections between tests nothing.
                 known = len(sys.modules)
                 gc.freeze()
-            pipe.send_bytes(_answer(task))
+            pipe.send_bytes(answer(task))
     except EOFError:
         os._exit(0)
     except BaseException as error:
@@ -53,8 +53,8 @@ def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: st
         os._exit(1)
 
 
-def _die_with_the_session() -> None:
-    """On Linux the kernel kills us with the fork server, which ends with pytest however that ends."""
+def die_with_the_parent() -> None:
+    """On Linux the kernel kills us with it: a rank with the fork server, which ends with pytest however that ends."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -68,7 +68,8 @@ def _join(rank: int, num_ranks: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 
-def _answer(task: bytes) -> bytes:
+def answer(task: bytes) -> bytes:
+    """What became of a task, a Success or a Failure, pickled."""
     try:
         with warnings.catch_warnings():
             _tidy()

@@ -81,7 +81,7 @@ class Processes:
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S, **kwargs: Any) -> list[Any]:
         """`fn(*args, **kwargs)` on every rank; the results, index = rank. Raises RanksFailed."""
         __tracebackhide__ = True
-        task = _packed_task(fn, args, kwargs)
+        task = packed_task(fn, args, kwargs)
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         try:
@@ -191,7 +191,8 @@ class Processes:
         return stacks
 
 
-def _packed_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def packed_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """For `tests.rank_process.answer`."""
     try:
         call = pickle.dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

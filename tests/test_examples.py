@@ -6,14 +6,12 @@ import os
 import re
 import runpy
 import socket
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from tests import ranks
+from tests import forked, ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT_S = 120
@@ -109,22 +107,19 @@ def test_a_flat_layout_trains_as_the_default_does_and_shows_its_memory(tmp_path)
     assert losses(second) == []
 
 
-def test_the_command_in_an_examples_first_lines_works():
+def test_the_command_in_an_examples_first_lines_works(tmp_path):
     """One of them as its user starts it, on torchrun."""
-    name = "gradient_accumulation.py"
+    name, root = "gradient_accumulation.py", EXAMPLES.parent
     (command,) = re.findall(r"^    (torchrun .*)$", (EXAMPLES / name).read_text(), re.MULTILINE)
     program, *arguments = command.split()
     assert program == "torchrun"
     assert arguments == ["--nproc-per-node", "2", f"examples/{name}"]
-    root = str(EXAMPLES.parent)
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     # A port of its own, because the default one may be taken.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
-    done = subprocess.run(
-        launch, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "largest difference" in done.stdout
+    process = forked.start(forked.torchrun, ["--standalone", *arguments], {}, folder=root, output=tmp_path / "said")
+    process.join(TIMEOUT_S)
+    process.kill()
+    assert process.exitcode == 0, (tmp_path / "said.err").read_text()
+    assert "largest difference" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -1,20 +1,19 @@
 """Do the collectives move the right elements on processes, threads and a fake group, under both of torch's names?"""
 
 import importlib
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sherd import _torch
+from sherd import _torch, fully_shard
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.transports import transport_of
 from sherd.errors import PolicyError
 from sherd.policy import TRANSPORTS, CommPolicy
+from tests.forked import answer_of
 
 CPU = torch.device("cpu")
 
@@ -91,33 +90,21 @@ def test_symmetric_memory_on_a_cpu_is_refused_and_so_is_a_backend_nobody_knows(w
 
 
 # In a process of its own: a fake group would be this process's default one.
-ON_THE_FAKE_GROUP = """
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from sherd import fully_shard
-from sherd import CommPolicy
-from sherd.comm.transports import transport_of
-dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=1024)
-calls = transport_of(dist.group.WORLD, torch.device("cpu"), CommPolicy())
-calls.all_gather(torch.empty(1024), torch.ones(1), (1,) * 1024, async_op=False)
-calls.reduce_scatter(torch.empty(1), torch.ones(1024), (1,) * 1024, async_op=True).wait()
-calls.all_reduce(torch.ones(1), async_op=True).wait()
-model = fully_shard(torch.nn.Linear(64, 2048))
-model(torch.ones(2, 64)).sum().backward()
-print(tuple(model.weight.to_local().shape), tuple(model.weight.grad.to_local().shape))
-"""
+
+
+def on_the_fake_group() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=1024)
+    calls = transport_of(dist.group.WORLD, CPU, CommPolicy())
+    calls.all_gather(torch.empty(1024), torch.ones(1), (1,) * 1024, async_op=False)
+    calls.reduce_scatter(torch.empty(1), torch.ones(1024), (1,) * 1024, async_op=True).wait()
+    calls.all_reduce(torch.ones(1), async_op=True).wait()
+    model = fully_shard(torch.nn.Linear(64, 2048))
+    model(torch.ones(2, 64)).sum().backward()
+    return tuple(model.weight.to_local().shape), tuple(model.weight.grad.to_local().shape)
 
 
 def test_a_thousand_ranks_of_the_fake_group_step_in_one_process():
-    done = subprocess.run(
-        [sys.executable, "-c", ON_THE_FAKE_GROUP],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "(2, 64) (2, 64)"
+    assert answer_of(on_the_fake_group) == ((2, 64), (2, 64))
 
 
 # The names that torch 2.13 gave two of them, and the older ones

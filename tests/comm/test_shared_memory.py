@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import warnings
@@ -58,11 +59,17 @@ class Drawn:
         self.kind = draw.choice(("gather", "onto", "scatter", "reduce"))
         self.is_async = draw.random() < 0.7
         self.in_place = draw.random() < 0.3
-        seed = draw.randint(0, 1 << 30)
+        self.seed = draw.randint(0, 1 << 30)
         self.rank, self.total = rank, sum(self.sizes)
         self.start = sum(self.sizes[:rank])
-        self.of_ranks = [values(seed + each, size, self.dtype) for each, size in enumerate(self.sizes)]
-        self.rows_of_ranks = [values(seed + each, self.total, self.dtype) for each in range(num_ranks)]
+
+    @functools.cached_property
+    def of_ranks(self) -> list[torch.Tensor]:
+        return [values(self.seed + each, size, self.dtype) for each, size in enumerate(self.sizes)]
+
+    @functools.cached_property
+    def rows_of_ranks(self) -> list[torch.Tensor]:
+        return [values(self.seed + each, self.total, self.dtype) for each in range(len(self.sizes))]
 
     @property
     def own(self) -> slice:
@@ -152,7 +159,7 @@ def as_torch_does(numel: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("numel", [1, 1000, 3_000_000])
+@pytest.mark.parametrize("numel", [1, 1000, 2_200_000])
 def test_torchs_own_collectives_give_the_same(world, num_ranks, numel):
     world(num_ranks).run(as_torch_does, numel)
 

@@ -89,7 +89,7 @@ class Run:
 
 
 def optimizer_of(modules: list[nn.Module]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1, momentum=0.9)
+    return torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1)
 
 
 def plain(num_stages: int, num_ranks: int, steps: int) -> Run:

@@ -1,8 +1,10 @@
 """Are sherd's modules instances of torch's `FSDPModule` when that was asked for, and only then?"""
 
-import subprocess
+import builtins
+import importlib
 import sys
-from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,7 @@ import sherd
 from sherd import FullyShardedDataParallel, fully_shard
 from sherd.errors import PolicyTypeError
 from sherd.interop import torch_fsdp_identity
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.forked import answer_of
 
 
 class Own(nn.Module):
@@ -96,29 +97,28 @@ def test_what_is_no_bool_is_refused():
         torch_fsdp_identity("on")
 
 
-WHO_IMPORTS = """
-import builtins
+def who_imports() -> tuple[set[str], set[str]]:
+    """The modules of sherd, imported anew, that import from torch's FSDP: before they are asked to, and then."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "sherd"]:
+        del sys.modules[name]
+    asked: set[str] = set()
+    original = builtins.__import__
 
-asked, original = set(), builtins.__import__
+    def note(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        who = (globals or {}).get("__name__", "")
+        names = {name, *(f"{name}.{each}" for each in fromlist or ())}
+        if who.split(".")[0] == "sherd" and any("fsdp" in each.split(".") for each in names if each[:5] == "torch"):
+            asked.add(who)
+        return original(name, globals, locals, fromlist, level)
 
-def note(name, globals=None, locals=None, fromlist=(), level=0):
-    who = (globals or {}).get("__name__", "")
-    names = {name, *(f"{name}.{each}" for each in fromlist or ())}
-    if who.split(".")[0] == "sherd" and any("fsdp" in each.split(".") for each in names if each.startswith("torch")):
-        asked.add(who)
-    return original(name, globals, locals, fromlist, level)
-
-builtins.__import__ = note
-import sherd, sys
-assert not any(each.startswith("sherd.interop") for each in sys.modules)
-import sherd.interop
-print(sorted(asked))
-sherd.interop.torch_fsdp_identity()
-print(sorted(asked))
-"""
+    with mock.patch.object(builtins, "__import__", note):
+        importlib.import_module("sherd")
+        assert not any(each.startswith("sherd.interop") for each in sys.modules)
+        interop = importlib.import_module("sherd.interop")
+        before = set(asked)
+        interop.torch_fsdp_identity()
+    return before, asked
 
 
 def test_nothing_of_torchs_fsdp_is_imported_before_that():
-    command = [sys.executable, "-c", WHO_IMPORTS]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == ["[]", "['sherd.interop.identity']"]
+    assert answer_of(who_imports) == (set(), {"sherd.interop.identity"})

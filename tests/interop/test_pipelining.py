@@ -61,8 +61,16 @@ def zbv(how: str) -> Any:
     return pytest.param("ScheduleZBVZeroBubble", how, marks=has_neighbours)
 
 
-DATA_PARALLEL = [(schedule, "shard") for schedule in SCHEDULES if schedule is not ZBV]
-DATA_PARALLEL += [("Schedule1F1B", "zero1"), zbv("shard"), zbv("flat"), zbv("wrapper")]
+DATA_PARALLEL = [
+    ("ScheduleGPipe", "shard"),
+    ("Schedule1F1B", "zero1"),
+    ("ScheduleInterleaved1F1B", "flat"),
+    ("ScheduleLoopedBFS", "wrapper"),
+    ("ScheduleInterleavedZeroBubble", "shard"),
+    zbv("flat"),
+    zbv("wrapper"),
+]
+"""Every schedule, every way to shard; those that split backward under each that has buffers of its own."""
 
 
 @pytest.mark.parametrize(("schedule", "how"), DATA_PARALLEL)

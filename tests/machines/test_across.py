@@ -5,7 +5,6 @@ import os
 import re
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,29 +17,21 @@ from sherd.comm.transports import transport_of
 from sherd.errors import CommError
 from sherd.train.config import Config
 from sherd.train.machines import interface_to
+from tests.forked import torchrun
 from tests.machines.examples import kubernetes, slurm
 from tests.machines.hosts import ADDRESSES, INTERFACE
 from tests.machines.waiting import PATIENCE_S, waited_for
 from tests.train.test_loop import TREE, plain_losses
 
-ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_S = 8  # run.timeout: silence for so long is the end
-
-
-def torchrun(words, environment):
-    """The program torchrun, in a process that has torch imported."""
-    os.environ.update(environment, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    os.environ.pop("RANK", None)
-    from torch.distributed.run import main
-
-    main(words[1:])
 
 
 def started(hosts, calls, folder, **environment):
     """A torchrun on each host, as an example starts it; what host h says goes to folder / h."""
     folder.mkdir()
     return [
-        hosts.start(host, torchrun, words, environment, output=folder / str(host)) for host, words in enumerate(calls)
+        hosts.start(host, torchrun, words, environment, output=folder / str(host))
+        for host, (_, *words) in enumerate(calls)
     ]
 
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 
@@ -11,6 +9,7 @@ import pytest
 
 from sherd.train import cli
 from sherd.train.config import Config
+from tests.forked import start
 from tests.train.test_checkpoint import break_it, put
 from tests.train.test_loop import TREE, run
 
@@ -158,27 +157,28 @@ def losses(out):
     return {record["step"]: record["loss"] for record in records if record["event"] == "step"}
 
 
+def command(words):
+    """`sherd` with these words. The ranks that it starts are new Pythons."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    sys.exit(cli.main(words))
+
+
 def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_never_stopped(world, tmp_path):
     tree = {**TREE, "data": {**TREE["data"], "path": str(tmp_path / "text.txt")}}
     tree["run"] = {**TREE["run"], "steps": 150, "save_every": 0}
     (tmp_path / "run.json").write_text(json.dumps(tree))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sherd.train.cli", "train", "--config", "run.json", "--out", "run"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not losses(tmp_path / "run") and process.poll() is None:
+    words = ["train", "--config", "run.json", "--out", "run"]
+    process = start(command, words, folder=tmp_path, output=tmp_path / "said")
+    while not losses(tmp_path / "run") and process.is_alive():
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (143, "")
+    process.terminate()
+    process.join()
+    out, err = (tmp_path / "said").read_text(), (tmp_path / "said.err").read_text()
+    assert (process.exitcode, err) == (143, "")
     first = losses(tmp_path / "run")
     assert f"stopped after step {max(first)}, which is saved" in out
 
-    upto, config = max(first) + 5, Config.of(tree)
+    upto, config = max(first) + 2, Config.of(tree)
     rest, _, _ = world(2).run(run, config, tmp_path / "run", resume=True, stop_after=upto)[0]
     never_stopped, _, _ = world(2).run(run, config, tmp_path / "whole", stop_after=upto)[0]
     assert {**first, **rest} == never_stopped

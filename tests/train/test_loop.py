@@ -4,23 +4,26 @@ import contextlib
 import io
 import json
 import math
+import shutil
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
+from sherd.train import loop
 from sherd.train.checkpoint import newest
 from sherd.train.config import Config, InputError, Optimizer
 from sherd.train.data import batch, read_corpus
-from sherd.train.loop import PLANNED_AFTER, Trainer, introduce, learning_rate, lzma_bits, train
+from sherd.train.loop import Trainer, introduce, learning_rate, lzma_bits, train
 from sherd.train.mesh import Grid, axes_of
 from sherd.train.models import Decoder
 from sherd.train.report import Report, Silent
 
 TREE = {
     "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 24},
-    "data": {"context": 16, "held_out": 0.2},
+    "data": {"context": 16, "held_out": 0.1},
     "optimizer": {"batch": 12, "micro_batch": 2, "warmup": 2, "lr": 0.01},
     "run": {"steps": 6, "eval_every": 0, "save_every": 2, "keep": 9, "sample": 3},
 }
@@ -70,12 +73,12 @@ def run(config, out, resume=False, stop_after=None):
 
 
 def test_a_run_of_any_number_of_ranks_has_the_losses_of_plain_pytorch(world, text, tmp_path):
-    chosen = config(text, steps=4)
+    chosen = config(text, steps=3, save_every=0)
     expected = plain_losses(chosen)
     for num_ranks in (1, 2, 3):
         for losses, finished, _ in world(num_ranks).run(run, chosen, tmp_path / str(num_ranks)):
             assert finished
-            assert [losses[step] for step in (1, 2, 3, 4)] == pytest.approx(expected, rel=1e-5)
+            assert [losses[step] for step in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
 
 
 def plain_losses(chosen):
@@ -101,25 +104,38 @@ def plain_losses(chosen):
     return losses
 
 
-def test_a_resumed_run_has_exactly_the_losses_of_one_never_stopped(world, text, tmp_path):
-    whole = world(2).run(run, config(text), tmp_path / "whole")[0][0]
-    first, finished, lines = world(2).run(run, config(text), tmp_path / "cut", stop_after=3)[0]
+@pytest.fixture(scope="module")
+def stopped(world, text, tmp_path_factory):
+    """The losses of a run of two ranks that was never stopped; those of one that was, after step 3, and its folder."""
+    folder = tmp_path_factory.mktemp("stopped")
+    whole = world(2).run(run, config(text), folder / "whole")[0][0]
+    first, finished, lines = world(2).run(run, config(text), folder / "cut", stop_after=3)[0]
     assert not finished
     assert "stopped after step 3, which is saved; --resume goes on from there" in lines[-1]
-    assert newest(tmp_path / "cut").manifest.step == 3
-    rest, finished, _ = world(2).run(run, config(text), tmp_path / "cut", resume=True)[0]
+    assert newest(folder / "cut").manifest.step == 3
+    return whole, first, folder / "cut"
+
+
+def resumed(ranks, text, cut, folder):
+    """The losses of a copy of the run that went on."""
+    shutil.copytree(cut, folder / "cut")
+    losses, finished, _ = ranks.run(run, config(text), folder / "cut", resume=True)[0]
     assert finished
-    assert {**first, **rest} == whole
-    assert list(rest) == [4, 5, 6]
+    assert list(losses) == [4, 5, 6]
+    return losses
+
+
+def test_a_resumed_run_has_exactly_the_losses_of_one_never_stopped(world, text, stopped, tmp_path):
+    whole, first, cut = stopped
+    assert {**first, **resumed(world(2), text, cut, tmp_path)} == whole
     assert whole[6] < whole[1] - 0.5
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(world, text, tmp_path, num_ranks):
-    whole = world(2).run(run, config(text), tmp_path / "whole")[0][0]
-    world(2).run(run, config(text), tmp_path / "cut", stop_after=3)
-    rest = world(num_ranks).run(run, config(text), tmp_path / "cut", resume=True)[0][0]
-    assert list(rest.values()) == pytest.approx([whole[step] for step in (4, 5, 6)], rel=1e-5)
+def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(world, text, stopped, tmp_path, num_ranks):
+    whole, _, cut = stopped
+    rest = resumed(world(num_ranks), text, cut, tmp_path)
+    assert rest == pytest.approx({step: whole[step] for step in rest}, rel=1e-5)
 
 
 def stop_on_rank_1(config, out):
@@ -148,17 +164,24 @@ def test_weights_of_other_shapes_are_not_loaded(world, text, tmp_path):
         assert "is a checkpoint of another model: its parameters have other names or shapes" in said
 
 
-def plan(config):
-    trainer = Trainer(config, read_corpus(config.data), grid(config))
-    while not trainer.finished and trainer.done < PLANNED_AFTER:
-        trainer.step()
-    return trainer.config.run.steps
+def plans(configs, planned_after):
+    """How many steps each of them has once that many are done."""
+    found = []
+    with mock.patch.object(loop, "PLANNED_AFTER", planned_after):
+        for each in configs:
+            trainer = Trainer(each, read_corpus(each.data), grid(each))
+            for _ in range(planned_after):
+                trainer.step()
+            found.append(trainer.config.run.steps)
+    return found
 
 
 def test_without_a_number_of_steps_all_ranks_agree_on_what_fits_into_the_minutes(world, text):
-    one, other = world(2).run(plan, config(text, steps=0, minutes=60.0))
-    assert one == other > PLANNED_AFTER
-    assert world(2).run(plan, config(text, steps=0, minutes=1e-9)) == [PLANNED_AFTER + 1] * 2
+    long, short = (config(text, steps=0, minutes=minutes) for minutes in (60.0, 1e-9))
+    one, other = world(2).run(plans, [long, short], 4)
+    assert one == other
+    assert one[0] > 4
+    assert one[1] == 4 + 1
 
 
 def evaluate(config):
@@ -219,7 +242,7 @@ def test_a_run_leaves_metrics_a_sample_and_a_picture_and_ends_with_its_bits_besi
     assert len((tmp_path / "sample.txt").read_text()) <= 3
     bits, packed = records[-1]["bits"], records[-1]["lzma_bits"]
     assert said[0] == "model  8,016 parameters, sharded over 1 rank on cpu"
-    assert said[-2] == f"held-out  {bits:.3f} bits per byte, over all 923 bytes"
+    assert said[-2] == f"held-out  {bits:.3f} bits per byte, over all 461 bytes"
     assert said[-1].startswith(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone")
 
 

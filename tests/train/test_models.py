@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd import FSDPModule
+from sherd.train import parallel
 from sherd.train.config import Config, InputError, Model
 from sherd.train.mesh import Grid, axes_of
 from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
@@ -117,14 +119,27 @@ def hf_config(folder, **fields):
     return str(path)
 
 
-def test_a_hugging_face_model_is_sharded_layer_by_layer_and_starts_from_its_seed(world, tmp_path):
+@pytest.fixture
+def built_one_by_one(monkeypatch):
+    """Ranks that are threads, which import transformers once, share the random generator that it draws from."""
+    lock = threading.Lock()
+
+    def build_alone(path, seed):
+        with lock:
+            return HuggingFace(path, seed)
+
+    monkeypatch.setattr(parallel, "HuggingFace", build_alone)
+
+
+@pytest.mark.usefixtures("built_one_by_one")
+def test_a_hugging_face_model_is_sharded_layer_by_layer_and_starts_from_its_seed(threads, tmp_path):
     pytest.importorskip("transformers")
     path = hf_config(tmp_path, tie_word_embeddings=True)
     plain = HuggingFace(path, seed=4)
     assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
     assert plain(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
     config = Config.of({"model": {"hf": path}, "run": {"seed": 4}})
-    for weights in world(2).run(whole_first_weights, config):
+    for weights in threads(2).run(whole_first_weights, config):
         for name, parameter in plain.named_parameters():
             assert torch.equal(weights[name], parameter), name
 

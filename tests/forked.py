@@ -1,0 +1,117 @@
+"""How does a test run programs in processes of their own, without a Python each that imports torch anew?
+
+They are forked from the server that the ranks come from, which has it imported, and torchrun forks its ranks in turn.
+Importing torch takes seconds, far longer than what such a program is asked to do.
+"""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from tests.rank_failures import Failure
+from tests.rank_process import answer, die_with_the_parent
+from tests.ranks import packed_task, warm_up
+
+TIMEOUT_S = 120
+
+
+def answer_of(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function(*args)` returns in a process of its own. Raises AssertionError with what it raised there."""
+    __tracebackhide__ = True
+    warm_up()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, packed_task(function, args, {})))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(TIMEOUT_S), f"{function.__name__} has no answer after {TIMEOUT_S} s"
+        said = pickle.loads(ours.recv_bytes())
+    finally:
+        process.kill()
+        process.join()
+    assert not isinstance(said, Failure), said.shown
+    return said.value
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], task: bytes) -> None:
+    """`function` has come by itself too, so that by now all that it needs is imported."""
+    gc.freeze()  # collections leave that alone
+    torch.set_num_threads(1)
+    pipe.send_bytes(answer(task))
+
+
+def torchrun(words: Sequence[str], environment: dict[str, str]) -> None:
+    """Be the program torchrun, called with `words`. Its ranks are forks of this process."""
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    os.environ.pop("RANK", None)
+    from torch.distributed.run import main
+
+    # Where its agent would start a Python.
+    with mock.patch.object(SubprocessHandler, "_popen", lambda _, words, environment: _Fork(words, environment)):
+        main(list(words))
+
+
+def start(function: Callable[..., None], *args: Any, folder: Path, output: Path) -> Any:
+    """A process that does `function(*args)` in `folder`; what it says goes to `output`, and to `output`.err."""
+    warm_up()
+    process = multiprocessing.get_context("forkserver").Process(target=_say, args=(folder, output, function, args))
+    process.start()
+    return process
+
+
+def _say(folder: Path, output: Path, function: Callable[..., None], args: Sequence[Any]) -> None:
+    os.chdir(folder)
+    for number, path in ((1, output), (2, output.with_suffix(".err"))):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    function(*args)
+
+
+class _Fork:
+    """What the agent asks a `subprocess.Popen` for."""
+
+    def __init__(self, words: Sequence[str], environment: dict[str, str]) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=_be, args=(words, environment))
+        self._process.start()
+        assert self._process.pid is not None, "started"
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked rank", timeout or 0)
+        return self._process.exitcode
+
+
+def _be(words: Sequence[str], environment: dict[str, str]) -> None:
+    """Do what `python -u words` does."""
+    die_with_the_parent()
+    os.setsid()  # the agent stops a rank with all that it has started
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's own are inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    assert list(words[:2]) == [sys.executable, "-u"], words
+    if words[2] == "-m":
+        sys.argv = list(words[3:])
+        runpy.run_module(words[3], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words[2:])
+        runpy.run_path(words[2], run_name="__main__")
