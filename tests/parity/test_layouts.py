@@ -5,7 +5,14 @@ from torch.distributed.tensor import Shard
 
 from sherd import Blocks, CommPolicy, Flat, Whole
 from tests.models import MODELS
-from tests.parity.training import Recipe, assert_all_same, tolerance, train_sharded
+from tests.parity.training import (
+    Recipe,
+    assert_all_same,
+    assert_each_same,
+    tolerance,
+    train_each,
+    train_sharded,
+)
 
 PLACEMENTS = {"flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Whole()}
 TRANSPORTS = ("torch", "gloo", "shared_memory")
@@ -16,42 +23,55 @@ def recipe_of(model):
     return Recipe(model, optimizer="adamw" if model == "mixed_bfloat" else "momentum", steps=2)
 
 
+def train_under(placement, recipe, **options):
+    """`placement` by its name, which may be "default"."""
+    if placement != "default":
+        options |= {"placement": PLACEMENTS[placement], "shard_placement_fn": None}
+    return train_sharded(recipe, **options)
+
+
+def train_in_turn(recipes, **options):
+    """Recipes by the name of a placement."""
+    return {placement: train_under(placement, recipe, **options) for placement, recipe in recipes.items()}
+
+
 def train_under_every_placement(recipe, transport):
-    return {
-        name: train_sharded(recipe, placement=placement, shard_placement_fn=None, comm_policy=CommPolicy(transport))
-        for name, placement in PLACEMENTS.items()
-    }
+    return train_in_turn(dict.fromkeys(PLACEMENTS, recipe), comm_policy=CommPolicy(transport))
+
+
+def assert_all_same_in_turn(runs, recipes):
+    for placement, recipe in recipes.items():
+        assert_all_same([run[placement] for run in runs], recipe, **tolerance(recipe.model, len(runs)))
 
 
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "shared_memory"), (3, "gloo")])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_processes_as_in_one_process(world, model, num_ranks, transport):
     runs = world(num_ranks).run(train_under_every_placement, recipe_of(model), transport)
-    for placement in PLACEMENTS:
-        assert_all_same([run[placement] for run in runs], recipe_of(model), **tolerance(model, num_ranks))
+    assert_all_same_in_turn(runs, dict.fromkeys(PLACEMENTS, recipe_of(model)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_threads_as_in_one_process(threads, model, num_ranks):
     runs = threads(num_ranks).run(train_under_every_placement, recipe_of(model), "auto")
-    for placement in PLACEMENTS:
-        assert_all_same([run[placement] for run in runs], recipe_of(model), **tolerance(model, num_ranks))
+    assert_all_same_in_turn(runs, dict.fromkeys(PLACEMENTS, recipe_of(model)))
 
 
-def train_under_default_and_every_placement(recipe, transport):
-    by_default = train_sharded(recipe, comm_policy=CommPolicy(transport))
-    return {"default": by_default, **train_under_every_placement(recipe, transport)}
+DIFFICULT = ("uneven", "tied_across", "mixed_bfloat")
 
 
-# With those above, every number of ranks meets every transport.
+# Every number of ranks meets every transport under every placement; the model is another one from each to the next,
+# so each of the three meets all pairs of the others.
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("model", ["uneven", "tied_across", "mixed_bfloat"])
-def test_every_number_of_ranks_trains_on_every_transport(world, model, num_ranks, transport):
-    runs = world(num_ranks).run(train_under_default_and_every_placement, recipe_of(model), transport)
-    for placement in ("default", *PLACEMENTS):
-        assert_all_same([run[placement] for run in runs], recipe_of(model), **tolerance(model, num_ranks))
+def test_every_number_of_ranks_trains_on_every_transport(world, num_ranks, transport):
+    first = num_ranks + TRANSPORTS.index(transport)
+    recipes = {
+        placement: recipe_of(DIFFICULT[(first + turn) % len(DIFFICULT)])
+        for turn, placement in enumerate(("default", *PLACEMENTS))
+    }
+    assert_all_same_in_turn(world(num_ranks).run(train_in_turn, recipes, comm_policy=CommPolicy(transport)), recipes)
 
 
 def train_coalesced(recipe):
@@ -77,42 +97,30 @@ def train_mixed(recipe, kind):
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("model", ["mlp", "nested", "transformer", "frozen", "tied_across"])
 def test_placements_may_be_chosen_per_parameter(world, model, kind):
-    recipe = Recipe(model, steps=3)
+    recipe = Recipe(model)
     assert_all_same(world(3).run(train_mixed, recipe, kind), recipe)
 
 
-def train_replicated(recipe, placement, reshard):
-    return train_sharded(
-        recipe,
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_replicas_train_under_every_placement(world, placement):
+    runs = world(4).run(
+        train_each,
+        [recipe_of(model) for model in ("mlp", "nested", "transformer")],
         mesh_shape=(2, 2),
         placement=PLACEMENTS[placement],
         shard_placement_fn=None,
-        reshard_after_forward=reshard,
+        reshard_after_forward=True,
     )
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("model", ["mlp", "nested", "transformer"])
-def test_replicas_train_under_every_placement(world, model, placement):
-    recipe = recipe_of(model)
-    assert_all_same(world(4).run(train_replicated, recipe, placement, True), recipe)
+    assert_each_same(runs)
 
 
 KEPT = (True, False, 2)
 
 
 # Each pair of a model, a placement and what is kept: the third of each two is another from pair to pair.
-@pytest.mark.parametrize("turn", range(len(KEPT)))
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_whole_parameters_may_be_kept_or_shrunk_under_every_placement(threads, placement, turn):
-    model = ("mlp", "uneven", "reentrant_outside")[turn]
-    reshard = KEPT[(turn + list(PLACEMENTS).index(placement)) % len(KEPT)]
-    recipe = recipe_of(model)
-    runs = threads(4).run(
-        train_sharded,
-        recipe,
-        placement=PLACEMENTS[placement],
-        shard_placement_fn=None,
-        reshard_after_forward=reshard,
-    )
-    assert_all_same(runs, recipe)
+@pytest.mark.parametrize("reshard", KEPT, ids="reshard_{}".format)
+def test_whole_parameters_may_be_kept_or_shrunk_under_every_placement(threads, reshard):
+    first = KEPT.index(reshard)
+    models = ("mlp", "uneven", "reentrant_outside")
+    recipes = {placement: recipe_of(models[(first + turn) % len(models)]) for turn, placement in enumerate(PLACEMENTS)}
+    assert_all_same_in_turn(threads(4).run(train_in_turn, recipes, reshard_after_forward=reshard), recipes)

@@ -87,26 +87,27 @@ def live_tensors():
 
 
 def growth(name, mesh_shape=None, sync=True, **options):
-    """Live tensors, bytes, objects and autograd-visible hooks after 20 steps and after 200."""
+    """Live tensors, their bytes, and Python objects after 10 steps and after 60."""
     model = shard(build(name), mesh=mesh_of(mesh_shape), **options)
     optimizer, counts = make_optimizer("adamw_foreach", model), []
     inputs = model.make_inputs(0, dist.get_rank())
-    for step in range(200):
+    for step in range(60):
         model.set_requires_gradient_sync(sync or step % 2 == 1)
         model.loss(model(*inputs)).backward()
         if sync or step % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
-        if step in (19, 199):
-            counts.append((*live_tensors(), len(gc.get_objects()) // 100))
+        if step in (9, 59):
+            counts.append((*live_tensors(), len(gc.get_objects())))
     return counts
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied_inside", "branching", "reentrant_outside"])
-def test_two_hundred_steps_keep_no_more_than_twenty(world, name):
+def test_sixty_steps_keep_no_more_than_ten(world, name):
     for early, late in world(2).run(growth, name):
         assert late[:2] == early[:2], "tensors, bytes"
-        assert late[2] <= early[2] + 1, "hundreds of Python objects"
+        # Others come and go too, but not one in every second step.
+        assert late[2] < early[2] + 25, "Python objects"
 
 
 def test_accumulating_steps_keep_no_more_either(world):

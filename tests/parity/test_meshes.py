@@ -8,8 +8,10 @@ from tests.models import build, shard
 from tests.parity.training import (
     Recipe,
     assert_all_same,
+    assert_each_same,
     mesh_of,
     steps_sharded,
+    train_each,
     train_plain,
     train_sharded,
     whole_params,
@@ -17,19 +19,16 @@ from tests.parity.training import (
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-@pytest.mark.parametrize("model", ["mlp", "tied_across", "frozen", "uneven", "scalar_parameter"])
-def test_two_replicas_of_two_shards_train_as_one_process(world, model, reshard):
-    recipe = Recipe(model)
-    runs = world(4).run(train_sharded, recipe, mesh_shape=(2, 2), reshard_after_forward=reshard)
-    assert_all_same(runs, recipe)
+def test_two_replicas_of_two_shards_train_as_one_process(world, reshard):
+    recipes = [Recipe(model) for model in ("mlp", "tied_across", "frozen", "uneven", "scalar_parameter")]
+    assert_each_same(world(4).run(train_each, recipes, mesh_shape=(2, 2), reshard_after_forward=reshard))
 
 
 @pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1), (3, 2)], ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize("model", ["mlp", "uneven", "nested", "branching"])
-def test_replicas_and_shards_may_be_of_any_number(threads, model, mesh_shape):
-    recipe = Recipe(model)
+def test_replicas_and_shards_may_be_of_any_number(threads, mesh_shape):
+    recipes = [Recipe(model) for model in ("mlp", "uneven", "nested", "branching")]
     num_ranks = mesh_shape[0] * mesh_shape[1]
-    assert_all_same(threads(num_ranks).run(train_sharded, recipe, mesh_shape=mesh_shape), recipe)
+    assert_each_same(threads(num_ranks).run(train_each, recipes, mesh_shape=mesh_shape))
 
 
 def test_four_shards_twice_may_reshard_to_pairs_after_forward(threads):

@@ -14,6 +14,7 @@ from tests.models import MODELS, build, noise, shard
 from tests.parity.training import (
     Recipe,
     assert_all_same,
+    assert_each_same,
     assert_named_close,
     mesh_of,
     steps_sharded,
@@ -93,6 +94,10 @@ def train_with_setting(recipe, setting, **options):
     return steps_sharded(model, recipe, dist.get_rank())
 
 
+def train_each_with_setting(recipes, setting, **options):
+    return {recipe: train_with_setting(recipe, setting, **options) for recipe in recipes}
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
 @pytest.mark.parametrize("model", ["mlp", "checkpoint_outside", "uneven"])
 def test_a_setting_changes_no_number(world, model, setting):
@@ -127,21 +132,25 @@ def test_units_may_be_gathered_and_freed_by_hand(world, async_op):
     assert_all_same(world(2).run(unshard_by_hand, recipe, async_op), recipe)
 
 
-def grads_divided_by(factor, mesh_shape):
-    model = shard(build("mlp"), mesh=mesh_of(mesh_shape))
-    for unit in model.units():
-        unit.set_gradient_divide_factor(factor)
-    model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
-    return whole_grads(model)
+def grads_divided_by(factors, mesh_shape):
+    grads = []
+    for factor in factors:
+        model = shard(build("mlp"), mesh=mesh_of(mesh_shape))
+        for unit in model.units():
+            unit.set_gradient_divide_factor(factor)
+        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+        grads.append(whole_grads(model))
+    return grads
 
 
-@pytest.mark.parametrize("factor", [1.0, 3.0, 7.5])
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["shards", "replicas"])
-def test_a_divide_factor_replaces_the_number_of_ranks(world, mesh_shape, factor):
+def test_a_divide_factor_replaces_the_number_of_ranks(world, mesh_shape):
+    factors = (1.0, 3.0, 7.5)
     mean = train_plain(Recipe("mlp", steps=1), 4)[0].grads[0]
-    expected = {name: grad * 4 / factor for name, grad in mean.items()}
-    for grads in world(4).run(grads_divided_by, factor, mesh_shape):
-        assert_named_close(grads, expected, "gradient", 1e-5, 1e-6)
+    for found in world(4).run(grads_divided_by, factors, mesh_shape):
+        for factor, grads in zip(factors, found, strict=True):
+            expected = {name: grad * 4 / factor for name, grad in mean.items()}
+            assert_named_close(grads, expected, f"divided by {factor}: gradient", 1e-5, 1e-6)
 
 
 class Encoder(nn.Module):
@@ -232,7 +241,6 @@ def pairs_then_nothing_then_pairs(model):
 
 
 @pytest.mark.parametrize("setting", [reshard_to_pairs, pairs_then_nothing_then_pairs], ids=lambda s: s.__name__)
-@pytest.mark.parametrize("model", ["mlp", "uneven", "checkpoint_outside"])
-def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads, model, setting):
-    recipe = Recipe(model)
-    assert_all_same(threads(4).run(train_with_setting, recipe, setting, reshard_after_forward=False), recipe)
+def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads, setting):
+    recipes = [Recipe(model) for model in ("mlp", "uneven", "checkpoint_outside")]
+    assert_each_same(threads(4).run(train_each_with_setting, recipes, setting, reshard_after_forward=False))

@@ -24,7 +24,7 @@ from tests.parity.training import (
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["mlp", "uneven", "tiny_parameter", "scalar_parameter"])
 def test_an_optimizer_updates_shards_as_it_updates_whole_parameters(world, model, optimizer):
-    recipe = Recipe(model, optimizer, steps=3)
+    recipe = Recipe(model, optimizer)
     assert_all_same(world(2).run(train_sharded, recipe), recipe)
 
 
@@ -37,18 +37,18 @@ NORMS = [2.0, 1.0, float("inf")]
 @pytest.mark.parametrize("model", CLIPPED)
 def test_clipping_sees_the_norm_of_all_shards(world, model, norm_type):
     foreach = (True, False, None)[(CLIPPED.index(model) + NORMS.index(norm_type)) % 3]
-    recipe = Recipe(model, "sgd", max_norm=0.05, norm_type=norm_type, clip_foreach=foreach, steps=3)
+    recipe = Recipe(model, "sgd", max_norm=0.05, norm_type=norm_type, clip_foreach=foreach)
     assert_all_same(world(2).run(train_sharded, recipe), recipe)
 
 
 @pytest.mark.parametrize("model", ["scalar_parameter", "mixed_double", "tied_across", "unused"])
 def test_clipping_takes_unusual_parameters(threads, model):
-    recipe = Recipe(model, "sgd", max_norm=0.05, steps=3)
+    recipe = Recipe(model, "sgd", max_norm=0.05)
     assert_all_same(threads(3).run(train_sharded, recipe), recipe)
 
 
 def test_clipping_counts_each_replica_once(threads):
-    recipe = Recipe("mlp", "sgd", max_norm=0.05, steps=3)
+    recipe = Recipe("mlp", "sgd", max_norm=0.05)
     assert_all_same(threads(4).run(train_sharded, recipe, mesh_shape=(2, 2)), recipe)
 
 
@@ -70,7 +70,7 @@ def train_with_an_earlier_optimizer(recipe):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_foreach", "adamw_fused"])
 @pytest.mark.parametrize("model", ["mlp", "tied_inside", "uneven"])
 def test_an_optimizer_made_before_sharding_trains_the_shards(world, model, optimizer):
-    recipe = Recipe(model, optimizer, steps=3)
+    recipe = Recipe(model, optimizer)
     assert_all_same(world(2).run(train_with_an_earlier_optimizer, recipe), recipe)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import fully_shard
 from tests.models import Specimen, build, shard
+from tests.parity.gathered import gathered
 
 Named = dict[str, Tensor | None]
 
@@ -73,14 +74,19 @@ def whole(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def whole_values(tensors: Named) -> Named:
+    """Plain copies by the same names, gathered where they are sharded (then collectives)."""
+    return dict(zip(tensors, gathered(tensors.values()), strict=True))
+
+
 def whole_params(model: nn.Module) -> Named:
     """Every parameter of `model` by name, whole."""
-    return {name: whole(param) for name, param in model.named_parameters()}
+    return whole_values(dict(model.named_parameters()))
 
 
 def whole_grads(model: nn.Module) -> Named:
     """Every gradient of `model` by its parameter's name, whole; None where there is none."""
-    return {name: whole(param.grad) for name, param in model.named_parameters()}
+    return whole_values({name: param.grad for name, param in model.named_parameters()})
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -130,7 +136,7 @@ class _Mesh:
 
 def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, run: Run) -> None:
     """Note the gradients, clip, update, clear."""
-    if run.finished in (0, recipe.steps - 1):  # gathering them takes longer than the step
+    if run.finished in (0, recipe.steps - 1):
         run.grads.append(whole_grads(model))
     run.finished += 1
     if recipe.max_norm is not None:
@@ -167,6 +173,14 @@ def train_sharded(
     """On a rank: build, shard with `options` of fully_shard, train."""
     model = shard(build(recipe.model), with_=with_, mesh=mesh_of(mesh_shape), **options)
     return steps_sharded(model, recipe, dist.get_rank())
+
+
+def train_each(recipes: Iterable[Recipe], **options: Any) -> dict[Recipe, Run]:
+    """On a rank: `train_sharded` one after another, on one mesh.
+
+    Making it, and what DTensor then works out anew, takes longer than most trainings.
+    """
+    return {recipe: train_sharded(recipe, **options) for recipe in recipes}
 
 
 def plain_step(model: Specimen, recipe: Recipe, num_ranks: int, step: int) -> list[float]:
@@ -238,5 +252,14 @@ def tolerance(model: str, num_ranks: int) -> dict[str, float]:
 
 def assert_all_same(runs: list[Run], recipe: Recipe, **tolerance: float) -> None:
     """Every rank's run agrees with the plain one."""
-    for run, plain in zip(runs, train_plain(recipe, len(runs)), strict=True):
-        assert_same(run, plain, **tolerance)
+    for rank, (run, plain) in enumerate(zip(runs, train_plain(recipe, len(runs)), strict=True)):
+        try:
+            assert_same(run, plain, **tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{recipe} on rank {rank} of {len(runs)}: {error}") from error
+
+
+def assert_each_same(runs: list[dict[Recipe, Run]]) -> None:
+    """Every rank's run of every recipe agrees with the plain one."""
+    for recipe in runs[0]:
+        assert_all_same([run[recipe] for run in runs], recipe, **tolerance(recipe.model, len(runs)))

@@ -1,0 +1,45 @@
+"""Is what these tests gather at once what `full_tensor` gives, tensor by tensor, and does it hide nothing?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sherd import Blocks, Flat, Whole
+from tests.models import build, shard
+from tests.parity.training import assert_named_close, mesh_of, whole_params
+
+PLACEMENTS = {"default": {}} | {
+    name: {"placement": placement, "shard_placement_fn": None}
+    for name, placement in {"flat": Flat(), "blocks": Blocks(3), "whole": Whole()}.items()
+}
+
+
+def in_both_ways(models, placement):
+    found = {}
+    for name in models:
+        model = shard(build(name), **PLACEMENTS[placement])
+        found[name] = whole_params(model), {name: each.full_tensor() for name, each in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_values_gathered_at_once_are_those_of_full_tensor(threads, placement):
+    models = ["uneven", "uneven_columns", "tiny_parameter", "scalar_parameter", "mixed_bfloat"]
+    for run in threads(3).run(in_both_ways, models, placement):
+        for name, (at_once, one_by_one) in run.items():
+            assert_named_close(at_once, one_by_one, name, 0, 0)
+            assert_named_close(at_once, dict(build(name).named_parameters()), name, 0, 0)
+
+
+def with_a_rank_of_its_own():
+    model = shard(build("uneven"), mesh=mesh_of((2, 2)))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().fill_(dist.get_rank())
+    return whole_params(model)["layers.1.weight"].tolist()
+
+
+def test_replicas_that_drifted_apart_show_themselves(threads):
+    for rank, rows in enumerate(threads(4).run(with_a_rank_of_its_own)):
+        first = rank - rank % 2
+        assert rows == [[first] * 7, [first] * 7, [first + 1] * 7]
