@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tests.checkpoint.layouts import LAYOUTS, differences, model_in, optimizer_of, state_of, train, whole
 
 WORLDS = (1, 2, 3, 4)
-SAVED, GONE_ON = range(2), range(2, 4)
+SAVED, GONE_ON = range(1), range(1, 2)
+# What this number of ranks has trained, every number of ranks trains on.
+GOING_ON_FROM = 3
 
 
 def dcp_state_of(model, optimizer):
@@ -26,7 +28,7 @@ def dcp_state_of(model, optimizer):
 
 
 def save_all(folder):
-    """Train two steps in every layout and save; note the whole values, and the losses of the steps that follow."""
+    """Train a step in every layout and save; note the whole values, and the losses of the steps that follow."""
     trained = {}
     for layout in LAYOUTS:
         model = model_in(layout)
@@ -35,7 +37,8 @@ def save_all(folder):
         trained[layout] = model, optimizer
     dcp.save({layout: dcp_state_of(*each) for layout, each in trained.items()}, checkpoint_id=folder)
     expected = {layout: whole(state_of(*each)) for layout, each in trained.items()}
-    losses = {layout: train(*each, GONE_ON) for layout, each in trained.items()}
+    going_on = trained if dist.get_world_size() == GOING_ON_FROM else {}
+    losses = {layout: train(*each, GONE_ON) for layout, each in going_on.items()}
     if dist.get_rank() == 0:
         torch.save((expected, losses), f"{folder}/expected.pt")
 
@@ -108,7 +111,7 @@ def load_all(folders):
         kept[layout] = model, optimizer_of(model)
     wrong = []
     for saving, folder in folders.items():
-        expected, losses = torch.load(f"{folder}/expected.pt")
+        expected, losses = torch.load(f"{folder}/expected.pt", weights_only=False)  # the quicker of its two ways
         reader = Remembering(folder)
         for turn in range(len(LAYOUTS)):
             loads = {LAYOUTS[(at + turn) % len(LAYOUTS)]: layout for at, layout in enumerate(LAYOUTS)}
@@ -121,7 +124,7 @@ def load_all(folders):
                 values = states[saved]["model"], states[saved]["optimizer"]
                 set_state_dict(model, optimizer, model_state_dict=values[0], optim_state_dict=values[1])
                 wrong += differences(state_of(model, optimizer), expected[saved], case)
-                if turn == saving:
+                if (saving, turn) == (GOING_ON_FROM, 1):
                     found = torch.tensor(train(model, optimizer, GONE_ON))
                     if not torch.allclose(found, torch.tensor(losses[saved]), rtol=1e-4):
                         wrong.append(f"{case}: losses {found.tolist()} are not {losses[saved]}")

@@ -22,11 +22,13 @@ from tests.checkpoint.layouts import (
     whole,
 )
 
+FIRST, LATER = range(1), range(1, 2)
+
 
 def trained(layout, seed=0):
     model = model_in(layout, seed)
     optimizer = optimizer_of(model)
-    train(model, optimizer, range(2))
+    train(model, optimizer, FIRST)
     return model, optimizer
 
 
@@ -42,8 +44,8 @@ def moved(source, targets, assign, case):
         assert target.head.weight is target.embed.weight, case
         # Training takes most of the time: each layout goes on from two others, and into each go two.
         if (LAYOUTS.index(case) - LAYOUTS.index(layout)) % len(LAYOUTS) in (0, 1):
-            found[layout] = train(target, optimizer_of(target), range(2, 4))
-    losses = train(source, optimizer_of(source), range(2, 4))
+            found[layout] = train(target, optimizer_of(target), LATER)
+    losses = train(source, optimizer_of(source), LATER)
     wrong += [
         f"{case} -> {layout}: {each} is not {losses}"
         for layout, each in found.items()
@@ -119,14 +121,14 @@ def through_files(folder, weights_only):
         path = f"{folder}/{layout}.{dist.get_rank()}.pt"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
         expected = whole(state_of(model, optimizer))
-        losses = train(model, optimizer, range(2, 4))
+        losses = train(model, optimizer, LATER)
         found = torch.load(path, weights_only=weights_only)
         other = model_in(layout, seed=1)
         other.load_state_dict(found["model"])
         others = optimizer_of(other)
         others.load_state_dict(found["optimizer"])
         assert differences(state_of(other, others), expected, layout) == []
-        torch.testing.assert_close(train(other, others, range(2, 4)), losses, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(train(other, others, LATER), losses, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids="weights_only_{}".format)
@@ -165,9 +167,9 @@ def loaded_onto_meta(assign):
             model.to_empty(device="cpu")
         model.load_state_dict(plain.state_dict(), assign=assign)
         assert differences(model.state_dict(), expected, layout) == []
-        losses = train(model, optimizer_of(model), range(2))
+        losses = train(model, optimizer_of(model), FIRST)
         reference = built(3)
-        torch.testing.assert_close(losses, train(reference, optimizer_of(reference), range(2)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(losses, train(reference, optimizer_of(reference), FIRST), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])

@@ -42,7 +42,7 @@ class Setup:
         model = build("mlp", seed)
         if self.shape:
             model = self._sharded(model)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, fused=True)
 
     def _sharded(self, model):
         _clear_sharding_prop_cache()
@@ -159,7 +159,7 @@ def routed(form):
         model = fully_shard(built(), placements="zero1", placement=Flat())
     else:
         model, _ = sharded_experts(True, Flat() if form == "flat" else None)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, fused=True)
 
 
 def experts_saved(form, folder):

@@ -4,13 +4,13 @@ from math import prod
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from sherd._torch import dtensor_spec
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Blocks, Flat, Runs, Whole
 from sherd.tensor.placement import RaggedShard
-from sherd.tensor.ragged import distribute_ragged
+from sherd.tensor.ragged import RaggedDTensor, distribute_ragged
 
 SHAPES = ((7, 6), (3, 4, 5), (5,), (1,), (1, 9), (), (4, 1, 3))
 KINDS = ("uneven", "rows", "last", "flat", "blocks", "whole")
@@ -63,6 +63,20 @@ def spec_for(cut, mesh, dtype=torch.float32):
 def ragged(whole, cut, mesh):
     """`whole` cut as `cut`, in memory of its own."""
     return distribute_ragged(whole, spec_for(cut, mesh, whole.dtype)).clone()
+
+
+def local_of(whole, cut, rank):
+    """What a rank has to hold of `whole`, put together without anything that is tested here."""
+    piece = cut.piece(rank)
+    return whole.reshape(-1)[piece.start : piece.stop].reshape(cut.local_shape(rank)).clone()
+
+
+def local_like(whole, tensor):
+    """What this rank has to hold of `whole` if it lies as a ragged or stock `tensor` does, the cut on the last axis."""
+    mesh = tensor.device_mesh
+    if isinstance(tensor, RaggedDTensor):
+        return local_of(whole, tensor.cut, mesh.get_coordinate()[-1])
+    return distribute_tensor(whole, mesh, tensor.placements, src_data_rank=None).to_local()
 
 
 def numbers(shape, dtype=torch.float32, seed=0):

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from sherd.tensor.placement import ragged_spec
 from sherd.tensor.ragged import ragged_dtensor
-from tests.tensor.cuts import cuts
+from tests.tensor.cuts import cuts, local_of
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ def local_on(grid, mesh, kind, whole):
     number = 0
     for axis in grid.axes:
         number = number * mesh.size(axis) + mesh.get_local_rank(axis)
-    piece = cut.piece(number)
-    return part.reshape(-1)[piece.start : piece.stop].reshape(cut.local_shape(number)).clone()
+    return local_of(part, cut, number)
 
 
 def ragged_on(grid, mesh, kind, whole):

@@ -1,5 +1,7 @@
 """Does what is saved under one layout and number of ranks load under every other?"""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,30 +53,28 @@ def state(kind, factor=1.0):
     }
 
 
-def save_all(folder):
-    for kind in EVERY:
+def save_each(kinds, folder):
+    for kind in kinds:
         dcp.save(state(kind), checkpoint_id=f"{folder}/{kind}")
 
 
-def load_all(folder):
-    wrong = []
-    for saved in EVERY:
-        for kind in EVERY:
-            found = state(kind, factor=0.0)
-            dcp.load(found, checkpoint_id=f"{folder}/{saved}")
-            for name, expected in state("plain").items():
-                value = found[name]
-                whole = whole_of(value) if isinstance(value, DTensor) else value
-                if not torch.equal(whole, expected):
-                    wrong.append((saved, kind, name))
+def load_each(pairs, folder):
+    """The names in each pair (layout saved, layout loaded) of what is not as it was."""
+    wrong, plain = [], state("plain")
+    for saved, kind in pairs:
+        found = state(kind, factor=0.0)
+        dcp.load(found, checkpoint_id=f"{folder}/{saved}")
+        for name, value in plain_values(found).items():
+            if not torch.equal(value, plain[name]):
+                wrong.append((saved, kind, name))
     return wrong
 
 
-@pytest.mark.parametrize("saving", [3])
-def test_every_layout_loads_from_every_layout_at_every_number_of_ranks(world, tmp_path, saving):
-    world(saving).run(save_all, str(tmp_path))
+def test_every_layout_loads_from_every_layout_half_of_the_pairs_on_each_number_of_ranks(world, tmp_path):
+    world(3).run(save_each, EVERY, str(tmp_path))
     for loading in (1, 2, 3, 4):
-        assert world(loading).run(load_all, str(tmp_path)) == [[]] * loading
+        pairs = [pair for at, pair in enumerate(product(EVERY, EVERY)) if (at // len(EVERY) + at + loading) % 2]
+        assert world(loading).run(load_each, pairs, str(tmp_path)) == [[]] * loading
 
 
 class Model(nn.Module):
@@ -280,24 +280,6 @@ def test_a_checkpoint_is_saved_in_the_background(world, tmp_path):
         world(2).run(saved_in_background, kind, str(tmp_path / kind))
 
 
-def save_each(kinds, folder):
-    for kind in kinds:
-        dcp.save(state(kind), checkpoint_id=f"{folder}/{kind}")
-
-
-def load_each(saved, kinds, folder):
-    wrong = []
-    plain = state("plain")
-    for kind in kinds:
-        for each in saved:
-            found = state(kind, factor=0.0)
-            dcp.load(found, checkpoint_id=f"{folder}/{each}")
-            for name, value in plain_values(found).items():
-                if not torch.equal(value, plain[name]):
-                    wrong.append((each, kind, name))
-    return wrong
-
-
 def test_what_lies_over_several_axes_loads_everywhere_and_back(world, tmp_path):
     folder, ours, others = (
         str(tmp_path),
@@ -307,9 +289,9 @@ def test_what_lies_over_several_axes_loads_everywhere_and_back(world, tmp_path):
     world(4).run(save_each, ours, folder)
     world(3).run(save_each, others, folder)
     some = ("tp rows, the other way round", "tp copies", "two axes")
-    assert world(4).run(load_each, ("tp columns", "two axes", *others), some, folder) == [[]] * 4
-    assert world(2).run(load_each, ours, ("rows", "stock rows"), folder) == [[]] * 2
-    assert world(1).run(load_each, ours, ("plain",), folder) == [[]]
+    assert world(4).run(load_each, list(product(("tp columns", "two axes", *others), some)), folder) == [[]] * 4
+    assert world(2).run(load_each, list(product(ours, ("rows", "stock rows"))), folder) == [[]] * 2
+    assert world(1).run(load_each, list(product(ours, ("plain",))), folder) == [[]]
 
 
 def test_training_goes_on_with_other_axes(world, tmp_path):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from sherd.tensor.ragged import RaggedDTensor
-from tests.tensor.cuts import KINDS, SHAPES, cuts, line, numbers, ragged, whole_of
+from tests.tensor.cuts import KINDS, SHAPES, cuts, line, local_of, numbers, ragged, whole_of
 
 OPERATIONS = {
     "arithmetic": lambda a, b: (a * 2 + b / 3 - 1) ** 2,
@@ -36,24 +36,25 @@ OPERATIONS = {
 }
 
 
-def compare(kind, operation):
+def compare(kinds, operation):
+    """Each rank's run of the result beside that run of the plain one: no operation here moves anything."""
     mesh = line(torch.distributed.get_world_size())
-    for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
-        a, b = numbers(shape), numbers(shape, seed=1)
-        result = operation(ragged(a, cut, mesh), ragged(b, cut, mesh))
-        expected = operation(a, b)
-        assert type(result) is RaggedDTensor
-        assert result.cut == cut
-        assert result.dtype == result.to_local().dtype == expected.dtype
-        assert result.to_local().shape == cut.local_shape(mesh.get_local_rank())
-        torch.testing.assert_close(whole_of(result), expected, equal_nan=True)
+    for kind in kinds:
+        for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
+            a, b = numbers(shape), numbers(shape, seed=1)
+            result = operation(ragged(a, cut, mesh), ragged(b, cut, mesh))
+            expected = local_of(operation(a, b), cut, mesh.get_local_rank())
+            assert type(result) is RaggedDTensor
+            assert result.cut == cut
+            assert result.shape == shape
+            assert result.dtype == expected.dtype
+            torch.testing.assert_close(result.to_local(), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_gives_what_it_gives_on_plain_tensors(threads, name):
-    for num_ranks in (1, 2, 3, 4):
-        for kind in KINDS:
-            threads(num_ranks).run(compare, kind, OPERATIONS[name])
+    for num_ranks, kinds in ((1, ("uneven",)), (2, KINDS), (4, ("uneven",))):
+        threads(num_ranks).run(compare, kinds, OPERATIONS[name])
 
 
 def other_dtypes():
