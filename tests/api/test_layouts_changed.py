@@ -64,8 +64,7 @@ def freeze_sharded(cast):
     return {name: freeze_and_thaw(sharded(name), ranks, cast) for name in PLACEMENTS}
 
 
-@pytest.mark.parametrize("cast", [False, True], ids=["kept", "cast"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("num_ranks", "cast"), [(2, False), (3, True)], ids=["kept", "cast"])
 def test_half_of_a_unit_may_be_frozen_cast_trained_and_thawed(world, num_ranks, cast):
     _, expected = freeze_and_thaw(made(stack), range(num_ranks), cast)
     for run in world(num_ranks).run(freeze_sharded, cast):
@@ -186,10 +185,10 @@ NORMS = {"plain": (2.0, 1.0, float("inf"), float("-inf"), 0.5, 3.0, 0.0)}
 
 
 def with_policies(model, ranks, norm_types):
-    """Accumulation without sync, clipping by every norm, scaled loss, whole gradients; norms and parameters."""
+    """Accumulation without sync, clipping by every norm, scaled loss; norms, last gradients whole, and parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    norms, grads = [], []
+    norms, grads = [], {}
     for step, norm_type in enumerate(norm_types):
         for micro in range(2):
             if isinstance(model, FSDPModule):
@@ -200,7 +199,8 @@ def with_policies(model, ranks, norm_types):
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=(None, True, False)[step % 3])
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
-        grads.append(whole_grads(model))
+        if step == len(norm_types) - 1:  # what those before were is in the parameters
+            grads = whole_grads(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -247,8 +247,7 @@ def test_accumulating_scaling_and_clipping_by_every_norm(world, options):
     for run in world(num_ranks).run(train_with, options, norm_types):
         for name, found in run.items():
             torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(norms), rtol=1e-4, atol=1e-6, msg=name)
-            for ours, theirs in zip(found[1], grads, strict=True):
-                assert_named_close(ours, theirs, f"{name}: gradient", 1e-4, 1e-6)
+            assert_named_close(found[1], grads, f"{name}: gradient", 1e-4, 1e-6)
             assert_named_close(found[2], params, f"{name}: parameter", 1e-4, 1e-6)
             assert found[3] == scale
 

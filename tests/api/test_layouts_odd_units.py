@@ -125,38 +125,37 @@ def thin():
 MODELS = [hollow, tiny, two_dtypes, thin, Tied]
 
 
-def train_all(makes, steps=2):
+def train_all(cases):
     """By model and placement, the whole parameters after training."""
     found = {}
-    for make, (name, options) in itertools.product(makes, PLACEMENTS.items()):
+    for make, name in cases:
         with building:
             model = made(make)
         for unit in (*model.children(), model):
-            fully_shard(unit, **options())
-        found[make.__name__, name] = train(model, mean_square, steps)
+            fully_shard(unit, **PLACEMENTS[name]())
+        found[make, name] = train(model, mean_square, 2)
     return found
 
 
-def assert_all_trained(runs, makes):
-    for make in makes:
-        for name in PLACEMENTS:
-            assert_trained_for(2, [run[make.__name__, name] for run in runs], make)
+def assert_all_trained(ranks, cases):
+    runs = ranks.run(train_all, cases, timeout=120)
+    expected = {make: train_plain(made(make), mean_square, len(runs), 2) for make in {make for make, _ in cases}}
+    for run, (make, name) in itertools.product(runs, cases):
+        assert_named_close(run[make, name], expected[make], f"{make.__name__}, {name}: parameter", 1e-5, 1e-6)
 
 
-def assert_trained_for(steps, found, make, job=mean_square):
-    expected = train_plain(made(make), job, len(found), steps)
-    for params in found:
-        assert_named_close(params, expected, "parameter", 1e-5, 1e-6)
+def test_odd_units_train_under_every_placement(world):
+    """On one rank, and on two or four, in turns, so that each model and each placement is trained on both."""
+    cases = list(itertools.product(MODELS, PLACEMENTS))
+    assert len(PLACEMENTS) % 2 == 0, "else the models would have the same placements in turn"
+    on_two = [case for number, case in enumerate(cases) if (number + number // len(PLACEMENTS)) % 2]
+    assert_all_trained(world(1), cases)
+    assert_all_trained(world(2), on_two)
+    assert_all_trained(world(4), [case for case in cases if case not in on_two])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_odd_units_train_under_every_placement(world, num_ranks):
-    assert_all_trained(world(num_ranks).run(train_all, MODELS, timeout=120), MODELS)
-
-
-def test_odd_units_train_on_more_ranks_than_elements_and_on_one(threads):
-    for num_ranks, makes in ((1, MODELS), (6, [tiny, thin])):
-        assert_all_trained(threads(num_ranks).run(train_all, makes, timeout=120), makes)
+def test_odd_units_train_on_more_ranks_than_elements(threads):
+    assert_all_trained(threads(6), list(itertools.product([tiny, thin], PLACEMENTS)))
 
 
 # Different placements side by side
@@ -268,8 +267,9 @@ def small():
 @pytest.mark.parametrize("how", ["load", "copy"])
 def test_models_without_memory_are_given_it_and_train(world, how):
     runs = world(3).run(from_meta, how)
-    for name in PLACEMENTS:
-        assert_trained_for(2, [run[name] for run in runs], small)
+    expected = train_plain(made(small), mean_square, 3, 2)
+    for run, name in itertools.product(runs, PLACEMENTS):
+        assert_named_close(run[name], expected, f"{name}: parameter", 1e-5, 1e-6)
 
 
 def reset():

@@ -1,6 +1,7 @@
 """Does a forecast agree with the buffers that a step really had, and with every tensor that the dispatcher saw?"""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -10,26 +11,28 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from bench.peak import LiveBytes
 from sherd import CommPolicy, Flat, MixedPrecisionPolicy, PrefetchPolicy, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
+from sherd.engine import group
 from sherd.engine.gradients import Gradients
 from sherd.engine.memory import bytes_of, forecast_for, held_by, sizes_of, watched
 from sherd.engine.runtime import Runtime
 from sherd.engine.seal import unit_of, units_below
 from sherd.schedule.forecast import Kind
 
-WIDTH = 256
-VOCABULARY = 2048
-LARGEST = 4 * WIDTH * 4096
-"""Bytes of the largest tensor."""
+WIDTH = 128
+INNER = 2048
+VOCABULARY = 1024
+LARGEST = 4 * WIDTH * INNER
+"""Bytes of the largest tensor; what is as large as that travels alone here, which otherwise begins at 4 MiB."""
 
 
 class Stack(nn.Module):
-    """Blocks of 8 MiB, whose weights travel alone, between an embedding and a head of 2 MiB each."""
+    """Blocks of 2 MiB, whose weights travel alone, between an embedding and a head of half a MiB each."""
 
     def __init__(self, tied=False, frozen=(), vocabulary=VOCABULARY):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4096), nn.GELU(), nn.Linear(4096, WIDTH))
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
             for _ in range(4)
         )
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
@@ -65,7 +68,7 @@ def sharded(
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype),
         "reshard_after_forward": reshard,
     }
-    with use_streams(streams()):
+    with use_streams(streams()), mock.patch.object(group, "ALONE_BYTES", LARGEST):
         for block in model.blocks:
             fully_shard(block, **options)
         return fully_shard(model, **options)
@@ -84,21 +87,24 @@ def peaks(**choices):
     """Of one step: what every tensor took, what the engine's buffers took, what was said before and after."""
     model = sharded(**choices)
     guess = forecast_for(model, units_below(model))
-    step(model)
-    drop_gradients(model)
     live = live_peak(model)
+    watched_peak, told = min(watched_and_told(model) for _ in range(NUM_TRIES))
+    return live, watched_peak, told, guess.peak
+
+
+def watched_and_told(model):
+    """What the engine's buffers took in a step, and what is said then that such a step takes."""
     with watched(model, unit_of(model)) as watch:
         step(model)
     drop_gradients(model)
-    told = forecast_for(model, units_below(model))
-    return live, watch.peak.peak, told.peak, guess.peak
+    return watch.peak.peak, forecast_for(model, units_below(model)).peak
 
 
 def live_peak(model):
-    """What every tensor takes in a step, at most."""
+    """What every tensor takes in a step, at most; the first step is run to learn the order."""
     found = []
     with LiveBytes() as live:
-        for _ in range(3):
+        for _ in range(1 + NUM_TRIES):
             gc.collect()  # what waits in cycles would count
             live.forget_peak()
             step(model)
@@ -107,8 +113,12 @@ def live_peak(model):
     return min(found[1:])
 
 
-STREAMS = {"streams": RecordingStreams, "vocabulary": 4096}
-"""As on an accelerator, where nothing of the blocks travels alone; embedding and head, of 4 MiB each, do."""
+NUM_TRIES = 3
+"""The least of so many steps is what a step takes: when a thread of gloo's is late to let go of the parameters that it
+has gathered, they are freed after backward of their unit and not within."""
+
+STREAMS = {"streams": RecordingStreams, "vocabulary": 2 * VOCABULARY}
+"""As on an accelerator, where nothing of the blocks travels alone; embedding and head, of 1 MiB each, do."""
 
 CHOICES = {
     "default": {},
@@ -160,17 +170,12 @@ def test_the_forecast_is_what_four_ranks_measure_when_a_part_is_kept(world, plac
 
 def beside_fsdp2(**choices):
     """What every tensor took in a step, with streams and torch's calls, and what it took under FSDP2."""
-    ours = sharded(transport="torch", **choices, **STREAMS)
-    step(ours)
-    drop_gradients(ours)
-    live = live_peak(ours)
+    live = live_peak(sharded(transport="torch", **choices, **STREAMS))
     torch.manual_seed(0)
     rival = Stack(vocabulary=STREAMS["vocabulary"])
     for block in rival.blocks:
         fsdp2(block)
     fsdp2(rival)
-    step(rival)
-    drop_gradients(rival)
     return live, live_peak(rival)
 
 
@@ -219,7 +224,7 @@ def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say(wor
         assert seen["built"] == seen["dropped"] == {Kind.SHARDS: shards}
         assert seen["inside"] == {Kind.SHARDS: shards, Kind.WHOLE: whole}
         assert seen["stepped"] == {Kind.SHARDS: shards, Kind.GRADIENTS: gradients}
-        assert whole >= 8 << 20
+        assert whole >= 2 * LARGEST
         assert shards == pytest.approx(whole / 2, rel=0.001)
 
 

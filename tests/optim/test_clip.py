@@ -1,5 +1,6 @@
 """Is the norm that of all gradients, wherever their pieces lie, and are they scaled as on one rank?"""
 
+import itertools
 import math
 from unittest import mock
 
@@ -42,8 +43,8 @@ def grads_of(model):
     return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
 
 
-def clip_a_model(choices, replicas, order, names, max_norm=0.5):
-    """The norm on this rank, after a comparison of the gradients with those of an unsharded twin."""
+def clip_a_model(choices, replicas, orders, names, max_norm=0.5):
+    """The norms on this rank, after a comparison of the gradients with those of an unsharded twin."""
     mesh = None
     if replicas:
         shape = (replicas, dist.get_world_size() // replicas)
@@ -51,45 +52,51 @@ def clip_a_model(choices, replicas, order, names, max_norm=0.5):
     model, lone = pair(), pair()
     for unit in (model.first, model.second, model):
         fully_shard(unit, mesh=mesh, **choices)
-    for each in (model, lone):
-        backward(each, 0, names)
-    expected = nn.utils.clip_grad_norm_(lone.parameters(), max_norm, order)
-    norm = clip_grad_norm_(model.parameters(), max_norm, order)
-    assert type(norm) is torch.Tensor
-    assert (norm.shape, norm.dtype) == ((), torch.float32)
-    torch.testing.assert_close(norm, expected)
-    assert_same(grads_of(model), grads_of(lone), rtol=1e-5, atol=1e-6)
-    return norm.item()
+    norms = []
+    for order in orders:
+        for each in (model, lone):
+            each.zero_grad()
+            backward(each, 0, names)
+        expected = nn.utils.clip_grad_norm_(lone.parameters(), max_norm, order)
+        norm = clip_grad_norm_(model.parameters(), max_norm, order)
+        assert type(norm) is torch.Tensor
+        assert (norm.shape, norm.dtype) == ((), torch.float32)
+        assert_close_at(order, norm, expected)
+        assert_same(grads_of(model), grads_of(lone), f"order {order}:", rtol=1e-5, atol=1e-6)
+        norms.append(norm.item())
+    return tuple(norms)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+def assert_close_at(case, found, expected, **tolerance):
+    torch.testing.assert_close(found, expected, **tolerance, msg=lambda text: f"{case}: {text}")
+
+
 @pytest.mark.parametrize("placement", MODELS)
-def test_a_models_norm_is_that_of_the_unsharded_model(threads, placement, order):
+def test_a_models_norm_is_that_of_the_unsharded_model(threads, placement):
     for num_ranks, replicas in ((1, 0), (2, 0), (4, 2)):
-        norms = threads(num_ranks).run(clip_a_model, MODELS[placement], replicas, order, NAMES)
+        norms = threads(num_ranks).run(clip_a_model, MODELS[placement], replicas, ORDERS, NAMES)
         assert len(set(norms)) == 1
     # So many ranks that most of them hold nothing of the small parameters.
     if placement != "Shard(1)":
-        assert len(set(threads(8).run(clip_a_model, MODELS[placement], 0, order, NAMES))) == 1
+        assert len(set(threads(8).run(clip_a_model, MODELS[placement], 0, ORDERS, NAMES))) == 1
 
 
 @pytest.mark.parametrize("placement", MODELS)
 def test_gradients_below_the_norm_are_left_as_they_are(threads, placement):
-    threads(2).run(clip_a_model, MODELS[placement], 0, 2.0, NAMES, max_norm=1e6)
+    threads(2).run(clip_a_model, MODELS[placement], 0, [2.0], NAMES, max_norm=1e6)
 
 
 @pytest.mark.parametrize("placement", MODELS)
 def test_parameters_without_a_gradient_do_not_count(threads, placement):
-    threads(3 if placement != "Shard(1)" else 2).run(clip_a_model, MODELS[placement], 0, 2.0, NAMES[2:5])
-    threads(2).run(clip_a_model, MODELS[placement], 0, math.inf, [])
+    threads(3 if placement != "Shard(1)" else 2).run(clip_a_model, MODELS[placement], 0, [2.0], NAMES[2:5])
+    threads(2).run(clip_a_model, MODELS[placement], 0, [math.inf], [])
 
 
 def test_processes_agree_bit_by_bit(world):
-    for order in (2.0, math.inf):
-        assert len(set(world(2).run(clip_a_model, {"placement": Flat()}, 0, order, NAMES))) == 1
+    assert len(set(world(2).run(clip_a_model, {"placement": Flat()}, 0, (2.0, math.inf), NAMES))) == 1
 
 
-def clip_two_models_of_other_meshes(order):
+def clip_two_models_of_other_meshes():
     """One is sharded over all ranks, one over pairs of them; a frozen and a plain part are clipped with them."""
     pairs = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     sharded, lone = [pair() for _ in range(3)], [pair() for _ in range(3)]
@@ -97,18 +104,19 @@ def clip_two_models_of_other_meshes(order):
     fully_shard(sharded[1], mesh=pairs)
     for models in (sharded, lone):
         models[2].first.w.requires_grad_(False)
-        for step, model in enumerate(models):
-            backward(model, step)
     given = [[each for model in models for each in model.parameters()] for models in (sharded, lone)]
-    expected = nn.utils.clip_grad_norm_(given[1], 2.0, order)
-    torch.testing.assert_close(clip_grad_norm_(given[0], 2.0, order), expected)
-    for model, like in zip(sharded, lone, strict=True):
-        assert_same(grads_of(model), grads_of(like), rtol=1e-5, atol=1e-6)
+    for order in ORDERS:
+        for step, model in itertools.chain(enumerate(sharded), enumerate(lone)):
+            model.zero_grad()
+            backward(model, step)
+        expected = nn.utils.clip_grad_norm_(given[1], 2.0, order)
+        assert_close_at(order, clip_grad_norm_(given[0], 2.0, order), expected)
+        for model, like in zip(sharded, lone, strict=True):
+            assert_same(grads_of(model), grads_of(like), f"order {order}:", rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_two_meshes_frozen_and_plain_parameters_are_clipped_together(threads, order):
-    threads(4).run(clip_two_models_of_other_meshes, order)
+def test_two_meshes_frozen_and_plain_parameters_are_clipped_together(threads):
+    threads(4).run(clip_two_models_of_other_meshes)
 
 
 # Any DTensors
@@ -144,8 +152,13 @@ def plain_with(grads):
     return [parameter_with(each, None) for each in grads]
 
 
-def clip_anything(order, foreach, dtype=torch.float32, tolerance=None):
+def clip_anything(dtype, orders):
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for case in itertools.product(orders, (True, False)):
+        clip_a_mixture(meshes, dtype, *case)
+
+
+def clip_a_mixture(meshes, dtype, order, foreach):
     grads = {name: numbers(shape, dtype) for name, shape in SHAPES.items()}
     mine = [parameter_with(grads[name], lies) for name, lies in placed(meshes).items()]
     for shape, cut in zip(SHAPES.values(), cuts("uneven", tuple(SHAPES.values()), 4), strict=True):
@@ -156,22 +169,20 @@ def clip_anything(order, foreach, dtype=torch.float32, tolerance=None):
     in_float = plain_with([each.grad.to(torch.promote_types(dtype, torch.float32)) for each in plain])
     expected = nn.utils.clip_grad_norm_(in_float, 1.5, order)
     norm = clip_grad_norm_(mine, 1.5, order, foreach=foreach)
-    torch.testing.assert_close(norm, expected)
+    case = f"order {order}, foreach {foreach}"
+    assert_close_at(case, norm, expected)
     for each, like in zip(mine, in_float, strict=True):
         assert each.grad.dtype is dtype
-        torch.testing.assert_close(whole(each.grad), like.grad.to(dtype), **(tolerance or {}))
+        assert_close_at(case, whole(each.grad), like.grad.to(dtype))
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("order", [*ORDERS, 3])
-def test_any_mixture_of_dtensors_on_any_axes(threads, order, foreach):
-    threads(4).run(clip_anything, order, foreach)
+def test_any_mixture_of_dtensors_on_any_axes(threads):
+    threads(4).run(clip_anything, torch.float32, [*ORDERS, 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_gradients_keep_their_dtype_and_the_norm_of_halves_is_in_float32(threads, dtype):
-    for foreach in (True, False):
-        threads(4).run(clip_anything, 2.0, foreach, dtype)
+    threads(4).run(clip_anything, dtype, [2.0])
 
 
 def sum_of_many_small_ones(dtype):
@@ -197,26 +208,26 @@ class Squares(nn.Module):
         return sum(each.square().sum() for each in self.all)
 
 
-def clip_tensor_parallel(dim, order):
+def clip_tensor_parallel():
     """Two matrices in columns and in rows over tp, a bias replicated there, and all of it sharded over dp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     values = [numbers((6, 4)), numbers((4, 6), seed=1), numbers((6,), seed=2)]
-    ways = zip(values, (Shard(0), Shard(1), Replicate()), strict=True)
-    model = Squares(distribute_tensor(each, mesh["tp"], [way]) for each, way in ways)
-    lone = Squares(each.clone() for each in values)
-    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda parameter: Shard(dim % parameter.ndim))
-    for each in (model, lone):
-        each().backward()
-    expected = nn.utils.clip_grad_norm_(lone.parameters(), 0.5, order)
-    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5, order), expected)
-    for each, like in zip(model.all, lone.all, strict=True):
-        torch.testing.assert_close(whole(each.grad), like.grad)
+    for dim, order in itertools.product((0, 1), ORDERS):
+        ways = zip(values, (Shard(0), Shard(1), Replicate()), strict=True)
+        model = Squares(distribute_tensor(each, mesh["tp"], [way]) for each, way in ways)
+        lone = Squares(each.clone() for each in values)
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda parameter, dim=dim: Shard(dim % parameter.ndim))
+        for each in (model, lone):
+            each().backward()
+        case = f"dim {dim}, order {order}"
+        expected = nn.utils.clip_grad_norm_(lone.parameters(), 0.5, order)
+        assert_close_at(case, clip_grad_norm_(model.parameters(), 0.5, order), expected)
+        for each, like in zip(model.all, lone.all, strict=True):
+            assert_close_at(case, whole(each.grad), like.grad)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_tensor_parallel_model_that_is_sharded_too(threads, dim, order):
-    threads(4).run(clip_tensor_parallel, dim, order)
+def test_a_tensor_parallel_model_that_is_sharded_too(threads):
+    threads(4).run(clip_tensor_parallel)
 
 
 def count_elements():

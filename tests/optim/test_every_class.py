@@ -27,7 +27,13 @@ CLASSES = {
     "Rprop": (optim.Rprop, {}),
 }
 FUSED = [name for name in CLASSES if name.split()[0] in ("SGD", "Adam", "AdamW", "Adagrad")]
-FORMS = [(name, form) for name in CLASSES for form in ("foreach", "for-loop")] + [(name, "fused") for name in FUSED]
+FORMS = {"foreach": list(CLASSES), "for-loop": list(CLASSES), "fused": FUSED}
+# Each class in each of its forms, and each form in each of the layouts.
+CASES = [
+    (name, form, *WORLDS[(index + 3 * turn) % len(WORLDS)])
+    for turn, (form, names) in enumerate(FORMS.items())
+    for index, name in enumerate(names)
+]
 ARGUMENTS = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}
 
 
@@ -41,16 +47,9 @@ def step(name, form, placement, **given):
     same_training(functools.partial(make, **ARGUMENTS[form]), placement, make_plain=plain, **given)
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
-def test_a_flat_step_is_the_step_of_each_tensor(threads, name, form):
-    placement, num_ranks = WORLDS[3 * FORMS.index((name, form)) % len(WORLDS)]
+@pytest.mark.parametrize(("name", "form", "placement", "num_ranks"), CASES)
+def test_a_flat_step_is_the_step_of_each_tensor_in_every_layout(threads, name, form, placement, num_ranks):
     threads(num_ranks).run(step, name, form, placement)
-
-
-@pytest.mark.parametrize(("placement", "num_ranks"), WORLDS)
-@pytest.mark.parametrize("form", ARGUMENTS)
-def test_adamw_steps_in_every_layout(threads, form, placement, num_ranks):
-    threads(num_ranks).run(step, "AdamW amsgrad", form, placement)
 
 
 @pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2)])

@@ -1,7 +1,9 @@
 """Does the state of a flat optimizer go anywhere that the plain one's goes, and stay when buffers move?"""
 
+import copy
 import functools
 import io
+import itertools
 
 import pytest
 import torch
@@ -22,12 +24,12 @@ from tests.optim.twins import (
     assert_same,
     backward,
     groups,
+    held_by,
     pair,
     parameters_of,
     run,
     runs_of,
     shard,
-    state_of,
     whole,
 )
 
@@ -44,19 +46,23 @@ def made(make, placement, flat):
     return model, flatten_optimizer(optimizer) if flat else optimizer
 
 
-def compare_state_dicts(make, placement):
-    """After steps in which gradients were missing."""
+def after_two_steps(make, placement):
+    """By whether it is flat: a model and its optimizer after steps in which gradients were missing."""
     found = {}
     for flat in (True, False):
-        model, optimizer = made(make, placement, flat)
-        empty = optimizer.state_dict()
-        assert empty["state"] == {}
-        run(model, optimizer, range(3), lambda step: NAMES[3:] if step == 1 else NAMES[:-2])
-        found[flat] = optimizer.state_dict()
-    assert found[True]["param_groups"] == found[False]["param_groups"]
-    assert list(found[True]["state"]) == sorted(found[False]["state"]), "in one order on all ranks"
-    for index, expected in found[False]["state"].items():
-        state = found[True]["state"][index]
+        # `Whole` has another model begin on another rank, unless the one before has run.
+        found[flat] = model, optimizer = made(make, placement, flat)
+        assert optimizer.state_dict()["state"] == {}
+        run(model, optimizer, range(2), lambda step: NAMES[3:] if step == 1 else NAMES[:-2])
+    return found
+
+
+def assert_same_state_dict(flat, plain):
+    """Keys, groups, types and layouts; what tensors hold is close."""
+    assert flat["param_groups"] == plain["param_groups"]
+    assert list(flat["state"]) == sorted(plain["state"]), "in one order on all ranks"
+    for index, expected in plain["state"].items():
+        state = flat["state"][index]
         assert set(state) == set(expected)
         for key, value in expected.items():
             assert type(state[key]) is type(value)
@@ -67,98 +73,79 @@ def compare_state_dicts(make, placement):
             torch.testing.assert_close(whole(state[key]), whole(value), **CLOSE)
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
-@pytest.mark.parametrize("kind", MAKE)
-def test_the_state_dict_is_that_of_the_plain_optimizer(threads, kind, placement, num_ranks):
-    threads(num_ranks).run(compare_state_dicts, MAKE[kind], placement)
+def through_memory(state):
+    return copy.deepcopy(state)
 
 
-def in_memory(state, optimizer, model):
-    optimizer.load_state_dict(state)
-
-
-def through_a_file(state, optimizer, model):
+def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    optimizer.load_state_dict(torch.load(file, weights_only=False))
-
-
-def go_on(make, placement, load, saved_flat, loaded_flat):
-    """Train 2 steps and 2 more; then again with the state taken to another optimizer in between."""
-    model, optimizer = made(make, placement, False)
-    run(model, optimizer, range(4))
-    first, before = made(make, placement, saved_flat)
-    run(first, before, range(2))
-    second, after = made(make, placement, loaded_flat)
-    second.load_state_dict(first.state_dict())
-    load(before.state_dict(), after, second)
-    run(second, after, range(2, 4))
-    assert_same(parameters_of(second), parameters_of(model), **CLOSE)
-    assert_same(state_of(second, after), state_of(model, optimizer), **CLOSE)
+    return torch.load(file, weights_only=False)
 
 
 WAYS = [(True, True), (True, False), (False, True)]
 
 
+def go_on(make, placement, through):
+    """Train 2 steps, and 2 more: with the optimizer itself, and with one of each form that takes its state."""
+    sources = after_two_steps(make, placement)
+    assert_same_state_dict(sources[True][1].state_dict(), sources[False][1].state_dict())
+    taken = {}
+    for saved_flat, loaded_flat in WAYS:
+        model, optimizer = made(make, placement, loaded_flat)
+        model.load_state_dict(sources[saved_flat][0].state_dict())
+        optimizer.load_state_dict(through(sources[saved_flat][1].state_dict()))
+        run(model, optimizer, range(2, 4))
+        taken[f"flat: {saved_flat} to {loaded_flat}"] = (model, optimizer)
+    assert_gone_on_alike(taken, *sources[False])
+
+
+def assert_gone_on_alike(taken, model, optimizer):
+    run(model, optimizer, range(2, 4))
+    expected = held_by(model, optimizer)
+    for way, (other, its_own) in taken.items():
+        assert_same(held_by(other, its_own), expected, way, **CLOSE)
+
+
 @pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
 @pytest.mark.parametrize("kind", MAKE)
-def test_either_form_goes_on_from_the_state_of_the_other(threads, kind, placement, num_ranks):
-    for way in WAYS:
-        threads(num_ranks).run(go_on, MAKE[kind], placement, in_memory, *way)
+def test_either_form_has_the_state_of_the_other_and_goes_on_from_it(threads, kind, placement, num_ranks):
+    threads(num_ranks).run(go_on, MAKE[kind], placement, through_memory)
 
 
 @pytest.mark.parametrize("placement", ["shard", "flat"])
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_saved_state_goes_on_in_either_form(world, kind, placement):
-    for way in WAYS:
-        world(2).run(go_on, MAKE[kind], placement, through_a_file, *way)
+    world(2).run(go_on, MAKE[kind], placement, through_a_file)
 
 
-def go_on_from_a_checkpoint(make, placement, folder, full, saved_flat, loaded_flat):
-    options = StateDictOptions(full_state_dict=full)
-    model, optimizer = made(make, placement, False)
-    run(model, optimizer, range(4))
-    first, before = made(make, placement, saved_flat)
-    run(first, before, range(2))
-    saved = get_optimizer_state_dict(first, before, options=options)
-    assert set(saved["state"]) == set(NAMES)
-    second, after = made(make, placement, loaded_flat)
-    second.load_state_dict(first.state_dict())
-    if full:
-        set_optimizer_state_dict(second, after, saved, options=options)
-    else:
-        dcp.save(saved, checkpoint_id=folder)
-        wanted = get_optimizer_state_dict(second, after, options=options)
-        dcp.load(wanted, checkpoint_id=folder)
-        set_optimizer_state_dict(second, after, wanted, options=options)
-    run(second, after, range(2, 4))
-    assert_same(parameters_of(second), parameters_of(model), **CLOSE)
-    assert_same(state_of(second, after), state_of(model, optimizer), **CLOSE)
-
-
-@pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])
-@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2)])
-def test_a_checkpoint_goes_on_in_either_form(world, tmp_path, placement, num_ranks, full):
-    for number, way in enumerate(WAYS):
-        world(num_ranks).run(go_on_from_a_checkpoint, adamw, placement, str(tmp_path / str(number)), full, *way)
-
-
-def train_on(placement, move):
-    """Two steps, a move, two steps: as the plain optimizer does."""
-    trained = []
-    for flat in (True, False):
-        model, optimizer = made(adamw, placement, flat)
-        run(model, optimizer, range(2))
-        move(model, optimizer)
+def go_on_from_checkpoints(make, placement, folder):
+    sources = after_two_steps(make, placement)
+    taken = {}
+    for full, (saved_flat, loaded_flat) in itertools.product((True, False), WAYS):
+        options = StateDictOptions(full_state_dict=full)
+        first, before = sources[saved_flat]
+        saved = get_optimizer_state_dict(first, before, options=options)
+        assert set(saved["state"]) == set(NAMES)
+        model, optimizer = made(make, placement, loaded_flat)
+        model.load_state_dict(first.state_dict())
+        if full:
+            set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved), options=options)
+        else:
+            checkpoint = f"{folder}/{saved_flat}_{loaded_flat}"
+            dcp.save(saved, checkpoint_id=checkpoint)
+            wanted = get_optimizer_state_dict(model, optimizer, options=options)
+            dcp.load(wanted, checkpoint_id=checkpoint)
+            set_optimizer_state_dict(model, optimizer, wanted, options=options)
         run(model, optimizer, range(2, 4))
-        trained.append((model, optimizer))
-    (model, flat), (other, plain) = trained
-    tolerance = CLOSE if next(model.parameters()).dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01}
-    assert_same(parameters_of(model), parameters_of(other), **tolerance)
-    assert_same(state_of(model, flat), state_of(other, plain), **tolerance)
-    for each in (each for each in runs_of(flat) if each.flat.numel()):
-        assert each.flat.data_ptr() == each.seats[0].group.rest[each.seats[0].extent.start :].data_ptr()
+        taken[f"full: {full}, flat: {saved_flat} to {loaded_flat}"] = (model, optimizer)
+    assert_gone_on_alike(taken, *sources[False])
+
+
+@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2)])
+def test_a_checkpoint_full_or_sharded_goes_on_in_either_form(world, tmp_path, placement, num_ranks):
+    world(num_ranks).run(go_on_from_checkpoints, adamw, placement, str(tmp_path))
 
 
 def to_double_and_back(model, optimizer):
@@ -194,10 +181,24 @@ def freeze_and_thaw(model, optimizer):
 MOVES = [to_double_and_back, to_double_before_the_step, regroup, load_the_same, freeze_and_thaw]
 
 
+def train_between_moves(placement):
+    """One move after the other, and a step or two after each: as the plain optimizer does."""
+    model, flat = made(adamw, placement, True)
+    run(model, flat, range(2))
+    other, plain = made(adamw, placement, False)
+    run(other, plain, range(2))
+    for number, move in enumerate(MOVES):
+        for each, optimizer in ((model, flat), (other, plain)):
+            move(each, optimizer)
+            run(each, optimizer, range(number + 2, number + 3 + (move is MOVES[-1])))
+        assert_same(held_by(model, flat), held_by(other, plain), move.__name__, **CLOSE)
+        for each in (each for each in runs_of(flat) if each.flat.numel()):
+            assert each.flat.data_ptr() == each.seats[0].group.rest[each.seats[0].extent.start :].data_ptr()
+
+
 @pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2)])
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
-def test_runs_follow_the_buffers(threads, move, placement, num_ranks):
-    threads(num_ranks).run(train_on, placement, move)
+def test_runs_follow_the_buffers(threads, placement, num_ranks):
+    threads(num_ranks).run(train_between_moves, placement)
 
 
 def train_scaled(placement, kind):
@@ -221,8 +222,7 @@ def train_scaled(placement, kind):
         assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
         trained.append((model, optimizer))
     (model, flat), (other, plain) = trained
-    assert_same(parameters_of(model), parameters_of(other), **CLOSE)
-    assert_same(state_of(model, flat), state_of(other, plain), **CLOSE)
+    assert_same(held_by(model, flat), held_by(other, plain), **CLOSE)
     assert all(torch.isfinite(value).all() for value in parameters_of(model).values())
 
 

@@ -105,36 +105,19 @@ def programs(draw: st.DrawFn) -> tuple[tuple[UnitSpec, ...], Limits, list[list[E
 
 @PROPERTY
 @given(programs())
-def test_every_unit_is_whole_whenever_it_computes_and_cached_answers_are_fresh_ones(program):
+def test_units_are_whole_while_they_compute_and_then_sharded_but_what_is_to_stay_and_all_gradients_are_reduced(program):
+    """By the end of a backward; and answers that are cached are those that fresh ones would be."""
     units, bounds, played = program
     engine = StrictEngine(units, bounds)
     for events in played:
-        engine.run(events)  # the engine asserts both after every event
-
-
-@PROPERTY
-@given(programs())
-def test_everything_is_sharded_after_a_backward_but_what_was_asked_to_stay(program):
-    units, bounds, played = program
-    engine = StrictEngine(units, bounds)
-    for events in played:
-        engine.run(events)
+        engine.run(events)  # the engine asserts the first and the last after every event
+        assert all(not units[unit].reduces for unit in engine.collected)
         if isinstance(events[-1], EndBackward):
             for unit, spec in enumerate(units):
                 may_stay = not spec.reshard_after_backward and engine.live[unit] is Live.WHOLE
                 assert engine.live[unit] is Live.SHARDED or may_stay
             if events[-1].last:
                 assert engine.reducing == set()
-
-
-@PROPERTY
-@given(programs())
-def test_every_gradient_that_is_to_be_reduced_is_reduced_by_the_end_of_the_last_backward(program):
-    units, bounds, played = program
-    engine = StrictEngine(units, bounds)
-    for events in played:
-        engine.run(events)
-        assert all(not units[unit].reduces for unit in engine.collected)
 
 
 @PROPERTY
