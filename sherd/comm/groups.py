@@ -1,7 +1,8 @@
-"""Process groups beside the user's own, for collectives that must not wait for those of the user's."""
+"""Which process groups does sherd make beside the user's own, for collectives that must not wait for those of these?"""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 
@@ -27,7 +28,8 @@ def group_beside(
     key = (purpose, tuple(ranks))
     if key not in groups:
         # The parent's name is the same on all of its ranks, and no other group alive has it.
-        name = f"sherd/{parent.group_name}/{purpose}/{'_'.join(map(str, ranks))}"
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()  # thousands of ranks would be long
+        name = f"sherd/{parent.group_name}/{purpose}/{digest}"
         groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
     return groups[key]
 
