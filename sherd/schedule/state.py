@@ -9,7 +9,7 @@ from sherd.schedule.order import Order
 
 
 class Live(IntEnum):
-    """Where a unit's parameters are."""
+    """Where a unit's parameters are. Ints, which hash fast: a state has one for each unit."""
 
     SHARDED = auto()
     SHRUNK = auto()
