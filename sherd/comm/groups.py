@@ -14,6 +14,7 @@ from sherd._torch import named_group, timeout_of
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
+"""By parent, then by purpose and ranks. Gone with the parent, so that a later one of its name begins anew."""
 
 
 def group_beside(

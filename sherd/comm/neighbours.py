@@ -145,7 +145,7 @@ class Neighbours:
                         self._wait_for_room(each)
                         continue
                 except OSError:
-                    pass  # it has ended; what it had told before that is still to be read
+                    break  # it has ended; what it had told before that is still to be read
                 break
 
     def _wait_for_room(self, neighbour: Neighbour) -> None:

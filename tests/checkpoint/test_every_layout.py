@@ -124,7 +124,7 @@ def load_all(folders):
                 values = states[saved]["model"], states[saved]["optimizer"]
                 set_state_dict(model, optimizer, model_state_dict=values[0], optim_state_dict=values[1])
                 wrong += differences(state_of(model, optimizer), expected[saved], case)
-                if (saving, turn) == (GOING_ON_FROM, 1):
+                if (saving, turn) == (GOING_ON_FROM, 1):  # a turn in which every layout has loaded another
                     found = torch.tensor(train(model, optimizer, GONE_ON))
                     if not torch.allclose(found, torch.tensor(losses[saved]), rtol=1e-4):
                         wrong.append(f"{case}: losses {found.tolist()} are not {losses[saved]}")
