@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType, FrameType
@@ -34,6 +35,7 @@ __all__ = [
     "MODULE_CALL",
     "NO_TORCH_FUNCTION",
     "DTensorSpec",
+    "SavingHooks",
     "adopt_timeout",
     "after_accumulation_hooks",
     "all_gather_coalesced",
@@ -61,14 +63,18 @@ __all__ = [
     "local_gradients",
     "local_tensor",
     "local_tensors",
+    "may_hook_saving",
     "move_hooks",
     "named_group",
     "outside_transforms",
+    "pop_saving_hooks",
+    "push_saving_hooks",
     "reduce_scatter_single",
     "register_foreach_type",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "replace_local_tensor",
+    "saving_hooks",
     "set_timeout",
     "sharded_tensor_of_rows",
     "spec_of",
@@ -79,6 +85,7 @@ __all__ = [
     "strided_shard",
     "symmetric_memory",
     "timeout_of",
+    "transforms_take_off",
     "whole_of_sharded_tensor",
 ]
 
@@ -274,6 +281,61 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; no public name (2.11 to 2.13)."""
     return torch._C._current_graph_task_id() != -1
+
+
+SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What autograd calls with each tensor that it saves, and with what that gave when backward reads it."""
+
+_saved: Any = torch._C._autograd
+
+
+def saving_hooks() -> SavingHooks | None:
+    """The innermost default hooks on saved tensors in this thread. No public name tells (2.11 to 2.13)."""
+    hooks: SavingHooks | None = _saved._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def may_hook_saving() -> bool:
+    """Whether default hooks on saved tensors may be pushed: not inside `torch.func.grad` and its kin, which refuse
+    them. No public name tells (2.11 to 2.13)."""
+    enabled: bool = _saved._saved_tensors_hooks_is_enabled()
+    return enabled
+
+
+def push_saving_hooks(hooks: SavingHooks) -> None:
+    """What entering `torch.autograd.graph.saved_tensors_hooks` does, which has no use without a `with` (2.11 to
+    2.13)."""
+    _saved._push_saved_tensors_default_hooks(*hooks)
+
+
+def pop_saving_hooks() -> None:
+    """What leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
+    _saved._pop_saved_tensors_default_hooks()
+
+
+def transforms_take_off(hooks: Callable[[SavingHooks], bool]) -> None:
+    """Have `torch.func.grad` and its kin take those default hooks off, for as long as they run, for which `hooks` is
+    true: they refuse to run inside any, which nothing public changes (2.11 to 2.13).
+
+    It replaces the two functions of torch that they call at their begin and end, for the whole process.
+    """
+    disable, enable = _saved._saved_tensors_hooks_disable, _saved._saved_tensors_hooks_enable
+    off = threading.local()
+
+    def disabled(*args: Any, **kwargs: Any) -> None:
+        top = saving_hooks()
+        if top is not None and hooks(top):
+            pop_saving_hooks()
+            off.hooks = top
+        disable(*args, **kwargs)
+
+    def enabled() -> None:
+        enable()
+        top, off.hooks = getattr(off, "hooks", None), None
+        if top is not None:
+            push_saving_hooks(top)
+
+    _saved._saved_tensors_hooks_disable, _saved._saved_tensors_hooks_enable = disabled, enabled
 
 
 def in_functional_call() -> bool:

@@ -828,3 +828,62 @@ def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule
         ]
         for rank in range(2)
     ]
+
+
+# Saved tensors
+
+
+def kept(tensor):
+    return tensor
+
+
+def test_saving_hooks__are_the_innermost_that_were_pushed_and_none_if_there_are_none():
+    assert _torch.saving_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(kept, kept):
+        assert _torch.saving_hooks() == (kept, kept)
+
+
+def test_savinghooks__are_a_pair_of_functions():
+    assert len(_torch.SavingHooks.__args__) == 2
+
+
+def test_push_saving_hooks__has_autograd_call_them_with_what_it_saves():
+    seen = []
+    _torch.push_saving_hooks((lambda tensor: seen.append(tensor.tolist()) or tensor, kept))
+    try:
+        torch.tensor([2.0], requires_grad=True).square()
+    finally:
+        _torch.pop_saving_hooks()
+    assert seen == [[2.0]]
+
+
+def test_pop_saving_hooks__takes_the_innermost_away():
+    _torch.push_saving_hooks((kept, kept))
+    _torch.pop_saving_hooks()
+    assert _torch.saving_hooks() is None
+
+
+def test_may_hook_saving__is_false_where_a_transform_forbids_it():
+    seen = []
+    torch.func.grad(lambda x: seen.append(_torch.may_hook_saving()) or x.sin())(torch.tensor(1.0))
+    assert seen == [False]
+    assert _torch.may_hook_saving()
+
+
+def test_transforms_take_off__lets_transforms_run_inside_of_hooks_and_puts_them_back():
+    torch_s_own = _torch._saved._saved_tensors_hooks_disable, _torch._saved._saved_tensors_hooks_enable
+    ours = (lambda tensor: tensor, kept)
+    _torch.transforms_take_off(lambda hooks: hooks == ours)
+    _torch.push_saving_hooks(ours)
+    try:
+        inner = torch.func.grad(torch.func.grad(torch.sin))(torch.tensor(0.5))
+        assert _torch.saving_hooks() == ours
+    finally:
+        _torch.pop_saving_hooks()
+        _torch._saved._saved_tensors_hooks_disable, _torch._saved._saved_tensors_hooks_enable = torch_s_own
+    torch.testing.assert_close(inner, -torch.sin(torch.tensor(0.5)))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(kept, kept),
+        pytest.raises(RuntimeError, match="saved tensor hooks"),
+    ):
+        torch.func.grad(torch.sin)(torch.tensor(0.5))

@@ -4,7 +4,7 @@
     module call                   forward pre-hook, first of all          enter
     module return, or raise       forward hook, always called             leave
     first node behind an output   prehook on its grad_fn                  before_backward
-    a tensor left on a module     prehook on its grad_fn                  before_backward, if that was not said
+    a node reads a parameter      hook on saved tensors (saved.py)        before_backward, if the unit was freed
     node that made an input       prehook on its grad_fn                  after_backward
     a parameter's gradient        post-accumulate hook (gradients.py)     before_backward, likewise; gradients complete
     end of backward               engine callback (runtime.py)            end of backward
@@ -19,6 +19,7 @@ making.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,12 +29,16 @@ from torch import nn
 from sherd._torch import beneath_transforms, dynamo_disabled
 from sherd.engine.loading import after_load, before_load, require_names
 from sherd.engine.runtime import Runtime
-from sherd.engine.seal import runtime_of
-from sherd.engine.structures import map_tensors, tensors_in, tensors_within
+from sherd.engine.saved import source_of
+from sherd.engine.seal import RUNTIME, UNIT, runtime_of
+from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
 from sherd.engine.unit import Unit
 
 _OUTPUT_OF = "sherd_output_of"
 """In an autograd node's metadata: the ids of the units that it is the last node of."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {UNIT, RUNTIME}
+"""Parameters, buffers, hooks, and ours: nothing that a forward has left on a module."""
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -99,19 +104,39 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
     runtime = unit.runtime
     if runtime is None:
         return output
+    output = map_tensors(_with_own_memory, output)
     differentiable = torch.is_grad_enabled()
-    if not runtime.leave(module, differentiable):
+    if not runtime.leave(module, differentiable, unit.is_viewed and _keeps_view(unit, output)):
         return output
     if unit.precision.output_dtype is not None:
         output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)
     if differentiable:
         _watch_outputs(runtime, unit, output)
-        _watch_left_behind(unit, unit.left_behind.by(module))
     return output
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a unit's own parameter, or of a view of it, whose memory goes after the forward that returns it."""
+    return tensor if source_of(tensor) is None else tensor.clone()
+
+
+def _keeps_view(unit: Unit, output: Any) -> bool:
+    """Whether a view of the unit's parameters has outlived its forward, in what was returned or on a module."""
+    modules = (part for each in unit.modules for part in each.modules())
+    attributes = [value for part in modules for name, value in vars(part).items() if name not in _OF_EVERY_MODULE]
+    found = any(unit.has_view(tensor) for tensor in tensors_held_by(output, attributes))
+    if found:
+        warnings.warn(
+            f"a view of a parameter of unit {unit.name} is still there after its forward, inside of an object that was "
+            "returned or on a module, so the unit stays unsharded until backward is done; return or keep a clone() "
+            "of it",
+            stacklevel=2,
+        )
+    return found
 
 
 def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
@@ -127,25 +152,9 @@ def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
     def reached(_: Any) -> None:
         (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
 
-    for node in _nodes_of(tensors_within(output)):
+    for node in _nodes_of(tensors_in(output)):
         node.metadata.setdefault(_OUTPUT_OF, set()).add(unit.id)
         node.register_prehook(reached)
-
-
-def _watch_left_behind(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """Tell the unit when backward reaches a tensor that its forward has left on a module, and has reached no output
-    before."""
-    if not tensors:
-        return
-
-    def reached(_: Any) -> None:
-        if not unit.expects_gradients:
-            unit.begin_backward()
-
-    for node in _nodes_of(tensors):
-        if unit.id not in node.metadata.setdefault(_OUTPUT_OF, set()):  # else it is returned, or left there long ago
-            node.metadata[_OUTPUT_OF].add(unit.id)
-            node.register_prehook(reached)
 
 
 def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.order_check import checked
+from sherd.engine.saved import begin_watching, end_watching
 from sherd.engine.under_way import UnderWay
 from sherd.engine.unit import Unit
 from sherd.errors import StateError, WrapperStateError
@@ -63,7 +64,7 @@ class Call:
     """A forward under way. `opens_run`: it is the first of its unit's modules to run in this pass.
 
     `handling` is the exception that was being handled when it began, to tell a new one from. `under_way`: of the first
-    of the calls under way, whether it still is.
+    of the calls under way, whether it still is. `watches`: it has begun to watch what autograd saves.
     """
 
     unit: Unit
@@ -73,6 +74,7 @@ class Call:
     recomputing: bool
     handling: BaseException | None
     under_way: UnderWay | None
+    watches: bool
 
 
 class Runtime:
@@ -140,7 +142,8 @@ class Runtime:
         if outermost:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
-        call = Call(unit, id(module), outermost, unit.module_begins(), recomputing, sys.exc_info()[1], under_way)
+        handling, opens_run = sys.exc_info()[1], unit.module_begins()
+        call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching())
         self._calls.append(call)
         if recomputing:
             unit.recomputes()
@@ -148,21 +151,28 @@ class Runtime:
         self.on(BeforeForward(self._index[unit.id], recomputing))
         return call
 
-    def leave(self, module: nn.Module, differentiable: bool) -> bool:
-        """A forward of `module` has ended; whether it did so by returning.
+    def leave(self, module: nn.Module, differentiable: bool, in_use: bool = False) -> bool:
+        """A forward of `module` has ended; whether it did so by returning. `in_use`: a view of its unit's parameters is
+        still there.
 
         It may have raised, or never have begun because `enter` did.
         """
         if not self._calls or self._calls[-1].module != id(module):
             return False
-        call = self._calls.pop()
+        call = self._pop_call()
         raised = sys.exc_info()[1] is not call.handling
         ends = call.unit.module_ends(module) or raised
         if ends and all(outer.unit is not call.unit for outer in self._calls):  # not from inside its own other method
-            self.on(AfterForward(self._index[call.unit.id], call.recomputing))
+            self.on(AfterForward(self._index[call.unit.id], call.recomputing, in_use))
         if call.outermost:
             self._end_forward(differentiable and not raised)
         return not raised
+
+    def _pop_call(self) -> Call:
+        call = self._calls.pop()
+        if call.watches:
+            end_watching()
+        return call
 
     def _begin_forward(self, unit: Unit) -> None:
         if self.in_backward:
@@ -197,7 +207,8 @@ class Runtime:
     def before_backward(self, unit: Unit) -> None:
         """Autograd has reached an output of `unit`."""
         if not self.in_backward:
-            if self.root.policy.accumulation is not None:
+            # One inside a forward (forces, a penalty) is a part of the step's forward, and none of those announced.
+            if self.root.policy.accumulation is not None and not self._calls:
                 self.root.policy.accumulation.begin_backward(self.units)
             self.in_backward = True
             self.revise()
@@ -272,7 +283,8 @@ class Runtime:
     def reset(self, gradients: bool = True) -> None:
         """Back to shards with nothing in flight; `gradients`: what has not reached the shards is lost."""
         self.on(Reset(gradients))
-        self._calls.clear()
+        while self._calls:
+            self._pop_call()
         self.in_backward = False
         for unit in self.units:
             unit.end_backward()

@@ -17,13 +17,13 @@ from sherd.engine.runtime import Runtime
 from sherd.engine.unit import Unit
 from sherd.errors import OwnershipError, StateError
 
-_UNIT = "_sherd_unit"
-_RUNTIME = "_sherd_runtime"
+UNIT = "_sherd_unit"
+RUNTIME = "_sherd_runtime"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `module` was made into, alone or in a list."""
-    unit = module.__dict__.get(_UNIT)
+    unit = module.__dict__.get(UNIT)
     return unit if isinstance(unit, Unit) else None
 
 
@@ -35,7 +35,7 @@ def units_below(root: nn.Module) -> list[Unit]:
 
 def attach(module: nn.Module, unit: Unit) -> None:
     """Make `unit` the unit of `module`; the module keeps it alive."""
-    module.__dict__[_UNIT] = unit
+    module.__dict__[UNIT] = unit
 
 
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
@@ -85,7 +85,7 @@ def seal(root: nn.Module) -> Runtime:
             unit.regroup()
         unit.join(runtime)
         forget_loads(unit.mesh)
-    root.__dict__[_RUNTIME] = runtime
+    root.__dict__[RUNTIME] = runtime
     return runtime
 
 

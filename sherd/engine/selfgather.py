@@ -27,6 +27,7 @@ from sherd._torch import dtensor, dtensor_spec
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Transport
+from sherd.engine import saved
 from sherd.engine.group import Group
 from sherd.engine.weights import Position
 from sherd.layout.placement import Cut
@@ -87,13 +88,16 @@ class SelfGatheredWeights:
         streams: Streams,
         precision: MixedPrecisionPolicy,
         watch: Callable[[int, nn.Parameter], None],
+        unshard: Callable[[], None],
     ) -> None:
         self.group = group
+        self.num_saved_views = 0
         (self._record,) = group.parameters
         self._position = Position(group.name)
         self._streams = streams
         self._precision = precision
         self._watch = watch
+        self._unshard = unshard
         self._gathered: tuple[Buffer, ...] = ()
         self._flight: _Flight | None = None
         self._arrived: _Arrived | None = None
@@ -115,6 +119,24 @@ class SelfGatheredWeights:
     def is_unread(self) -> bool:
         """Unknown: what a subclass's whole tensor shares its memory with is its own affair."""
         return False
+
+    @property
+    def is_viewed(self) -> bool:
+        """Unknown, likewise."""
+        return False
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the whole parameter itself, not a view of it."""
+        return self._made is not None and tensor is self._made.parameter
+
+    def require_unsharded(self) -> None:
+        """Backward is about to read the parameter: have it gathered if it was freed.
+
+        Raises:
+            StateError: there is no backward, or the user has said that it does not need it.
+        """
+        if self.live is not Live.WHOLE:
+            self._unshard()
 
     def outdate(self) -> None:
         """Nothing to do: what was gathered for an earlier forward keeps its own memory."""
@@ -205,6 +227,8 @@ class SelfGatheredWeights:
         self._flight, self._arrived = None, _Arrived(flight.terms, self._versions())
         if self._made is None:
             self._made = self._make(gathered, flight.terms.metadata)
+            for buffer in (*self._gathered, *self._made.inner):
+                saved.watch(buffer.tensor.untyped_storage(), self)
         else:
             for buffer in self._made.inner:
                 buffer.allocate()

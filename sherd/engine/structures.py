@@ -2,15 +2,15 @@
 their mixes.
 
 torch's pytree takes a dataclass for a leaf unless it was registered, so the walk is our own.
-
-Objects of a user's own classes are looked into for tensors (`tensors_within`), but never rebuilt.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -32,33 +32,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-OBJECTS_DEEP = 4
-"""How many of a user's own objects, one in another, are looked into."""
-
-_CLOSED = (str, bytes, int, float, complex, type(None), type, nn.Module)
-"""What is not looked into: no tensor is in it, or more than a forward returns."""
+MOST_OBJECTS = 10_000
+"""How many objects are looked at, at most, in search of tensors."""
 
 
-def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """As `tensors_in`, and every tensor among the attributes of objects that are no container, such as a class of the
-    user's own that a forward returns."""
-    yield from _within(value, OBJECTS_DEEP, set())
-
-
-def _within(value: Any, deep: int, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _within(each, deep, seen)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for each in value:
-            yield from _within(each, deep, seen)
-    elif not isinstance(value, _CLOSED) and deep and id(value) not in seen:
+def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that the `roots` hold, in whatever objects: closures, iterators, attributes, arrays of objects. Not
+    what is in modules, classes and the globals of functions."""
+    seen: set[int] = set()
+    waiting = list(roots)
+    while waiting and len(seen) < MOST_OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
         seen.add(id(value))
-        slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-        for each in [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]:
-            yield from _within(each, deep - 1, seen)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, FunctionType):
+            waiting.extend((value.__closure__, value.__defaults__))
+        elif type(value).__module__ == "numpy":  # an array does not tell the garbage collector what is in it
+            waiting.extend(value.flat if getattr(value, "dtype", None) == "object" else ())
+        elif not isinstance(value, (type, nn.Module, ModuleType)):
+            waiting.extend(gc.get_referents(value))
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -12,8 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from sherd._torch import in_backward
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
@@ -21,10 +23,10 @@ from sherd.engine.adoption import watcher
 from sherd.engine.flat import FlatShard
 from sherd.engine.gradients import Gradients
 from sherd.engine.group import Group, Kind, kind_of, travels_alone
-from sherd.engine.left_behind import LeftBehind
 from sherd.engine.offload import RestingPlace
 from sherd.engine.ownership import Belongings
 from sherd.engine.parameter import Place, ShardedParameter, key_of
+from sherd.engine.saved import source_of
 from sherd.engine.selfgather import SelfGatheredWeights
 from sherd.engine.weights import Weights
 from sherd.errors import StateError, WrapperStateError
@@ -72,7 +74,6 @@ class Unit:
         self.precision = precision
         self.policy = policy
         self.ignored = found.ignored
-        self.left_behind = LeftBehind(found.modules)
         self._surrounds = surrounds
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
@@ -171,10 +172,11 @@ class Unit:
             completed = partial(_completed, this, len(self.gradients))
             gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
             self.gradients.append(gradients)
+            unshard = partial(_needed, this)
             self.weights.append(
-                SelfGatheredWeights(group, self.streams, self.precision, gradients.watch)
+                SelfGatheredWeights(group, self.streams, self.precision, gradients.watch, unshard)
                 if group.gathers_itself
-                else Weights(group, self.streams, gradients.watch)
+                else Weights(group, self.streams, gradients.watch, unshard)
             )
 
     def _batches(self, members: list[ShardedParameter]) -> list[list[ShardedParameter]]:
@@ -484,6 +486,35 @@ class Unit:
         if runtime is not None:
             runtime.before_backward(self)
 
+    def unshard_for_backward(self) -> None:
+        """A node of backward is about to read its parameters, which are not there.
+
+        Raises:
+            StateError: it is not backward that reads, or the user has said that backward does not need them.
+        """
+        if not in_backward():
+            raise StateError(
+                f"what autograd has saved of the parameters of unit {self.name} was read outside of backward, when "
+                "they are sharded; read it between unshard() and reshard()"
+            )
+        self.begin_backward()
+        if self.live is not Live.WHOLE:
+            raise StateError(
+                f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
+                "called; leave that out, or freeze what does not need a gradient"
+            )
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether there seem to be views of its unsharded parameters, others than those that autograd has saved."""
+        return any(weights.is_viewed for weights in self.weights)
+
+    def has_view(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view of one of its unsharded parameters, and not one of them."""
+        source = source_of(tensor)
+        owner = None if source is None else source()
+        return any(owner is weights and not weights.is_parameter(tensor) for weights in self.weights)
+
     def end_backward(self) -> None:
         """What has not come will not come."""
         self._on_gradients = None
@@ -508,6 +539,12 @@ def _surprised(unit: weakref.ref[Unit]) -> None:
     alive = unit()
     if alive is not None:
         alive.begin_backward()
+
+
+def _needed(unit: weakref.ref[Unit]) -> None:
+    alive = unit()
+    if alive is not None:
+        alive.unshard_for_backward()
 
 
 def _completed(unit: weakref.ref[Unit], group: int) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Land, Pending, Transport
+from sherd.engine import saved
 from sherd.engine.group import Group
 from sherd.engine.parameter import ShardedParameter
 from sherd.engine.pieces import copy_out
@@ -86,6 +87,7 @@ class _Whole:
             for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
             if offset is not None
         ]
+        self.ids = frozenset(id(each) for each in self.parameters)
         self.own_uses = self.buffer.uses
 
     def free(self) -> None:
@@ -116,13 +118,25 @@ def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.d
 
 
 class Weights:
-    """One group's parameters. `watch(index, parameter)` is told of each whole parameter once, when it is made."""
+    """One group's parameters. `watch(index, parameter)` is told of each whole parameter once, when it is made;
+    `unshard()` is called when backward is about to read them and they were freed.
 
-    def __init__(self, group: Group, streams: Streams, watch: Callable[[int, nn.Parameter], None]) -> None:
+    `num_saved_views`: of the views that share the whole buffer, those that autograd has saved.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        streams: Streams,
+        watch: Callable[[int, nn.Parameter], None],
+        unshard: Callable[[], None],
+    ) -> None:
         self.group = group
+        self.num_saved_views = 0
         self._position = Position(group.name)
         self._streams = streams
         self._watch = watch
+        self._unshard = unshard
         self._wholes: dict[torch.dtype, _Whole] = {}
         self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
@@ -144,6 +158,8 @@ class Weights:
             for index, parameter in enumerate(made.parameters):
                 self.group.parameters[index].claim(parameter)
                 self._watch(index, parameter)
+            if not self.group.mesh.keeps_whole and made.buffer.is_ours:
+                saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
 
     @property
@@ -164,6 +180,28 @@ class Weights:
         """
         made = self._made
         return made is not None and made.buffer.uses == made.own_uses + made.copy_out.num_late_views
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether somebody else than autograd seems to have a view of the parameters, which freeing them would leave
+        without memory. It may also be garbage that waits to be collected."""
+        made = self._made
+        if made is None or not made.buffer.is_ours or self.group.mesh.keeps_whole:
+            return False
+        return made.buffer.uses > made.own_uses + made.copy_out.num_late_views + self.num_saved_views
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of the whole parameters itself, not a view of one."""
+        return any(id(tensor) in whole.ids for whole in self._wholes.values())
+
+    def require_unsharded(self) -> None:
+        """Backward is about to read the parameters: have them gathered if they were freed.
+
+        Raises:
+            StateError: there is no backward, or the user has said that it does not need them.
+        """
+        if self.live is not Live.WHOLE:
+            self._unshard()
 
     def outdate(self) -> None:
         """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""

@@ -20,10 +20,11 @@ class BeforeForward:
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
-    """The unit's module has run, or has raised."""
+    """The unit's module has run, or has raised. `in_use`: views of its whole parameters have outlived that."""
 
     unit: int
     recomputing: bool = False
+    in_use: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ def decide(state: State, event: Event) -> Decision:
     match event:
         case BeforeForward(unit, recomputing):
             turn.recompute(unit) if recomputing else turn.enter_forward(unit)
-        case AfterForward(unit, recomputing):
+        case AfterForward(unit, recomputing, in_use):
             if not recomputing:
-                turn.leave_forward(unit)
+                turn.leave_forward(unit, in_use)
         case EndForward(differentiable):
             turn.end_forward(differentiable)
         case BeforeBackward(unit):
@@ -99,14 +99,16 @@ class _Turn:
         for each in needed:
             self.free_if_stale(each)
         self._make_whole(needed)
-        self.state = replace(self.state, forward=self.state.forward.after(unit))
+        running = self.state.running | {unit}
+        self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
         explicit = self.state.specs[unit].forward_prefetch
         self._prefetch(explicit, self.state.forward.upcoming(), self.state.limits.forward_depth)
 
-    def leave_forward(self, unit: int) -> None:
-        self.state = replace(self.state, finished=self.state.finished.after(unit))
-        if unit in self.state.borrowed:
-            return  # another unit may still need it: it goes when the whole forward ends
+    def leave_forward(self, unit: int, in_use: bool) -> None:
+        running = self.state.running - {unit}
+        self.state = replace(self.state, finished=self.state.finished.after(unit), running=running)
+        if unit in self.state.borrowed or in_use:
+            return  # another unit may still need it: it goes when the whole forward ends; or backward
         self._release(unit)
 
     def end_forward(self, differentiable: bool) -> None:
@@ -183,18 +185,26 @@ class _Turn:
             self.state = replace(self.state, passed=self.state.passed | {unit})
 
     def _goes_after_backward(self, unit: int) -> bool:
-        """One that another unit borrows from may still be needed there: it goes when the whole backward ends."""
-        return self.state.specs[unit].reshard_after_backward and unit not in self.state.borrowed
+        """One that another unit borrows from may still be needed there: it goes when the whole backward ends. One whose
+        forward is under way, with a backward inside, goes after its forward."""
+        is_needed = unit in self.state.borrowed or unit in self.state.running
+        return self.state.specs[unit].reshard_after_backward and not is_needed
 
     def end_backward(self, last: bool) -> None:
+        running = self.state.running
         for unit, live in enumerate(self.state.live):
             is_intact = live is Live.WHOLE and unit not in self.state.passed
+            if unit in running or (running and unit in self.state.borrowed):
+                continue
             if not is_intact or self.state.specs[unit].reshard_after_backward:
                 self.free(unit)
         if last:
             for unit in self.state.reducing:
                 self.settle(unit)
-        self.state = replace(self.state, backward=self.state.backward.rewound(), entered=frozenset())
+        backward = self.state.backward
+        # A backward inside a forward is not the one whose order the next step will follow.
+        backward = Order(backward.learnt) if running else backward.rewound()
+        self.state = replace(self.state, backward=backward, entered=frozenset())
 
     # Any time
 
@@ -241,6 +251,7 @@ class _Turn:
             finished=Order(self.state.finished.learnt),
             backward=Order(self.state.backward.learnt),
             entered=frozenset(),
+            running=frozenset(),
         )
 
     def _make_whole(self, units: Iterable[int]) -> None:

@@ -69,7 +69,7 @@ class State:
     `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units
     that the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `stale`: units
     whose live whole parameters are older than their shards. `passed`: whole units some of whose groups backward has
-    passed, which are freed.
+    passed, which are freed. `running`: units whose forward is under way.
     """
 
     # Not hashed: all states of a step have the same, and with a thousand units hashing them is what takes time.
@@ -83,6 +83,7 @@ class State:
     reducing: tuple[int, ...] = ()
     stale: frozenset[int] = frozenset()
     passed: frozenset[int] = frozenset()
+    running: frozenset[int] = frozenset()
 
     @classmethod
     def at_rest(cls, specs: tuple[UnitSpec, ...], limits: Limits = Limits()) -> State:
