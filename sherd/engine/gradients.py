@@ -287,8 +287,11 @@ class Gradients:
         """Whether the group is reduced with the rest of its unit although nothing has come for it."""
         if self._partial is not None and policy.all_reduce_gradients:
             return True  # earlier backwards still wait for the replicas
-        others_may_have = policy.reduce_unused or self.group.num_flags > 0
-        return self.expects_any and others_may_have
+        return self.may_lack(policy)
+
+    def may_lack(self, policy: UnitPolicy) -> bool:
+        """Whether ranks that have no gradients take part in the reduction of those that others have."""
+        return self.expects_any and (policy.reduce_unused or self.group.num_flags > 0)
 
     def _all_reduce(
         self,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from sherd.engine.seal import RUNTIME, UNIT, runtime_of
 from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
 from sherd.engine.unit import Unit
 
-_OUTPUT_OF = "sherd_output_of"
-"""In an autograd node's metadata: the ids of the units that it is the last node of."""
+_BORDERS = "sherd_borders"
+"""In an autograd node's metadata: a list of `_Border`."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {UNIT, RUNTIME}
 """Parameters, buffers, hooks, and ours: nothing that a forward has left on a module."""
@@ -146,28 +147,55 @@ def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 # Backward
 
 
+@dataclass(frozen=True, slots=True)
+class _Border:
+    """Where a tensor goes into `unit`, or comes out of it; backward meets it the other way."""
+
+    unit: Unit
+    is_output: bool
+    runtime: Runtime
+
+    def cross(self) -> None:
+        """Backward is there."""
+        runtime = self.unit.runtime or self.runtime  # a root may have taken the unit over since
+        if self.is_output:
+            runtime.before_backward(self.unit)
+        else:
+            runtime.after_backward(self.unit)
+
+
 def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
     """Tell the runtime when backward reaches the first node behind an output of `unit`."""
-
-    def reached(_: Any) -> None:
-        (unit.runtime or runtime).before_backward(unit)  # a root may have taken the unit over since
-
     for node in _nodes_of(tensors_in(output)):
-        node.metadata.setdefault(_OUTPUT_OF, set()).add(unit.id)
-        node.register_prehook(reached)
+        _borders_of(node).append(_Border(unit, True, runtime))
 
 
 def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
     """Tell the runtime when backward has passed all of `unit`: when it reaches a node that made one of the inputs."""
-
-    def passed(_: Any) -> None:
-        (unit.runtime or runtime).after_backward(unit)
-
     for node in _nodes_of(tensors_in(inputs)):
-        if unit.id not in node.metadata.get(
-            _OUTPUT_OF, ()
-        ):  # else it is of the unit itself, which backward has not passed then
-            node.register_prehook(passed)
+        borders = _borders_of(node)
+        # An output of the unit itself that it is given again: backward has not passed it there.
+        if not any(each.is_output and each.unit is unit for each in borders):
+            borders.append(_Border(unit, False, runtime))
+
+
+def _borders_of(node: Any) -> list[_Border]:
+    """The borders of units that the result of `node` has crossed in forward. Backward crosses them in reverse: it has
+    passed the unit that took the result, before it reaches the one that gave it, and may be the same.
+
+    All ranks must reduce and gather in one order, also where one has used none of a unit's parameters:
+    test_ranks_may_use_none_of_a_unit_while_others_use_all_of_it.
+    """
+    borders: list[_Border] | None = node.metadata.get(_BORDERS)
+    if borders is None:
+        borders = node.metadata[_BORDERS] = []
+
+        def reached(_: Any, borders: list[_Border] = borders) -> None:
+            for each in reversed(borders):
+                each.cross()
+
+        node.register_prehook(reached)
+    return borders
 
 
 def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:

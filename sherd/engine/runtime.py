@@ -219,7 +219,16 @@ class Runtime:
     def after_backward(self, unit: Unit) -> None:
         """Autograd is past the inputs of `unit`."""
         if self.in_backward:
-            self.on(AfterBackward(self._index[unit.id], unit.awaits_reduction))
+            unreduced = unit.awaits_reduction or self._is_owed(unit)
+            self.on(AfterBackward(self._index[unit.id], unreduced))
+
+    def _is_owed(self, unit: Unit) -> bool:
+        """Whether backward has gone through `unit` without a gradient for it, which other ranks may have: they reduce
+        it, so this one takes part.
+
+        A backward that brings no gradients at all is one for other tensors (`torch.autograd.grad`).
+        """
+        return unit.is_owed and any(each.has_reduced or each.unreduced for each in self.units)
 
     def _gradients_complete(self, unit: Unit, group: int | None) -> None:
         index = self._index[unit.id]
@@ -236,8 +245,9 @@ class Runtime:
         if not self.in_backward:
             return
         for index, unit in enumerate(self.units):
-            if unit.awaits_reduction:
+            if unit.awaits_reduction or self._is_owed(unit):
                 self.on(AfterBackward(index, unreduced=True))
+        for unit in self.units:
             unit.end_backward()
         self.on(EndBackward(self._is_last_backward))
         self.in_backward = False

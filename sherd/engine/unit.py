@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sherd._torch import in_backward
+from sherd._torch import dynamo_disabled, in_backward
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
@@ -47,6 +47,8 @@ RECOMPUTED = -1
 class Unit:
     """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too;
     `surrounds`: there are units below its modules. `found` is what it is made of.
+
+    `has_reduced`: in the present backward.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -80,6 +82,7 @@ class Unit:
         self._runtime: weakref.ref[Runtime] | None = None
         self._on_gradients: Callable[[Unit, int | None], None] | None = None
         self._completed = 0
+        self.has_reduced = False
         self._to_run: set[int] = set()
         self.loan: Loan | None = None
         self._flat_place: Place | None = None
@@ -172,7 +175,7 @@ class Unit:
             completed = partial(_completed, this, len(self.gradients))
             gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
             self.gradients.append(gradients)
-            unshard = partial(_needed, this)
+            unshard = dynamo_disabled(partial(_needed, this))
             self.weights.append(
                 SelfGatheredWeights(group, self.streams, self.precision, gradients.watch, unshard)
                 if group.gathers_itself
@@ -372,6 +375,7 @@ class Unit:
 
     def reduce(self) -> None:
         """Start the reductions of what has been collected."""
+        self.has_reduced = True
         user, apart = self.policy.reduce_scatter, self.policy.separate_reduce_group
         for gradients in self.gradients:
             mesh = gradients.group.mesh
@@ -438,6 +442,13 @@ class Unit:
     def awaits_reduction(self) -> bool:
         """The same of the reduction that this backward is to have: sums over the shard axis wait for a later one."""
         return any(gradients.awaits_reduction(self.policy) for gradients in self.gradients)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether backward has reached it, no gradient has come, and its reduction allows for ranks that have none."""
+        if self.has_reduced or not self.policy.reduce_gradients or not self.expects_gradients:
+            return False
+        return any(gradients.may_lack(self.policy) for gradients in self.gradients)
 
     @property
     def is_past(self) -> bool:
@@ -517,6 +528,7 @@ class Unit:
 
     def end_backward(self) -> None:
         """What has not come will not come."""
+        self.has_reduced = False
         self._on_gradients = None
         self._completed = 0
         if self._seen:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd import fully_shard
+from sherd import CommPolicy, Flat, Whole, fully_shard
+from sherd.engine.gradients import Gradients
 
 
 class Either(nn.Module):
@@ -47,3 +51,82 @@ def test_a_rank_without_a_gradient_takes_its_part_of_the_others(world):
                 assert found[name] is None, f"{name} has a gradient that nobody made"
             else:
                 torch.testing.assert_close(found[name], parameter.grad)
+
+
+class Perhaps(nn.Module):
+    """A unit between others that some ranks run without using any of its parameters, others with all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "its input":
+            return x
+        if how == "its input, changed":
+            return x * 0.5
+        if how == "some":
+            return x + self.down.bias
+        return x + self.down(self.up(x).tanh())
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList((nn.Linear(4, 4), Perhaps(), nn.Linear(4, 4), Perhaps(), nn.Linear(4, 4)))
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        first, perhaps, middle, again, last = self.units
+        return last(again(middle(perhaps(first(x), how)), how))
+
+
+HOW = ["all", "its input", "its input, changed", "some"]
+
+
+def built_between() -> Between:
+    torch.manual_seed(7)
+    return Between()
+
+
+def trained_where_ranks_use_none(options: dict) -> list[dict[str, torch.Tensor | None]]:
+    model = built_between()
+    for unit in model.units:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    found = []
+    for step in range(len(HOW)):
+        model.zero_grad()
+        model(inputs(dist.get_rank()), HOW[(step + dist.get_rank()) % len(HOW)]).square().sum().backward()
+        found.append({name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("placement", [None, Flat(), Whole()], ids=["shard", "flat", "whole"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+def test_ranks_may_use_none_of_a_unit_while_others_use_all_of_it(world, placement, transport):
+    options = {"placement": placement, "comm_policy": CommPolicy(transport=transport)}
+    ranks = world(3).run(trained_where_ranks_use_none, options)
+    plain = built_between()
+    for step in range(len(HOW)):
+        plain.zero_grad()
+        losses = (plain(inputs(rank), HOW[(step + rank) % len(HOW)]).square().sum() for rank in range(3))
+        (sum(losses) / 3).backward()
+        for found in ranks:
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(found[step][name], parameter.grad)
+
+
+def after_a_gradient_by_its_input() -> int:
+    """How many reductions a backward for an input alone takes."""
+    model = built_between()
+    for unit in model.units:
+        fully_shard(unit)
+    fully_shard(model)
+    x = inputs(0).requires_grad_()
+    with mock.patch.object(Gradients, "reduce") as reduce:
+        torch.autograd.grad(model(x, "all").sum(), x)
+    return reduce.call_count
+
+
+def test_a_backward_for_an_input_alone_reduces_nothing(world):
+    assert world(2).run(after_a_gradient_by_its_input) == [0, 0]
