@@ -37,9 +37,12 @@ from sherd.errors import GradientError
 
 
 class Source(Protocol):
-    """Parameters in memory that comes and goes. `num_saved_views` views of them are saved."""
+    """Parameters in memory that comes and goes. `num_saved_views`: how many views of them autograd holds;
+    `num_unread_views`: how many it has saved and not read since. The second is the same on all ranks, for it does not
+    depend on when garbage is collected: test_when_garbage_is_collected_does_not_say_when_ranks_gather."""
 
     num_saved_views: int
+    num_unread_views: int
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the parameters itself, not a view of one."""
@@ -66,8 +69,9 @@ def watch(storage: torch.UntypedStorage, source: Source) -> None:
 def source_of(tensor: torch.Tensor) -> weakref.ref[Source] | None:
     """Whose memory `tensor` lies in; None for all that is no parameter of a unit."""
     try:
-        plain = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        return _sources.get(plain.untyped_storage()._cdata)
+        if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
+            tensor = local_tensor(tensor)
+        return _sources.get(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse, or wrapped by a transform: it has no storage
         return None
 
@@ -79,7 +83,7 @@ class _Part:
     """A parameter that was saved, or a view of one. `kept`: what is kept of it: itself at `version`, or what the hooks
     below ours have made of it."""
 
-    __slots__ = ("_counts", "_source", "kept", "shape", "version")
+    __slots__ = ("_counts", "_source", "_was_read", "kept", "shape", "version")
 
     def __init__(self, tensor: torch.Tensor, kept: Any, source: weakref.ref[Source]) -> None:
         self.kept = kept
@@ -87,9 +91,11 @@ class _Part:
         self.version = tensor._version
         self._source = source
         owner = source()
+        self._was_read = False
         self._counts = owner is not None and not owner.is_parameter(tensor)
         if owner is not None and self._counts:
             owner.num_saved_views += 1
+            owner.num_unread_views += 1
 
     def __del__(self) -> None:
         owner = self._source()
@@ -105,6 +111,9 @@ class _Part:
                 "or cast since its forward; keep the model as it is until backward is done"
             )
         owner.require_unsharded()
+        if self._counts and not self._was_read:
+            self._was_read = True
+            owner.num_unread_views -= 1
         if torch.is_grad_enabled() and in_backward():
             # With `create_graph` a backward saves what the next one will read. The engine restores the stack of hooks
             # after each node, so what is pushed here ends with the node that reads.

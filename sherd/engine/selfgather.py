@@ -91,7 +91,7 @@ class SelfGatheredWeights:
         unshard: Callable[[], None],
     ) -> None:
         self.group = group
-        self.num_saved_views = 0
+        self.num_saved_views = self.num_unread_views = 0
         (self._record,) = group.parameters
         self._position = Position(group.name)
         self._streams = streams
@@ -137,6 +137,9 @@ class SelfGatheredWeights:
         """
         if self.live is not Live.WHOLE:
             self._unshard()
+
+    def end_backward(self) -> None:
+        """Nothing to do: it is never taken for unread."""
 
     def outdate(self) -> None:
         """Nothing to do: what was gathered for an earlier forward keeps its own memory."""

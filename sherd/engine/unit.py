@@ -536,6 +536,8 @@ class Unit:
             self._seen.clear()
         for gradients in self.gradients:
             gradients.end_backward()
+        for weights in self.weights:
+            weights.end_backward()
 
     def _group_completed(self, group: int) -> None:
         self._seen.append(group)

@@ -132,7 +132,7 @@ class Weights:
         unshard: Callable[[], None],
     ) -> None:
         self.group = group
-        self.num_saved_views = 0
+        self.num_saved_views = self.num_unread_views = 0
         self._position = Position(group.name)
         self._streams = streams
         self._watch = watch
@@ -174,12 +174,11 @@ class Weights:
 
     @property
     def is_unread(self) -> bool:
-        """Whether no tensor but our own shares the whole buffer: no view of a parameter that autograd will read again.
+        """Whether backward has read all views of the parameters that forward has saved.
 
-        Autograd keeps a parameter it needs as it is, or a view of it, `w.t()` or `w.detach()`; only views count here.
+        Autograd saves a parameter it needs as it is, or a view of it, `w.t()` or `w.detach()`; only views count here.
         """
-        made = self._made
-        return made is not None and made.buffer.uses == made.own_uses + made.copy_out.num_late_views
+        return self.num_unread_views <= 0
 
     @property
     def is_viewed(self) -> bool:
@@ -202,6 +201,10 @@ class Weights:
         """
         if self.live is not Live.WHOLE:
             self._unshard()
+
+    def end_backward(self) -> None:
+        """What backward has not read by now it will not read: it was not on the way from the loss."""
+        self.num_unread_views = 0
 
     def outdate(self) -> None:
         """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""

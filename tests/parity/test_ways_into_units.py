@@ -462,3 +462,41 @@ def test_a_forward_may_call_transforms_of_torch_func(world):
         torch.set_default_dtype(torch.float32)
     for params in world(2).run(trained_transformed):
         assert_named_close(params, wanted, "parameter", 1e-9, 1e-10)
+
+
+class Littering(Block):
+    """On rank 0 a view of its weight is in a cycle, garbage that waits for the collector, as a traceback is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            litter: list[Any] = [self.up.weight.t()]
+            litter.append(litter)
+        return super().forward(x)
+
+
+class Rooted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.nothing, self.block, self.last = nn.Tanh(), Littering(), Littering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.nothing(x * self.scale)))
+
+
+def trained_with_garbage_on_one_rank() -> Any:
+    gc.disable()
+    try:
+        model = made(Rooted)
+        fully_shard([model.nothing, model.block])
+        fully_shard(model.last)
+        fully_shard(model)
+        for step in range(3):
+            mean_square(model, dist.get_rank(), step).backward()
+    finally:
+        gc.enable()
+    return whole_params(model)
+
+
+def test_when_garbage_is_collected_does_not_say_when_ranks_gather(world):
+    world(2).run(trained_with_garbage_on_one_rank)
