@@ -233,6 +233,9 @@ class CountsBackwards(Protocol):
     def begin_backward(self, units: Sequence[Any]) -> None:
         """One begins, of the model that `units` are."""
 
+    def end_backward(self, units: Sequence[Any]) -> None:
+        """One is over, of the model that `units` are."""
+
 
 @dataclass(frozen=True)
 class UnitPolicy:

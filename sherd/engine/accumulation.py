@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,13 +20,13 @@ class Accumulation:
 
     def __init__(self, num_backwards: int) -> None:
         self.num_backwards = num_backwards
-        self._begun: Counter[int] = Counter()
+        self._ended: dict[int, int] = {}
         self._forwarded: set[int] = set()
 
     @property
     def fewest(self) -> int:
-        """How many backwards the model has had that had fewest; 0 if none has begun."""
-        return min(self._begun.values(), default=0)
+        """How many backwards the model has had that had fewest; 0 if none has ended."""
+        return min(self._ended.values(), default=0)
 
     def begin_forward(self, units: Sequence[Unit]) -> bool:
         """A forward begins of the model that `units` are; whether it is the first, before which shards may have been
@@ -42,8 +41,7 @@ class Accumulation:
         Raises:
             StateError: it is one more than announced, after gradients were reduced for the last time.
         """
-        self._begun[units[0].id] += 1
-        number = self._begun[units[0].id]
+        number = self._ended.get(units[0].id, 0) + 1
         if number > self.num_backwards:
             raise StateError(
                 f"backward number {number} of {units[0].name} inside accumulate(model, {self.num_backwards}); leave "
@@ -52,3 +50,9 @@ class Accumulation:
         is_last = number == self.num_backwards
         for unit in units:
             unit.reduce_fully(is_last)
+
+    def end_backward(self, units: Sequence[Unit]) -> None:
+        """A backward is over of the model that `units` are. It counts if it has brought gradients, as
+        `torch.autograd.grad` for other tensors does not."""
+        received = any(unit.has_received for unit in units)
+        self._ended[units[0].id] = self._ended.get(units[0].id, 0) + received

@@ -207,8 +207,7 @@ class Runtime:
     def before_backward(self, unit: Unit) -> None:
         """Autograd has reached an output of `unit`."""
         if not self.in_backward:
-            # One inside a forward (forces, a penalty) is a part of the step's forward, and none of those announced.
-            if self.root.policy.accumulation is not None and not self._calls:
+            if self.root.policy.accumulation is not None:
                 self.root.policy.accumulation.begin_backward(self.units)
             self.in_backward = True
             self.revise()
@@ -228,7 +227,7 @@ class Runtime:
 
         A backward that brings no gradients at all is one for other tensors (`torch.autograd.grad`).
         """
-        return unit.is_owed and any(each.has_reduced or each.unreduced for each in self.units)
+        return unit.is_owed and any(each.has_received for each in self.units)
 
     def _gradients_complete(self, unit: Unit, group: int | None) -> None:
         index = self._index[unit.id]
@@ -247,6 +246,8 @@ class Runtime:
         for index, unit in enumerate(self.units):
             if unit.awaits_reduction or self._is_owed(unit):
                 self.on(AfterBackward(index, unreduced=True))
+        if self.root.policy.accumulation is not None:
+            self.root.policy.accumulation.end_backward(self.units)
         for unit in self.units:
             unit.end_backward()
         self.on(EndBackward(self._is_last_backward))

@@ -48,7 +48,8 @@ def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
 
 
 def seal(root: nn.Module) -> Runtime:
-    """Take every unit at and below `root` into one runtime, with names as seen from there.
+    """Take every unit at and below `root` into one runtime, with names as seen from there; also those elsewhere that
+    own a parameter which one of them uses, where a part of a model runs before its root ever has.
 
     Raises:
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
@@ -62,6 +63,8 @@ def seal(root: nn.Module) -> Runtime:
         if unit is not None:
             names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
         module_names[id(module)] = name
+    for owner in [owner for unit, _ in names.values() for owner in unit.companions]:
+        names.setdefault(owner.id, (owner, [owner.name]))
     units = [unit for unit, _ in names.values()]
     for unit, unit_names in names.values():
         earlier = unit.runtime

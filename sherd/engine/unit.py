@@ -444,6 +444,11 @@ class Unit:
         return any(gradients.awaits_reduction(self.policy) for gradients in self.gradients)
 
     @property
+    def has_received(self) -> bool:
+        """Whether any of its gradients has come in the present backward."""
+        return any(gradients.has_received for gradients in self.gradients)
+
+    @property
     def is_owed(self) -> bool:
         """Whether backward has reached it, no gradient has come, and its reduction allows for ranks that have none."""
         if self.has_reduced or not self.policy.reduce_gradients or not self.expects_gradients:

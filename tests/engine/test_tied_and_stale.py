@@ -1,10 +1,12 @@
 """Are parameters whole, and of today, wherever they are used: shared between units, or unsharded by hand?"""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sherd import fully_shard
+from sherd import Flat, fully_shard
 from sherd.errors import StateError
 from tests.parity.training import assert_named_close, whole_grads
 
@@ -161,3 +163,36 @@ def test_other_values_for_a_whole_parameter_are_refused(world, how):
         assert "0.weight had .data set" in said
         assert "sherd.unsharded(model)" in said
         assert all(same)
+
+
+class Outer(nn.Module):
+    """Two units with one weight; the second borrows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner, self.borrower = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.borrower.weight = self.owner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrower(self.owner(x).relu())
+
+
+def borrower_before_its_root(placement: Any) -> tuple[Tensor, dict]:
+    torch.manual_seed(3)
+    model = Outer()
+    for each in (model.owner, model.borrower, model):
+        fully_shard(each, placement=placement)
+    with torch.no_grad():
+        alone = model.borrower(torch.ones(4, 8))
+    model(torch.ones(4, 8)).square().sum().backward()
+    return alone, whole_grads(model)
+
+
+@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
+def test_a_unit_that_borrows_a_parameter_may_run_before_its_root_ever_has(world, placement):
+    torch.manual_seed(3)
+    plain = Outer()
+    plain(torch.ones(4, 8)).square().sum().backward()
+    for alone, grads in world(2).run(borrower_before_its_root, placement):
+        torch.testing.assert_close(alone, plain.borrower(torch.ones(4, 8)).detach())
+        assert_named_close(grads, whole_grads(plain), "gradient", 1e-5, 1e-6)

@@ -273,3 +273,30 @@ def test_switching_reductions_off_by_hand_inside_changes_no_value(world):
         for grads in found:
             for name, each in plain.named_parameters():
                 torch.testing.assert_close(grads[name], each.grad)
+
+
+def penalties_within_accumulation() -> dict:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for each in (model[0], model[2], model):
+        sherd.fully_shard(each)
+    with sherd.accumulate(model, 2):
+        for micro in range(2):
+            x = (torch.ones(2, 4) * (micro + 1)).requires_grad_()
+            loss = model(x).square().sum()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def test_a_backward_for_other_tensors_is_none_of_those_announced(world):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for micro in range(2):
+        x = (torch.ones(2, 4) * (micro + 1)).requires_grad_()
+        loss = plain(x).square().sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+    for found in world(2).run(penalties_within_accumulation):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
