@@ -167,7 +167,12 @@ class Gradients:
     def may_borrow(self) -> bool:
         """Whether a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it."""
         alone = len(self.group.parameters) == 1 and self.group.packing.direct
-        return alone and self._streams.in_host_order and self.group.reduce_dtype != torch.float16
+        return (
+            alone
+            and self.group.num_flags == 0
+            and self._streams.in_host_order
+            and self.group.reduce_dtype != torch.float16
+        )
 
     @property
     def collects_late(self) -> bool:

@@ -78,8 +78,12 @@ def travels_alone(parameter: Tensorlike, streams: Streams, surrounds: bool) -> b
     before the units within (an embedding) and after them (a head) is used a whole model apart: alone, the head is freed
     when backward begins, and no rows wait for the embedding's gradient.
     """
-    is_large = parameter.shape.numel() * parameter.dtype.itemsize >= ALONE_BYTES
-    return is_large and (streams.in_host_order or surrounds)
+    return is_large(parameter) and (streams.in_host_order or surrounds)
+
+
+def is_large(parameter: Tensorlike) -> bool:
+    """Whether copying its gradient would cost more than a collective of its own."""
+    return parameter.shape.numel() * parameter.dtype.itemsize >= ALONE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,8 @@ class Group:
     views of it, so that the optimizer writes what the next all-gather sends. `sizes` are the lengths of all ranks' rest
     buffers, `shard_sizes` what the ranks of the shard axis send: the same, unless replicas own pieces of a shard
     (`fetched`). `resident` is the whole buffer where that is not given up, and the rest buffer a part of it.
+    `num_flags` travel with the gradients: one for each tensor, none for a large one that is alone, which is sent from
+    where autograd has left its gradient.
     """
 
     def __init__(
@@ -151,6 +157,8 @@ class Group:
         self.grad_dtype = self.reduce_dtype if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
         self.gathers_itself = kind_of(self.parameters[0]).gathers_itself
+        is_one_large = len(self.parameters) == 1 and is_large(self.parameters[0])
+        self.num_flags = 0 if is_one_large else len(self.parameters)
         self.fetched = self._fetched()
         self.resident: torch.Tensor | None = None
         self.version = 0
@@ -337,11 +345,6 @@ class Group:
     def rest_numel(self) -> int:
         """Elements of this rank's rest buffer."""
         return self.packing.rest_numels[self.mesh.piece]
-
-    @property
-    def num_flags(self) -> int:
-        """How many flags travel with the gradients: one for each tensor, none for one that is alone."""
-        return len(self.parameters) if len(self.parameters) > 1 else 0
 
 
 def own_view(part: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Rows:
 
     Behind each rank's part there is a flag for every tensor of the group, 1 where this rank has its gradient. Summed
     with the rest they tell a rank without one that others have it: it takes its part of theirs, or the shards would
-    drift apart. A tensor with a group to itself needs no flag: without its gradient the group is not reduced.
+    drift apart. A large tensor with a group to itself has no flag: without its gradient the group is not reduced.
     """
 
     def __init__(self, group: Group, buffer: Buffer, num_flags: int) -> None:

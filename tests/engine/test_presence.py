@@ -70,14 +70,24 @@ class Perhaps(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
+class One(nn.Linear):
+    """A unit of one parameter, which some ranks do not use."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        return x.cos() if how == "some" else super().forward(x)
+
+
 class Between(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.units = nn.ModuleList((nn.Linear(4, 4), Perhaps(), nn.Linear(4, 4), Perhaps(), nn.Linear(4, 4)))
+        self.units = nn.ModuleList((nn.Linear(4, 4), Perhaps(), One(), Perhaps(), nn.Linear(4, 4)))
 
     def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
         first, perhaps, middle, again, last = self.units
-        return last(again(middle(perhaps(first(x), how)), how))
+        return last(again(middle(perhaps(first(x), how), how), how))
 
 
 HOW = ["all", "its input", "its input, changed", "some"]
