@@ -32,7 +32,7 @@ from sherd.engine.loading import after_load, before_load, require_names
 from sherd.engine.runtime import Runtime
 from sherd.engine.saved import source_of
 from sherd.engine.seal import RUNTIME, UNIT, runtime_of
-from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
+from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in, tensors_returned_in
 from sherd.engine.unit import Unit
 
 _BORDERS = "sherd_borders"
@@ -166,7 +166,7 @@ class _Border:
 
 def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
     """Tell the runtime when backward reaches the first node behind an output of `unit`."""
-    for node in _nodes_of(tensors_in(output)):
+    for node in _nodes_of(tensors_returned_in(output)):
         _borders_of(node).append(_Border(unit, True, runtime))
 
 

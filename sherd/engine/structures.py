@@ -32,6 +32,24 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+_CLOSED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+"""What holds no tensor."""
+
+
+def tensors_returned_in(value: Any) -> Iterator[torch.Tensor]:
+    """As `tensors_in`, and every tensor that is held by what is none of these containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_returned_in(each)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from tensors_returned_in(each)
+    elif not isinstance(value, _CLOSED):
+        yield from tensors_held_by(value)
+
+
 MOST_OBJECTS = 10_000
 """How many objects are looked at, at most, in search of tensors."""
 

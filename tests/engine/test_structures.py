@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sherd.engine.structures import map_tensors, tensors_in
+from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in, tensors_returned_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
@@ -62,6 +64,51 @@ NESTED = {"a": [ONE, (TWO, "text")], "b": Pair(Frozen(ONE, "f"), None), "c": 3, 
 
 def test_tensors_are_found_in_order_however_deep_they_lie():
     assert [tensor.item() for tensor in tensors_in(NESTED)] == [1, 2, 1, 2]
+
+
+class Held:
+    __slots__ = ("seen",)
+
+    def __init__(self, seen):
+        self.seen = seen
+
+
+class Plain:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def array_of(value):
+    array = np.empty((1, 1), dtype=object)
+    array[0, 0] = value
+    return array
+
+
+HOLDERS = {
+    "deque": deque,
+    "iterator": iter,
+    "generator": lambda held: (each for each in held),
+    "closure": lambda held: lambda: held,
+    "default": lambda held: lambda held=held: held,
+    "partial": lambda held: partial(print, held),
+    "values": lambda held: dict(enumerate(held)).values(),
+    "slots": Held,
+    "cycle": lambda held: (lambda made: setattr(made, "itself", made) or made)(Plain(held=held)),
+    "seven deep": lambda held: reduce(lambda inside, _: Plain(inside=inside), range(7), held),
+    "array": array_of,
+    "distribution": lambda held: torch.distributions.Normal(held[0], held[1]),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_tensors_are_found_in_objects_of_any_class(holder):
+    held = HOLDERS[holder]([torch.ones(()), torch.full((), 2.0)])
+    for found in (tensors_held_by(held), tensors_returned_in({"a": (held, "text")})):
+        assert sorted({tensor.item() for tensor in found}) == [1, 2]
+
+
+def test_tensors_are_not_looked_for_in_modules_classes_and_globals():
+    assert list(tensors_returned_in([nn.Linear(1, 1), Plain, test_a_lone_tensor_is_found_and_changed, "text"])) == []
 
 
 def test_a_lone_tensor_is_found_and_changed():

@@ -171,6 +171,24 @@ class Forces(nn.Module):
         return forces + self.units[0](x) * self.scale
 
 
+class RecomputedInside(Block):
+    """Its own parameters are used in a function that is recomputed, and its output is hidden."""
+
+    def forward(self, x: Tensor) -> Any:
+        return iter([0.5 * x + checkpoint(super().forward, x, use_reentrant=False)])
+
+
+class OfRecomputedInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(RecomputedInside() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            (x,) = unit(x)
+        return x
+
+
 class Recomputed(nn.Module):
     """Blocks recomputed in backward, outside and inside of units, whose outputs are hidden."""
 
@@ -240,6 +258,7 @@ WAYS = {
     "forces in evaluation": (Forces, evaluated_between),
     "recomputed": (functools.partial(Recomputed, False), mean_square),
     "recomputed by a backward inside": (functools.partial(Recomputed, True), input_is_a_leaf),
+    "recomputed inside": (OfRecomputedInside, mean_square),
     "saved on the CPU": (functools.partial(Carried, "deque"), of_saved_on_cpu),
     "other hooks": (functools.partial(Carried, "closure"), seen_by_other_hooks),
 }
