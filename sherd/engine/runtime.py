@@ -7,7 +7,7 @@ that is used on its own before has a runtime of its own, which the root's one re
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,14 +78,16 @@ class Call:
 
 
 class Runtime:
-    """The units of one model, in the order of `named_modules`, the first being the root's.
+    """The units of one model, in the order of `named_modules`, the first being the root's, and last the `guests` (ids),
+    which are not below the root, but own parameters that are used there.
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
     raised.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
+        self.guests = frozenset(guests)
         self.in_backward = False
         self._is_last_backward = True
         self._calls: list[Call] = []

@@ -41,7 +41,7 @@ def attach(module: nn.Module, unit: Unit) -> None:
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
     """The runtime that `unit` is sealed into; if there is none yet, `module`, one of its modules, becomes a root."""
     runtime = unit.runtime
-    if runtime is not None:
+    if runtime is not None and not (runtime.is_idle and unit.id in runtime.guests):
         return runtime
     with outside_transforms():  # buffers that are made anew would be of the transform's level
         return seal(module)
@@ -63,8 +63,8 @@ def seal(root: nn.Module) -> Runtime:
         if unit is not None:
             names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
         module_names[id(module)] = name
-    for owner in [owner for unit, _ in names.values() for owner in unit.companions]:
-        names.setdefault(owner.id, (owner, [owner.name]))
+    owners = {owner.id: owner for unit, _ in names.values() for owner in unit.companions if owner.id not in names}
+    names.update({owner.id: (owner, [owner.name]) for owner in owners.values()})
     units = [unit for unit, _ in names.values()]
     for unit, unit_names in names.values():
         earlier = unit.runtime
@@ -82,7 +82,7 @@ def seal(root: nn.Module) -> Runtime:
     _require_own_meshes(units)
     _require_shards_can_gather_themselves(units)
     _warn_of_late_parameters(root, units)
-    runtime = Runtime(units)
+    runtime = Runtime(units, guests=owners)
     for unit in units:
         if not unit.is_seated:
             unit.regroup()

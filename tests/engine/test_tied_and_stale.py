@@ -165,16 +165,27 @@ def test_other_values_for_a_whole_parameter_are_refused(world, how):
         assert all(same)
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.scale, self.shift = scale, nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
 class Outer(nn.Module):
-    """Two units with one weight; the second borrows it."""
+    """Two units with one weight; the second borrows it, and one of the root's own."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
         self.owner, self.borrower = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
         self.borrower.weight = self.owner.weight
+        self.last = Scaled(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.borrower(self.owner(x).relu())
+        return self.last(self.borrower(self.owner(x).relu()) * self.scale)
 
 
 def borrower_before_its_root(placement: Any) -> tuple[Tensor, dict]:
