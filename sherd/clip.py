@@ -8,6 +8,7 @@ all-reduce, whatever this rank holds or lacks:
     u   (6, 4)          Shard(0), Shard(1)         dp, then tp
     n   (4,)            Replicate(), Shard(0)      tp
     b   (4,)            plain, or replicated       nothing: every rank has it, it counts once
+    flat, over tp       RaggedShard, VectorShard   dp, then tp; what tp ranks have copies of counts at the first
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
 from sherd.engine.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
+from sherd.tensor.moves import counted_here
+from sherd.tensor.placement import layout_of
+from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.reductions import wide
 
 Tensor = torch.Tensor
@@ -82,7 +86,7 @@ def clip_grad_norm_(
             f"the norm of order {order.power} of all gradients is {norm.item()}, so they cannot be clipped; look for "
             "the loss or layer that overflows, or pass error_if_nonfinite=False to scale by it anyway"
         )
-    _scale(found.gradients(), (float(max_norm) / (norm + 1e-6)).clamp(max=1.0), foreach is not False)
+    _scale(found.scaled, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0), foreach is not False)
     return norm
 
 
@@ -117,7 +121,8 @@ def _dtype(parameters: Sequence[Tensor]) -> torch.dtype:
 
 @dataclass(eq=False)
 class _Found:
-    """This rank's pieces of all gradients, by the process groups that each is yet to be joined over.
+    """This rank's pieces of all gradients, as far as the norm counts them here, by the process groups that each is yet
+    to be joined over; and all that is scaled.
 
     `devices`: where each group's collectives work, in the order in which all ranks call them. `device`: the first
     parameter's.
@@ -125,6 +130,7 @@ class _Found:
 
     device: torch.device
     pieces: dict[Groups, list[Tensor]] = field(default_factory=dict)
+    scaled: list[Tensor] = field(default_factory=list)
     devices: dict[dist.ProcessGroup, torch.device] = field(default_factory=dict)
 
     def enter(self, groups: Groups, devices: Sequence[torch.device]) -> None:
@@ -133,9 +139,13 @@ class _Found:
         for group, device in zip(groups, devices, strict=True):
             self.devices.setdefault(group, device)
 
-    def gradients(self) -> list[Tensor]:
-        """All pieces."""
-        return [each for pieces in self.pieces.values() for each in pieces]
+    def add(self, grad: Tensor, piece: Tensor, groups: Groups) -> None:
+        """Take `piece`, what this rank holds of a gradient."""
+        self.scaled.append(piece)
+        if isinstance(grad, RaggedDTensor):
+            self.pieces[groups] += counted_here(piece, layout_of(spec_of(grad)))
+        else:
+            self.pieces[groups].append(piece)
 
 
 def _read(parameters: Sequence[Tensor]) -> _Found:
@@ -148,7 +158,7 @@ def _read(parameters: Sequence[Tensor]) -> _Found:
         if grad is None:
             continue
         groups = _enter(found, groups_of, grad, parameter, index)
-        found.pieces[groups].append(_piece(grad, parameter))
+        found.add(grad, _piece(grad, parameter), groups)
     return found
 
 

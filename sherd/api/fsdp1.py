@@ -271,7 +271,7 @@ class Choices:
                 "mesh['dp'], or HYBRID_SHARD for (replicate, shard)"
             )
         if self.strategy is ShardingStrategy.NO_SHARD:
-            return mesh_of_groups(one_rank_group(), mesh.get_group(), mesh.device_type, self.comm)
+            return mesh_of_groups(one_rank_group(), mesh.get_group(), mesh.device_type, self.comm, copies=mesh)
         return DataMesh(mesh, shard_axis=0, replicate_axis=None, comm=self.comm)
 
     def _hybrid_mesh(self, has_policy: bool) -> DataMesh:

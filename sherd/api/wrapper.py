@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from sherd._torch import asked_by_checkpointing, is_tensor_parallel, steps_in_backward
 from sherd.api import comm_hook, materialize, optim_states, state_dict_type, state_dicts
@@ -74,7 +73,6 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         ModuleError: a module that is wrapped already, below an `auto_wrap_policy`.
         PlacementError: an integer parameter, or a flat parameter among the parameters.
         PolicyError: choices that exclude each other; `PolicyTypeError` for wrong types.
-        UnsupportedError: tensor-parallel parameters without `use_orig_params`.
     """
 
     def __init__(
@@ -126,7 +124,6 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             # Before anything is wrapped: what no unit can have leaves the module as it was.
             everything = belongings([module], ignored.parameters, is_taken)
             _check_parameters(everything, use_orig_params=True)
-            _check_parallel(everything, choices)
             below = {
                 "param_init_fn": param_init_fn,
                 "sync_module_states": sync_module_states,
@@ -148,7 +145,6 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         cut = choices.placement
         found = belongings([self], ignored.parameters, is_taken)
         _check_parameters(found, choices.use_orig_params)
-        _check_parallel(found, choices)
         extended = [flattened(self._sherd_extensions, each.parameter, each.name) for each in found.owned]
         unit = make_unit(
             [self],
@@ -456,25 +452,6 @@ def _wrapped(module: nn.Module, kwargs: dict[str, Any], precise: tuple[type[nn.M
     if isinstance(module, precise):
         materialize.compute_in_full_precision(module)
     return FullyShardedDataParallel(module, **kwargs)
-
-
-def _check_parallel(found: Belongings, choices: Choices) -> None:
-    """Raise for DTensors among the parameters, where they cannot be what is asked for."""
-    for each in found.owned:
-        parameter: torch.Tensor = each.parameter
-        if not isinstance(parameter, DTensor) or isinstance(parameter, FlatParameter):
-            continue
-        lies = f"{each.name} is a DTensor, {parameter.placements} on {parameter.device_mesh}"
-        if not choices.use_orig_params:
-            raise UnsupportedError(
-                f"{lies}, and use_orig_params=False would merge it with parameters that lie otherwise into one vector, "
-                "whose norm no rank could tell; pass use_orig_params=True"
-            )
-        if choices.strategy is ShardingStrategy.NO_SHARD:
-            raise UnsupportedError(
-                f"{lies}, which NO_SHARD does not replicate over another axis; pass HYBRID_SHARD and a device_mesh of "
-                "two axes (replicate, shard), the second of size 1, or use fully_shard(..., placements='ddp')"
-            )
 
 
 def _check_parameters(found: Belongings, use_orig_params: bool) -> None:

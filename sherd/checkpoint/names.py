@@ -31,7 +31,8 @@ class Member:
     """One parameter of the model. `shape` is the whole's; `spec` says how its shard lies, None for a plain parameter.
 
     `extent` is where this rank's part is in that of the flat parameter it was merged into, and `start` where it begins
-    in all of that; None if it is owned itself.
+    in all of that; None if it is owned itself. `part` is the shape that it has there, and `whole` what DTensor it is
+    part of: None, unless it is tensor parallel.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Member:
     spec: DTensorSpec | None
     extent: Extent | None = None
     start: int | None = None
+    part: torch.Size | None = None
+    whole: DTensorSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +198,15 @@ def _owned(path: str, record: ShardedParameter | None, leaf: nn.Parameter, names
     (weights,) = unit.weights
     group, rank = weights.group, weights.group.mesh.piece
     members = tuple(
-        Member(names.get(id(each), each.name), each.shard.shape, each.shard_spec, slot.held(rank), slot.whole.start)
+        Member(
+            names.get(id(each), each.name),
+            each.shard.shape,
+            each.shard_spec,
+            slot.held(rank),
+            slot.whole.start,
+            each.shape,
+            each.whole_spec,
+        )
         for each, slot in zip(group.parameters, group.packing.slots, strict=True)
     )
     return Owned(path, leaf, members)

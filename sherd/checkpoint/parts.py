@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
 from sherd.checkpoint.names import Member, Owned
 from sherd.engine.group import own_view
-from sherd.tensor.placement import RaggedShard, is_ragged
+from sherd.tensor.moves import gather_part
+from sherd.tensor.placement import RaggedShard, is_ragged, layout_of
 from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
 from sherd.tensor.states import COUNTS
 
@@ -96,10 +97,17 @@ def part_in(vector: torch.Tensor, member: Member) -> DTensor:
     return around(part, member.spec)
 
 
-def cut_out(whole: torch.Tensor, member: Member) -> torch.Tensor:
-    """What a member has of all of a flat parameter's state: a copy, in its own shape."""
-    assert member.start is not None, "it is part of a flat parameter"
-    return whole[member.start : member.start + member.shape.numel()].view(member.shape).clone()
+def vector_gathered(value: DTensor) -> torch.Tensor:
+    """The state of a flat parameter of all data-parallel ranks; under tensor parallelism of this rank's vector."""
+    value = on_mesh_device(value)
+    return gather_part(local_tensor(value), layout_of(spec_of(value)))
+
+
+def cut_out(vector: torch.Tensor, member: Member) -> torch.Tensor:
+    """What a member has of that, as a copy in its own shape; under tensor parallelism gathered over its axes."""
+    assert member.start is not None and member.part is not None, "it is part of a flat parameter"
+    part = vector[member.start : member.start + member.part.numel()].view(member.part)
+    return part.clone() if member.whole is None else whole_of(around(part, member.whole))
 
 
 def vector_of(parts: dict[str, DTensor], owned: Owned) -> DTensor:

@@ -15,7 +15,17 @@ from torch.optim import Optimizer
 from sherd._torch import local_tensor, spec_of
 from sherd.checkpoint.agreement import State, agree
 from sherd.checkpoint.names import Catalog, Groups, Owned
-from sherd.checkpoint.parts import around, as_rows, cut_out, is_of_scalar, laid_out, lies_as, part_in, whole_of
+from sherd.checkpoint.parts import (
+    around,
+    as_rows,
+    cut_out,
+    is_of_scalar,
+    laid_out,
+    lies_as,
+    part_in,
+    vector_gathered,
+    whole_of,
+)
 from sherd.engine.vector import copy_of
 
 
@@ -121,7 +131,7 @@ def _by_name(owned: Owned, state: State | None, full: bool) -> Iterator[tuple[st
         yield owned.members[0].name, copied if full else laid
         return
     vectors = {key: value for key, value in laid.items() if lies_as(value, owned.spec)}
-    wholes = {key: whole_of(value) for key, value in vectors.items()} if full else {}
+    wholes = {key: vector_gathered(value) for key, value in vectors.items()} if full else {}
     for member in owned.members:
         own = {key: copy_of(value) for key, value in laid.items() if key not in vectors}
         for key, value in vectors.items():

@@ -17,6 +17,9 @@ from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy, DataParallelMeshDims, Level
 
+ALONE = "alone"
+"""The axis of this rank alone, in a mesh that has others which are not data parallel."""
+
 
 class DataMesh:
     """The data-parallel axes: parameters are sharded over `shard`, and each shard is replicated over `replicate`.
@@ -31,7 +34,8 @@ class DataMesh:
 
     If it `keeps_whole`, gathered parameters are not given up, but brought up to date when their shards were written.
 
-    `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`. Transports are
+    `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`; `copies` the
+    user's own axis, if `mesh` is that and another one of this rank alone, which "shards". Transports are
     made when they are first asked for, which all ranks of an axis do at the same moment.
     """
 
@@ -45,6 +49,7 @@ class DataMesh:
         comm: CommPolicy = CommPolicy(),
         spreads: bool = False,
         keeps_whole: bool = False,
+        copies: DeviceMesh | None = None,
     ) -> None:
         if mesh.get_coordinate() is None:
             raise MeshError(
@@ -56,6 +61,7 @@ class DataMesh:
         self.full = full
         self.dims = dims
         self.comm = comm
+        self.copies = copies
         self.shard_group = None if shard_axis is None else mesh.get_group(shard_axis)
         self.replicate_group = None if replicate_axis is None else mesh.get_group(replicate_axis)
         self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
@@ -77,6 +83,30 @@ class DataMesh:
             names = {None: None, self.shard_axis: dims.shard, self.replicate_axis: dims.replicate}
             dims = DataParallelMeshDims(names[shard], names[replicate])
         return DataMesh(self.mesh, shard, replicate, self.full, dims, self.comm, spreads, keeps_whole)
+
+    @property
+    def given(self) -> DeviceMesh:
+        """The axes as the user has given them, parts of the mesh that the user has made."""
+        return self.mesh if self.copies is None else self.copies
+
+    def joined(self, others: Sequence[DeviceMesh]) -> DeviceMesh:
+        """One mesh with the axes of this one, and behind them those of `others`, parts of the same mesh as `given`.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        base = concatenate_meshes([self.given, *others])
+        if self.copies is None:
+            return base
+        names = base.mesh_dim_names
+        assert names is not None, "parts of one mesh have names"
+        groups = [
+            *(self.mesh.get_group(axis) for axis in range(2)),
+            *(base.get_group(at) for at in range(1, base.ndim)),
+        ]
+        return DeviceMesh.from_group(
+            groups, base.device_type, mesh=base.mesh.unsqueeze(1), mesh_dim_names=(names[0], ALONE, *names[1:])
+        )
 
     @property
     def device(self) -> torch.device:
@@ -262,9 +292,14 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str], Devi
 
 
 def mesh_of_groups(
-    shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, device_type: str, comm: CommPolicy = CommPolicy()
+    shard: dist.ProcessGroup,
+    replicate: dist.ProcessGroup | None,
+    device_type: str,
+    comm: CommPolicy = CommPolicy(),
+    copies: DeviceMesh | None = None,
 ) -> DataMesh:
-    """A mesh of process groups that a user has made: parameters are sharded over one, copies are kept over the other.
+    """A mesh of process groups that a user has made: parameters are sharded over one, copies are kept over the other,
+    which is that of the mesh `copies`, if that is given.
 
     Collective over `replicate`, the first time it is given with `shard`.
 
@@ -277,7 +312,7 @@ def mesh_of_groups(
         known[key] = _mesh_of(shard, replicate, device_type)
     if replicate is None:
         return DataMesh(known[key], shard_axis=0, replicate_axis=None, comm=comm)
-    return DataMesh(known[key], shard_axis=1, replicate_axis=0, comm=comm)
+    return DataMesh(known[key], shard_axis=1, replicate_axis=0, comm=comm, copies=copies)
 
 
 def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:

@@ -4,7 +4,8 @@
     flat parameter           | a a a a | b b               b b b . | c c |
 
 It is a 1-D DTensor. What aligns the next tensor is part of it, and zero, so that no norm sees it and no optimizer moves
-it; what follows the last tensor is not.
+it; what follows the last tensor is not. Under tensor parallelism it lies on those axes too: each rank there has a
+vector of its own, of its parts of the members; of what they have copies of, norms count one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 
 from sherd._torch import dispatches_itself, register_foreach_type
 from sherd.engine.group import Group, own_view
-from sherd.engine.other_axes import own_spec
+from sherd.engine.other_axes import merged_spec
 from sherd.engine.parameter import record_of
 from sherd.errors import StateError
 from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
@@ -136,7 +137,9 @@ class FlatShard:
 def _flat_parameter(group: Group) -> nn.Parameter:
     """A parameter on the group's rest buffer."""
     mesh, together = group.mesh, group.packing.runs_together
-    spec = own_spec(mesh, together, torch.Size(together.shape), group.dtype)
+    extents = (slot.whole for slot in group.packing.slots)
+    members = [(each.whole_spec, extent) for each, extent in zip(group.parameters, extents, strict=True)]
+    spec = merged_spec(mesh, together, group.dtype, members, group.name)
     local = own_view(group.rest[: together.local_numel(mesh.piece)])
     for gap in group.packing.gaps_of(mesh.piece):
         local[gap.start : gap.stop].zero_()

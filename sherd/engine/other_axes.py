@@ -25,13 +25,14 @@ from torch.distributed.tensor import Replicate as ReplicateSpec
 from torch.distributed.tensor import Shard as ShardSpec
 from torch.distributed.tensor.placement_types import Placement as PlacementSpec
 
-from sherd._torch import DTensorSpec, concatenate_meshes, dtensor_spec, strided_shard
+from sherd._torch import DTensorSpec, all_gather_single, concatenate_meshes, dtensor_spec, strided_shard
 from sherd.comm.mesh import DataMesh, permuted
 from sherd.errors import MeshError, OwnershipError, PlacementError
-from sherd.layout.extent import chunks
+from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import ragged_spec
+from sherd.tensor.vectors import VectorShard
 
 
 def own_spec(mesh: DataMesh, cut: Cut | Runs, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
@@ -67,7 +68,7 @@ def beside(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DT
         PlacementError: it is a partial sum there.
         OwnershipError: they are the same mesh.
     """
-    if whole.mesh == mesh.mesh:
+    if whole.mesh in (mesh.mesh, mesh.given):
         raise OwnershipError(
             f"{name}: it is a DTensor on the very mesh it would be sharded over, {mesh.mesh}, so something has sharded "
             "it already (a unit that no longer exists?): build the model anew; or it is tensor parallel there: shard "
@@ -141,23 +142,64 @@ def _in_front_or_behind(
     """The shard on the data-parallel axes and `meshes`, whose axes have the placements `rest`."""
     if not meshes:
         return own_spec(mesh, cut, whole.shape, _dtype(whole))
-    _require_apart(mesh.mesh, meshes, name)
+    _require_apart(mesh.given, meshes, name)
     if isinstance(cut, Runs):
-        joined, given = _joined([mesh.mesh, *meshes], name), (*_copies(mesh), *rest)
+        joined, given = _joined(mesh, meshes, name), (*_copies(mesh), *rest)
         return ragged_spec(joined, given, whole.shape, _dtype(whole), cut, mesh.piece_axes)
     dim = cut.dim if mesh.shard_axis is not None else None
     if mesh.spreads:
-        base = _joined([mesh.mesh, *meshes], name)
+        base = _joined(mesh, meshes, name)
         in_cut_order = permuted(base, (*range(mesh.mesh.ndim, base.ndim), *mesh.piece_axes))
         return dtensor_spec(in_cut_order, (*rest, *_placements_in_cut_order(mesh, dim)), whole.shape, _dtype(whole))
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
     behind = [size for size, placement in zip(sizes, rest, strict=True) if _cuts_dim(placement, dim)]
     strided = any(_is_strided(each) for each in rest)
     if dim is None or _reads_as_cut(whole.shape[dim], mesh.num_shards, behind, strided):
-        order, placements = [mesh.mesh, *meshes], (*_data_placements(mesh, dim, prod(behind)), *rest)
+        joined, placements = _joined(mesh, meshes, name), (*_data_placements(mesh, dim, prod(behind)), *rest)
     else:
-        order, placements = [*meshes, mesh.mesh], (*rest, *_data_placements(mesh, dim))
-    return dtensor_spec(_joined(order, name), placements, whole.shape, _dtype(whole))
+        joined, placements = _joined(mesh, meshes, name, behind=True), (*rest, *_data_placements(mesh, dim))
+    return dtensor_spec(joined, placements, whole.shape, _dtype(whole))
+
+
+def merged_spec(
+    mesh: DataMesh, cut: Runs, dtype: torch.dtype, members: Sequence[tuple[DTensorSpec | None, Extent]], name: str
+) -> DTensorSpec:
+    """A flat parameter: the vector, cut as `cut`, of what other axes leave to this rank of each of its members.
+
+    Collective over the other axes, whose ranks may have vectors of other lengths.
+
+    Args:
+        members: what each is before it is cut, None for a plain tensor, and where it lies in the vector.
+        name: of the first, for messages.
+    """
+    wholes = [whole for whole, _ in members if whole is not None]
+    axes = list(dict.fromkeys(axis for whole in wholes for axis in _axes_of(whole.mesh)))
+    if not axes:
+        return own_spec(mesh, cut, torch.Size(cut.shape), dtype)
+    joined, numel = _joined(mesh, axes, name), cut.numel
+    placements: list[PlacementSpec] = []
+    for axis in reversed(axes):
+        copies = tuple(extent for whole, extent in members if _is_copied(whole, axis))
+        if axis.size() == 1 or len(copies) == len(members):
+            placements.insert(0, ReplicateSpec())
+            continue
+        sizes = torch.empty(axis.size(), dtype=torch.int64, device=mesh.device)
+        all_gather_single(sizes, torch.tensor([numel], device=mesh.device), group=axis.get_group())
+        placements.insert(0, VectorShard(tuple(sizes.tolist()), copies))
+        numel = int(sizes.sum().item())
+    return ragged_spec(joined, (*_copies(mesh), *placements), (numel,), dtype, cut, mesh.piece_axes)
+
+
+def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """Each axis of a mesh, as a mesh of its own."""
+    return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names or ()]
+
+
+def _is_copied(whole: DTensorSpec | None, axis: DeviceMesh) -> bool:
+    """Whether the ranks of `axis` have the same elements of a parameter; of a plain one they have."""
+    if whole is None or axis not in (axes := _axes_of(whole.mesh)):
+        return True
+    return whole.placements[axes.index(axis)].is_replicate()
 
 
 # Reading from the left
@@ -240,14 +282,14 @@ def _require_apart(data: DeviceMesh, meshes: Sequence[DeviceMesh], name: str) ->
             )
 
 
-def _joined(meshes: list[DeviceMesh], name: str) -> DeviceMesh:
-    """One mesh with the axes of all."""
+def _joined(mesh: DataMesh, others: Sequence[DeviceMesh], name: str, behind: bool = False) -> DeviceMesh:
+    """One mesh with the axes of all, the data-parallel ones in front or behind."""
     try:
-        return concatenate_meshes(meshes)
+        return concatenate_meshes([*others, mesh.mesh]) if behind else mesh.joined(others)
     except RuntimeError as error:
         raise MeshError(
-            f"{name}: it would be sharded over {' and '.join(map(str, meshes))}, which are no parts of one mesh "
-            f"({error}); take both from one init_device_mesh(...)"
+            f"{name}: it would be sharded over {' and '.join(map(str, (mesh.given, *others)))}, which are no parts of "
+            f"one mesh ({error}); take both from one init_device_mesh(...)"
         ) from error
 
 

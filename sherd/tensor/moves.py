@@ -133,6 +133,14 @@ def part_given(
     return value.view_as(local) if value.dim() in (1, local.dim()) and value.numel() == local.numel() else None
 
 
+def counted_here(local: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """What of this rank's run a reduction counts here, each element on one rank: views, one after the other."""
+    if layout.counted is None:
+        return [local]
+    line = local.reshape(-1)
+    return [line[each.start : each.stop] for each in layout.counted]
+
+
 def piece_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's run of a whole tensor."""
     for dim in {split.dim for split in layout.splits}:

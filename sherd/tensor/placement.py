@@ -18,6 +18,7 @@ from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
+from sherd.tensor.vectors import VectorShard, counted
 
 
 class RaggedShard(Shard):
@@ -155,8 +156,8 @@ def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A mesh axis with `Shard(dim)` beside the runs: which indices of `dim` each of its ranks has, of what the axes to
-    the left have left over. This rank has `extents[rank]`."""
+    """A mesh axis with `Shard(dim)` or `VectorShard` beside the runs: which indices of `dim` each of its ranks has, of
+    what the axes to the left have left over. This rank has `extents[rank]`."""
 
     axis: int
     dim: int
@@ -174,6 +175,8 @@ class Layout:
     owner: the one of these ranks that holds the whole tensor, in its own shape; None if there is none.
     joined_axes: the mesh axes that hold different elements: what is reduced is reduced over these.
     copied_axes: the mesh axes that hold the same ones.
+    counted: the extents of this rank's run that a reduction counts here, of a flat parameter over tensor parallelism,
+        where some of it is counted elsewhere; None if all is.
     strides: those of a tensor at one owner whose elements are not in order there (a transposed view).
     """
 
@@ -181,6 +184,7 @@ class Layout:
         "axes",
         "by_dtype",
         "copied_axes",
+        "counted",
         "cut",
         "joined_axes",
         "local_shape",
@@ -220,6 +224,7 @@ class Layout:
         many = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self.joined_axes = tuple(axis for axis in many if not placements[axis].is_replicate())
         self.copied_axes = tuple(axis for axis in many if placements[axis].is_replicate())
+        self.counted = counted(placements, self.cut.piece(self.rank), coordinate)
         sharded = any(each.axis in self.joined_axes for each in self.splits)
         self.owner = None if sharded else _owner(self.cut)
         self.by_dtype: dict[torch.dtype, DTensorSpec] = {}
@@ -241,8 +246,14 @@ class Layout:
 
     @property
     def part_placements(self) -> tuple[Placement, ...]:
-        """The placements of torch's that the tensor has when its runs, and nothing else, are gathered."""
+        """The placements that the tensor has when its runs, and nothing else, are gathered: torch's, but of a flat
+        parameter over tensor parallelism."""
         return tuple(Replicate() if isinstance(each, RaggedShard) else each for each in self.placements)
+
+    @property
+    def is_of_vectors(self) -> bool:
+        """Whether it is a flat parameter over tensor parallelism."""
+        return any(isinstance(each, VectorShard) for each in self.placements)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """The spec of a tensor of `dtype` in this layout; the same object each time."""
@@ -354,7 +365,8 @@ def _splits_of(
             continue
         if not 0 <= each.dim < len(shape):
             raise PlacementError(f"placements {placements}: a tensor of shape {shape} has no dim {each.dim} to shard")
-        splits.append(Split(axis, each.dim, chunks(sizes[each.dim], mesh.size(axis)), coordinate[axis]))
+        extents = each.extents if isinstance(each, VectorShard) else chunks(sizes[each.dim], mesh.size(axis))
+        splits.append(Split(axis, each.dim, extents, coordinate[axis]))
         mine = splits[-1].extents[coordinate[axis]]
         offsets[each.dim] += mine.start
         sizes[each.dim] = mine.numel

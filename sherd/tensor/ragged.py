@@ -23,12 +23,14 @@ from sherd._torch import (
     spec_of,
 )
 from sherd.errors import PlacementError, WriteBackError
+from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
 from sherd.tensor.covering import as_asked_for
 from sherd.tensor.moves import gather, gather_part, part_given, piece_of, run_of
 from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
 from sherd.tensor.table import operation_for
+from sherd.tensor.vectors import VectorShard
 
 
 class RaggedDTensor(DTensor):
@@ -141,9 +143,13 @@ class RaggedDTensor(DTensor):
                 "Replicate() or Shard(dim) per axis of the same mesh; for another ragged layout use "
                 "sherd.tensor.ragged.redistribute_to(tensor, cut)"
             )
-        part: torch.Tensor = _ToPart.apply(self)  # type: ignore[no-untyped-call]  # of torch
+        layout = layout_of(spec_of(self))
+        # Of the vectors that a flat parameter is made of, torch knows no placement.
+        gathers, given = (
+            (_ToWhole, (Replicate(),) * mesh.ndim) if layout.is_of_vectors else (_ToPart, layout.part_placements)
+        )
+        part: torch.Tensor = gathers.apply(self)  # type: ignore[no-untyped-call]  # of torch
         part = part if forward_dtype is None else part.to(forward_dtype)
-        given = layout_of(spec_of(self)).part_placements
         strides = torch.empty(self.shape, device="meta").stride()
         gathered: DTensor = DTensor.from_local(part, mesh, given, run_check=False, shape=self.shape, stride=strides)
         return gathered.redistribute(mesh, wanted)
@@ -251,7 +257,7 @@ def unpickled(
 
 
 # `torch.load` makes only what is named here, unless it is told to trust the file.
-torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, Runs, unpickled])
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, Runs, VectorShard, Extent, unpickled])
 
 
 def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
 from sherd.tensor.lists import by_kind
-from sherd.tensor.moves import gather
+from sherd.tensor.moves import counted_here, gather
 from sherd.tensor.operands import layouts_in, local_of, lone_value, unknown
 from sherd.tensor.owned import on_owner
 from sherd.tensor.placement import Layout, layout_of
@@ -53,6 +53,7 @@ def summed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if asked is None:
         return on_owner(func, args, kwargs)
     local, layout, keepdim = asked
+    local = _counted(local, layout)
     kind = func.name().removeprefix("aten::").partition(".")[0]
     natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
     dtype = kwargs.get("dtype") or natural
@@ -64,7 +65,8 @@ def summed(func: Any, args: Args, kwargs: Kwargs) -> Any:
         joined(torch.prod(part, dtype=wider), Reduce.PRODUCT, layout) if kind == "prod" else _sum(part, wider, layout)
     )
     if kind == "mean":
-        whole = whole / layout.numel if layout.numel else whole * math.nan
+        numel = _numel(local, layout)
+        whole = whole / numel if numel else whole * math.nan
     return _answer(whole.to(dtype), layout, keepdim)
 
 
@@ -79,7 +81,22 @@ def counted(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if asked is None:
         return on_owner(func, args, kwargs)
     local, layout, _ = asked
-    return _answer(joined(torch.count_nonzero(local), Reduce.SUM, layout), layout, False)
+    return _answer(joined(torch.count_nonzero(_counted(local, layout)), Reduce.SUM, layout), layout, False)
+
+
+def _counted(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's run, without what another rank counts."""
+    if layout.counted is None:
+        return local
+    parts = counted_here(local, layout)
+    return torch.cat(parts) if parts else local.reshape(-1)[:0]
+
+
+def _numel(counted: torch.Tensor, layout: Layout) -> int:
+    """How many elements all ranks count, of which this one does `counted`."""
+    if not layout.is_of_vectors:
+        return layout.numel
+    return int(joined(torch.tensor(counted.numel(), device=counted.device), Reduce.SUM, layout).item())
 
 
 # Extrema and tests
@@ -176,7 +193,7 @@ def norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     power = 2.0 if power is None else float(power)
     if not _covers(given.get("dim") or None, layout) or (is_norm and given.get("out") is not None):
         return on_owner(func, args, kwargs)
-    local = local_tensor(tensor)
+    local = _counted(local_tensor(tensor), layout)
     (value,) = norms([local if given.get("dtype") is None else local.to(given["dtype"])], power, layout)
     return _answer(value, layout, bool(given.get("keepdim")))
 
@@ -193,7 +210,7 @@ def _norms_of_runs(func: Any, args: Args, kwargs: Kwargs) -> list[DTensor]:
     dtype = given.get("dtype")
     values: list[Any] = [None] * len(tensors)
     for layout, indices in _by_group(tensors).items():
-        locals_ = [local_tensor(tensors[index]) for index in indices]
+        locals_ = [_counted(local_tensor(each), layout_of(spec_of(each))) for each in (tensors[i] for i in indices)]
         found = norms(
             [each if dtype is None else each.to(dtype) for each in locals_], float(given.get("ord", 2)), layout
         )

@@ -481,17 +481,9 @@ def refused():
         with pytest.raises(error, match=text):
             call()
 
-    raised(UnsupportedError, "use_orig_params=True", lambda: FSDP(parallel(), device_mesh=data))
-    raised(
-        UnsupportedError,
-        "use_orig_params=True",
-        lambda: FSDP(parallel(), device_mesh=data, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
-    )
     raised(MeshError, r"take one axis, mesh\['dp'\]", lambda: FSDP(parallel(), device_mesh=mesh, use_orig_params=True))
     hybrid = functools.partial(FSDP, sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True)
     raised(MeshError, r"in common: .*mesh\['dp'\]", lambda: hybrid(parallel(), device_mesh=mesh))
-    no_shard = functools.partial(FSDP, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
-    raised(UnsupportedError, "pass HYBRID_SHARD", lambda: no_shard(parallel(), device_mesh=data))
     copying = FSDP(parallel(), device_mesh=data, use_orig_params=True, extensions=Copies())
     raised(PlacementError, "of the memory it was given", lambda: copying(torch.ones(2, EVEN.width)))
     raised(PolicyTypeError, "extensions=3", lambda: FSDP(parallel(), device_mesh=data, extensions=3))

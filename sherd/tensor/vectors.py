@@ -1,0 +1,87 @@
+"""The placement of a flat parameter on an axis beside data parallelism (tensor parallel): every rank has a vector of
+its own there.
+
+    axis rank 0  | up, rows 0 to 2 | norm |          a tensor of one dimension, the vectors one behind the other;
+    axis rank 1  | up, rows 3 to 4 | norm |          the elements of norm are the same in both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from sherd.layout.extent import Extent
+
+
+class VectorShard(Shard):
+    """Rank `r` of the axis has `sizes[r]` elements: a vector that `RaggedShard` on other axes cuts into runs.
+
+    `copies`: the extents of this rank's vector whose elements all ranks of the axis have. Reductions count them once,
+    at the axis' first rank; so the norm is that of the parameters, not of the vectors.
+    """
+
+    sizes: tuple[int, ...]
+    copies: tuple[Extent, ...]
+    stands_for = Shard(0)
+
+    def __new__(cls, sizes: tuple[int, ...], copies: tuple[Extent, ...]) -> VectorShard:
+        """The C++ part of the placement is that of `Shard(0)`."""
+        return super().__new__(cls, 0)  # type: ignore[call-arg]  # its C++ base has no annotations
+
+    def __init__(self, sizes: tuple[int, ...], copies: tuple[Extent, ...]) -> None:
+        super().__init__(0)
+        self.sizes = sizes
+        self.copies = copies
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Which elements of what is left to the axis each of its ranks has."""
+        starts = accumulate(self.sizes, initial=0)
+        return tuple(Extent(start, size) for start, size in zip(starts, self.sizes, strict=False))
+
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: Any, rank: Any) -> tuple[int, int]:
+        """The elements that a rank of the axis has, and the first of them. torch asks as it asks `RaggedShard`."""
+        return self.sizes[rank], self.extents[rank].start
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VectorShard) and (self.sizes, self.copies) == (other.sizes, other.copies)
+
+    def __hash__(self) -> int:
+        return hash((self.sizes, self.copies))
+
+    def __repr__(self) -> str:
+        return f"VectorShard(elements={list(self.sizes)})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return VectorShard, (self.sizes, self.copies)
+
+    def __copy__(self) -> VectorShard:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VectorShard:
+        return self
+
+
+def counted(placements: Sequence[Placement], held: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
+    """The extents of a run that reductions count at this rank, from where the run begins: `held`, the elements of the
+    vector that it is, without the copies of what the first rank of an axis has. None if all of it is counted here."""
+    copies = [
+        held.intersect(copy)
+        for axis, each in enumerate(placements)
+        if isinstance(each, VectorShard) and coordinate[axis]
+        for copy in each.copies
+    ]
+    if not any(each.numel for each in copies):
+        return None
+    found, start = [], held.start
+    for copy in sorted(copies, key=lambda each: each.start):
+        found.append(Extent(start, max(0, copy.start - start)))
+        start = max(start, copy.stop)
+    found.append(Extent(start, held.stop - start))
+    return tuple(each.shifted(-held.start) for each in found if each.numel)
