@@ -61,6 +61,7 @@ __all__ = [
     "is_replicated",
     "is_sharded_tensor",
     "is_tensor_parallel",
+    "keeps_root_order",
     "local_gradients",
     "local_tensor",
     "local_tensors",
@@ -365,6 +366,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of all; they must come from one root mesh. Private since 2.10."""
     return DeviceMesh._concatenate(meshes)
+
+
+def keeps_root_order(mesh: DeviceMesh) -> bool:
+    """Whether the axes are in the order in which the mesh that they are parts of has them. torch raises KeyError where
+    it plans how to redistribute over others (2.13). Private since 2.10; a public slice would do, but for all axes."""
+    assert mesh.mesh_dim_names is not None, "parts of one mesh have names"
+    try:
+        mesh._get_slice_mesh_layout(mesh.mesh_dim_names)
+    except KeyError:
+        return False
+    return True
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -183,6 +183,18 @@ def test_concatenate_meshes__has_the_axes_in_the_order_given(world):
     assert world(4).run(concatenated)[0] == (("tp", "dp"), [[0, 2], [1, 3]])
 
 
+def orders_kept() -> list[bool]:
+    mesh = mesh_of(2, 1, 2, names=("dp", "pp", "tp"))
+    both = [_torch.concatenate_meshes([mesh[one], mesh[other]]) for one, other in (("dp", "tp"), ("tp", "dp"))]
+    with pytest.raises(KeyError, match="ascending order"):  # or it need not be asked any more
+        DTensor.from_local(torch.ones(2, 2), both[1], [Shard(0), Shard(0)]).full_tensor()
+    return [_torch.keeps_root_order(each) for each in (mesh, *both)]
+
+
+def test_keeps_root_order__is_false_of_axes_turned_round(world):
+    assert world(4).run(orders_kept) == [[True, True, False]] * 4
+
+
 def flattened() -> tuple[int, list[int], tuple[str, ...]]:
     mesh = mesh_of(2, 2, names=("dp", "cp"))
     flat = _torch.flatten_mesh(mesh, "dp_cp")

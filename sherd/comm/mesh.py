@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sherd._torch import concatenate_meshes, device_of, flatten_mesh
+from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
 from sherd.comm.groups import group_beside
 from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
@@ -62,6 +62,7 @@ class DataMesh:
         self.dims = dims
         self.comm = comm
         self.copies = copies
+        self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
         self.shard_group = None if shard_axis is None else mesh.get_group(shard_axis)
         self.replicate_group = None if replicate_axis is None else mesh.get_group(replicate_axis)
         self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
@@ -89,24 +90,27 @@ class DataMesh:
         """The axes as the user has given them, parts of the mesh that the user has made."""
         return self.mesh if self.copies is None else self.copies
 
-    def joined(self, others: Sequence[DeviceMesh]) -> DeviceMesh:
-        """One mesh with the axes of this one, and behind them those of `others`, parts of the same mesh as `given`.
+    def joined(self, others: Sequence[DeviceMesh], behind: bool = False) -> DeviceMesh:
+        """One mesh with the axes of this one and of `others`, parts of the same mesh as `given`: those behind, or this.
 
         Raises:
             RuntimeError: they are not.
         """
-        base = concatenate_meshes([self.given, *others])
-        if self.copies is None:
-            return base
-        names = base.mesh_dim_names
-        assert names is not None, "parts of one mesh have names"
-        groups = [
-            *(self.mesh.get_group(axis) for axis in range(2)),
-            *(base.get_group(at) for at in range(1, base.ndim)),
-        ]
-        return DeviceMesh.from_group(
-            groups, base.device_type, mesh=base.mesh.unsqueeze(1), mesh_dim_names=(names[0], ALONE, *names[1:])
-        )
+        key = (behind, tuple(others))
+        if key not in self._joined:
+            parts = [*others, self.given] if behind else [self.given, *others]
+            joined = _in_one(parts)
+            self._joined[key] = joined if self.copies is None else self._with_alone(joined, parts.index(self.given))
+        return self._joined[key]
+
+    def _with_alone(self, mesh: DeviceMesh, at: int) -> DeviceMesh:
+        """`mesh`, in which `copies` is axis `at`, and behind that one of this rank alone."""
+        names, groups = list(mesh.mesh_dim_names or ()), [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        names.insert(at + 1, ALONE)
+        assert self.shard_group is not None, "copies are shards of one rank"
+        groups.insert(at + 1, self.shard_group)
+        ranks = mesh.mesh.unsqueeze(at + 1)
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
     @property
     def device(self) -> torch.device:
@@ -207,6 +211,12 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
     """
     mesh = mesh if mesh is not None else _default_mesh()
     return _read(mesh, comm) if dims is None else _pick(mesh, dims, comm)
+
+
+def _in_one(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of all, in this order; a mesh of its own, where their common one has them in another."""
+    found = concatenate_meshes(meshes)
+    return found if keeps_root_order(found) else permuted(found, range(found.ndim))
 
 
 def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate as ReplicateSpec
 from torch.distributed.tensor import Shard as ShardSpec
 from torch.distributed.tensor.placement_types import Placement as PlacementSpec
 
-from sherd._torch import DTensorSpec, all_gather_single, concatenate_meshes, dtensor_spec, strided_shard
+from sherd._torch import DTensorSpec, all_gather_single, dtensor_spec, strided_shard
 from sherd.comm.mesh import DataMesh, permuted
 from sherd.errors import MeshError, OwnershipError, PlacementError
 from sherd.layout.extent import Extent, chunks
@@ -285,7 +285,7 @@ def _require_apart(data: DeviceMesh, meshes: Sequence[DeviceMesh], name: str) ->
 def _joined(mesh: DataMesh, others: Sequence[DeviceMesh], name: str, behind: bool = False) -> DeviceMesh:
     """One mesh with the axes of all, the data-parallel ones in front or behind."""
     try:
-        return concatenate_meshes([*others, mesh.mesh]) if behind else mesh.joined(others)
+        return mesh.joined(others, behind)
     except RuntimeError as error:
         raise MeshError(
             f"{name}: it would be sharded over {' and '.join(map(str, (mesh.given, *others)))}, which are no parts of "

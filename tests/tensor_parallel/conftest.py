@@ -6,7 +6,6 @@ import pytest
 import torch.distributed as dist
 
 from sherd.comm import mesh as data_meshes
-from sherd.engine import other_axes
 
 
 @pytest.fixture(autouse=True)
@@ -23,5 +22,4 @@ def meshes_know_their_thread(monkeypatch):
 
         return run
 
-    for module in (other_axes, data_meshes):
-        monkeypatch.setattr(module, "concatenate_meshes", with_thread(module.concatenate_meshes))
+    monkeypatch.setattr(data_meshes, "concatenate_meshes", with_thread(data_meshes.concatenate_meshes))

@@ -1,0 +1,130 @@
+"""Do tensor-parallel shards that are runs become torch's own, and do they and their optimizer state go through torch's
+checkpointing, in whichever order a user's mesh has its axes?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from sherd import Blocks, Flat, Whole
+from tests.tensor_parallel.training import (
+    ODD,
+    built,
+    close,
+    mesh_of,
+    optimizer_of,
+    sharded,
+    tensor_parallel,
+    tokens,
+    whole,
+    whole_loss_of,
+    wholes,
+)
+
+TWO = (Replicate(), Replicate())
+STOCK = [TWO, (Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))]
+OF_MATRICES = [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))]
+
+
+def made(names, placement):
+    mesh = mesh_of((2, 2), *names)
+    net = sharded(tensor_parallel(built(ODD), mesh["tp"]), mesh=mesh["dp"], placement=placement)
+    return net, optimizer_of(net), mesh.get_local_rank("dp")
+
+
+def step(net, optimizer, ranks, parts):
+    for rank in ranks:
+        (whole_loss_of(net, tokens(ODD, 0, rank)) / parts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def moments(net, optimizer):
+    names = {id(each): name for name, each in net.named_parameters()}
+    return {
+        f"{names[id(each)]} {key}": whole(value)
+        for each, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def of_one_process():
+    net = built(ODD)
+    optimizer = optimizer_of(net)
+    step(net, optimizer, (0, 1), 2)
+    return wholes(net), moments(net, optimizer)
+
+
+ORDERS = [pytest.param(("dp", "tp"), id="dp_tp"), pytest.param(("tp", "dp"), id="tp_dp")]
+PLACEMENTS = [Flat(), Blocks(2), Whole()]
+
+
+def redistributed(names, placement):
+    net, _, _ = made(names, placement)
+    expected = wholes(built(ODD))
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.full_tensor(), expected[name])
+        for placements in STOCK + (OF_MATRICES if parameter.ndim > 1 else []):
+            stock = parameter.redistribute(placements=placements)
+            assert type(stock) is DTensor
+            assert stock.placements == placements
+            same = distribute_tensor(expected[name], stock.device_mesh, placements, src_data_rank=None)
+            assert torch.equal(stock.to_local(), same.to_local()), (name, placements)
+            assert torch.equal(stock.full_tensor(), expected[name]), (name, placements)
+        (gradient,) = torch.autograd.grad(parameter.redistribute(placements=TWO).to_local().sum(), parameter)
+        assert torch.equal(gradient.full_tensor(), torch.ones_like(expected[name]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("names", ORDERS)
+def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(world, names):
+    for placement in PLACEMENTS:
+        world(4).run(redistributed, names, placement)
+
+
+def saved(names, placement, folder):
+    """What was kept after a step: whole, whole from rank 0 alone, and by file; each into a new model."""
+    net, optimizer, rank = made(names, placement)
+    step(net, optimizer, [rank], 1)
+    params, state = wholes(net), moments(net, optimizer)
+    ways = {
+        "whole": StateDictOptions(full_state_dict=True),
+        "from rank 0": StateDictOptions(full_state_dict=True, cpu_offload=True),
+        "as shards": StateDictOptions(),
+    }
+    for way, options in ways.items():
+        of_model, of_optimizer = get_state_dict(net, optimizer, options=options)
+        other, its, _ = made(names, placement)
+        if way == "whole":
+            close(of_model, params)
+        if way == "from rank 0":
+            of_model, of_optimizer = (of_model, of_optimizer) if dist.get_rank() == 0 else ({}, {})
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        if way == "as shards":
+            dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+            read = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+            dcp.load(read, checkpoint_id=folder)
+            set_state_dict(other, its, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+        else:
+            set_model_state_dict(other, of_model, options=options)
+            set_optimizer_state_dict(other, its, of_optimizer, options=options)
+        close(wholes(other), params, f" {way}")
+        close(moments(other, its), state, f" {way}")
+    return params, state
+
+
+@pytest.mark.parametrize("names", ORDERS)
+def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(world, tmp_path, names):
+    params, state = of_one_process()
+    for placement in PLACEMENTS:
+        for its_params, its_state in world(4).run(saved, names, placement, tmp_path / str(placement)):
+            close(its_params, params)
+            close(its_state, state)
