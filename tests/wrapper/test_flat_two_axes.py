@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sherd import (
@@ -30,7 +30,17 @@ from sherd import (
     unsharded,
 )
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
-from tests.tensor_parallel.training import ODD, built, close, optimizer_of, tokens, whole, whole_loss_of, wholes
+from tests.tensor_parallel.training import (
+    ODD,
+    built,
+    close,
+    mesh_of,
+    optimizer_of,
+    tokens,
+    whole,
+    whole_loss_of,
+    wholes,
+)
 from tests.wrapper.test_two_axes import (
     BFLOAT16,
     FULL,
@@ -351,3 +361,58 @@ def test_files_take_flat_parameters_over_both_axes_by_name_and_as_vectors(world,
         close(its_params, params)
         close(its_state, state)
         assert torch.equal(vector, runs[0][1])
+
+
+# Several axes beside
+
+
+class Experts(nn.Module):
+    """A matrix of which each rank of `ep` has some rows, one that is cut over `tp`, and one that no axis cuts."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, rows in (("experts", 5), ("parallel", 3), ("free", 2), ("both", 7)):
+            setattr(self, name, nn.Parameter(torch.randn(rows, 3, generator=generator)))
+
+    def forward(self, x):
+        """This rank's part of a sum over all elements."""
+        parts = (each.to_local() if isinstance(each, DTensor) else each for each in self.parameters_used())
+        return sum((part * x).square().sum() for part in parts)
+
+    def parameters_used(self):
+        return self.experts, self.parallel, self.free, self.both
+
+
+def over_three_axes():
+    mesh = mesh_of((2, 2, 2), "dp", "ep", "tp")
+    net = Experts()
+    for name, axes, placements in (
+        ("experts", "ep", [Shard(0)]),
+        ("parallel", "tp", [Shard(0)]),
+        ("both", ("ep", "tp"), [Shard(0), Shard(1)]),
+    ):
+        laid = distribute_tensor(getattr(net, name).detach(), mesh[axes], placements, src_data_rank=None)
+        setattr(net, name, nn.Parameter(laid))
+    model = FSDP(net, device_mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.tensor(1.0 + mesh.get_local_rank("dp"))).backward()
+    norms = [whole(nn.utils.get_total_norm([each.grad for each in model.parameters()])).item()]
+    norms.append(model.clip_grad_norm_(1.0).item())
+    optimizer.step()
+    state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    return norms, model.state_dict(), moments(state)
+
+
+def test_a_flat_parameter_of_members_on_different_axes_is_stepped_and_saved_as_in_one_process(threads):
+    net = Experts()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    (sum(net(torch.tensor(1.0 + rank)) for rank in range(2)) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
+    optimizer.step()
+    names = [name for name, _ in net.named_parameters()]
+    state = moments({names[number]: its for number, its in optimizer.state_dict()["state"].items()})
+    for norms, params, its_state in threads(8).run(over_three_axes):
+        assert norms == pytest.approx([norm, norm], rel=1e-5)
+        close(params, wholes(net))
+        close(its_state, state)
