@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from sherd import (
     CPUOffload,
@@ -29,6 +29,7 @@ from sherd import (
     clip_grad_norm_,
     unsharded,
 )
+from sherd.wrap import ModuleWrapPolicy
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
 from tests.tensor_parallel.training import (
     ODD,
@@ -122,6 +123,43 @@ def test_without_shards_both_forms_of_parameters_train_and_are_clipped_as_in_one
         assert FlatParameter not in leaves
         assert its_norms == pytest.approx(norms, rel=1e-4)
         close(its_params, params)
+
+
+def trained_with_empty_vectors():
+    """Of the first layer the second rank of tp has nothing."""
+    mesh, data = axes_of((2, 2))
+    net, ways = narrow(), {"0": ColwiseParallel(output_layouts=Replicate())}
+    model = FSDP(
+        parallelize_module(net, mesh["tp"], ways), device_mesh=data, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.full((2, 3), 1.0 + data.get_local_rank())).square().mean().backward()
+    norm = model.clip_grad_norm_(0.1).item()
+    optimizer.step()
+    state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    return norm, model.state_dict(), moments(state)
+
+
+def narrow():
+    net = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3))
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            parameter.fill_(0.1 + number)
+    return net
+
+
+def test_a_rank_without_any_element_of_a_flat_parameter_takes_part(threads):
+    net = narrow()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    (sum(net(torch.full((2, 3), 1.0 + rank)).square().mean() for rank in range(2)) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()
+    optimizer.step()
+    names = [name for name, _ in net.named_parameters()]
+    state = moments({names[number]: its for number, its in optimizer.state_dict()["state"].items()})
+    for its_norm, params, its_state in threads(4).run(trained_with_empty_vectors):
+        assert its_norm == pytest.approx(norm, rel=1e-5)
+        close(params, wholes(net))
+        close(its_state, state)
 
 
 # As torch's FSDP1
