@@ -40,6 +40,7 @@ __all__ = [
     "after_accumulation_hooks",
     "all_gather_coalesced",
     "all_gather_single",
+    "answer_checkpointing",
     "asked_by_checkpointing",
     "at_end_of_backward",
     "backend_of",
@@ -518,6 +519,21 @@ def asked_by_checkpointing(directly: bool = False) -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def answer_checkpointing(answers: dict[str, Callable[..., Any]]) -> None:
+    """Have functions of `torch.distributed.checkpoint.state_dict`, by name, run as `answer(theirs, *args)` from now on.
+
+    That file asks nobody what an optimizer's parameters are called but the model's `named_parameters()` and instances
+    of torch's FSDP; none of its functions is public that could be told (2.2 to 2.13). It is imported: it asks us.
+    """
+    module = sys.modules["torch.distributed.checkpoint.state_dict"]
+    for name, answer in answers.items():
+        theirs = getattr(module, name)
+        if not hasattr(theirs, "sherd_answers"):
+            answering = functools.wraps(theirs)(functools.partial(answer, theirs))
+            answering.sherd_answers = answer  # type: ignore[attr-defined]  # so that it is asked once
+            setattr(module, name, answering)
 
 
 def sharded_tensor_of_rows(whole: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -653,6 +653,29 @@ def test_asked_by_checkpointing__is_true_below_torchs_state_dict_functions_only(
     assert answers[-1] == ("set", True, True)
 
 
+def test_answer_checkpointing__is_asked_once_for_a_function_that_torchs_state_dict_functions_call(monkeypatch):
+    from torch.distributed.checkpoint import state_dict
+
+    def answer(theirs, *args):
+        asked.append(theirs.__name__)
+        return theirs(*args)
+
+    asked = []
+    names = ("_init_optim_state", "_get_model_state_dict", "_get_optim_state_dict", "_load_optim_state_dict")
+    for name in names:
+        theirs = getattr(state_dict, name)
+        monkeypatch.setattr(state_dict, name, getattr(theirs, "__wrapped__", theirs))
+    for _ in range(2):
+        _torch.answer_checkpointing(dict.fromkeys(names, answer))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    values, states = state_dict.get_state_dict(model, optimizer)
+    assert asked == ["_get_model_state_dict", "_get_optim_state_dict", "_init_optim_state"]
+    asked.clear()
+    state_dict.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
+    assert asked == ["_load_optim_state_dict", "_init_optim_state"]
+
+
 def sharded_tensor_made() -> list[object]:
     group, whole = dist.group.WORLD, torch.arange(10.0).view(5, 2)
     made = _torch.sharded_tensor_of_rows(whole, group)

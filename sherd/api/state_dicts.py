@@ -40,8 +40,10 @@ from sherd.api.state_dict_type import (
     default_settings,
     settings_of,
 )
+from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
 from sherd.checkpoint.parts import around, lies_as, on_mesh_device, whole_of
 from sherd.comm.mesh import DataMesh, permuted
+from sherd.engine.flat import FlatParameter
 from sherd.engine.loan import whole_copies
 from sherd.engine.parameter import WRAPPED, ShardedParameter, plain_name
 from sherd.engine.seal import unit_of
@@ -364,8 +366,6 @@ def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, pref
     if flat is None or prefix + FLAT_PARAM not in state_dict:
         return
     given = state_dict.pop(prefix + FLAT_PARAM)
-    if any(key in state_dict for key in contents.parameters):
-        return  # torch's checkpointing gives back both, of which it has only changed the names'
     own: Any = flat.parameter
     if not isinstance(given, RaggedDTensor) or given.placements != own.placements or given.shape != own.shape:
         found = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
@@ -400,13 +400,20 @@ def _clean(texts: list[str], cleaned: Callable[[str], str]) -> None:
 # torch's checkpointing
 
 
-def named_for_checkpointing(wrapper: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What torch's checkpointing is to find on `wrapper` besides a flat parameter: the parameters that it stands for.
+def named_for_checkpointing(
+    wrapper: nn.Module, own: Iterator[tuple[str, nn.Parameter]]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """What torch's checkpointing is to find on `wrapper`, which has `own` parameters: in the place of a flat one those
+    that it stands for.
 
-    It walks over modules to learn which values it is to distribute (`full_state_dict`, `broadcast_from_rank0`), and
-    there would be none under these names.
+    It walks over modules to learn which names there are, and what a value under each of them is distributed like.
     """
     unit = _unit(wrapper)
-    if unit.parameters and unit.parameters[0].flat is not None and not _shows_names(unit):
-        for name, record in _Contents.of(wrapper, "").parameters.items():
+    if not any(each.shows_flat_parameter for each in (unit, *unit.companions)):
+        yield from own
+        return
+    show_parameters_to_checkpointing()
+    yield from (each for each in own if not isinstance(each[1], FlatParameter))
+    for name, record in _Contents.of(wrapper, "").parameters.items():
+        if record.flat is not None:
             yield name, record.shard

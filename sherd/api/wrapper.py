@@ -6,7 +6,6 @@ The wrapper has one child, the user's module. Its arguments are read in `fsdp1.p
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -262,7 +261,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """As nn.Module's, with the names that the user's own model has."""
         found = ((plain_name(name), each) for name, each in super().named_parameters(*args, **kwargs))
         if asked_by_checkpointing(directly=True) and kwargs.get("recurse", True) is False:
-            return itertools.chain(found, state_dicts.named_for_checkpointing(self))
+            return state_dicts.named_for_checkpointing(self, found)
         return found
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

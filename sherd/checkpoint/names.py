@@ -28,7 +28,8 @@ from sherd.layout.extent import Extent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One parameter of the model. `shape` is the whole's; `spec` says how its shard lies, None for a plain parameter.
+    """One parameter of the model: a shard, or a plain one. `shape` is the whole's; `spec` says how the shard lies, None
+    for a plain parameter.
 
     `extent` is where this rank's part is in that of the flat parameter it was merged into, and `start` where it begins
     in all of that; None if it is owned itself. `part` is the shape that it has there, and `whole` what DTensor it is
@@ -36,6 +37,7 @@ class Member:
     """
 
     name: str
+    parameter: nn.Parameter
     shape: torch.Size
     spec: DTensorSpec | None
     extent: Extent | None = None
@@ -190,9 +192,9 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
 def _owned(path: str, record: ShardedParameter | None, leaf: nn.Parameter, names: dict[int, str]) -> Owned:
     if record is None:
         spec = spec_of(leaf) if isinstance(leaf, DTensor) else None
-        return Owned(path, leaf, (Member(plain_name(path), leaf.shape, spec),))
+        return Owned(path, leaf, (Member(plain_name(path), leaf, leaf.shape, spec),))
     if record.flat is None:
-        return Owned(path, leaf, (Member(names[id(record)], record.shard.shape, record.shard_spec),))
+        return Owned(path, leaf, (Member(names[id(record)], leaf, leaf.shape, record.shard_spec),))
     unit = record.owner
     assert isinstance(unit, Unit), "a shard's unit lives as long as the modules that show it"
     (weights,) = unit.weights
@@ -200,6 +202,7 @@ def _owned(path: str, record: ShardedParameter | None, leaf: nn.Parameter, names
     members = tuple(
         Member(
             names.get(id(each), each.name),
+            each.shard,
             each.shard.shape,
             each.shard_spec,
             slot.held(rank),

@@ -231,12 +231,18 @@ class Unit:
         module.register_parameter(attribute, flat.parameter)
         self._flat_place = Place(module, attribute)
 
+    @property
+    def shows_flat_parameter(self) -> bool:
+        """Whether a flat parameter is registered in the place of the unit's own."""
+        return self._flat_place is not None and self._flat_place.registered
+
     def register_parameters(self, registered: bool) -> None:
         """Of a unit with a flat parameter: have the parameters among their modules' instead of it, or it instead of
         them."""
         if self._flat_place is None:
             return
         for parameter in self.parameters:
+            parameter.shard.requires_grad_(parameter.requires_grad)  # which the flat one may have been told since
             parameter.register(registered)
         self._flat_place.register(not registered)
 

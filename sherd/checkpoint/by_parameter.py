@@ -1,0 +1,126 @@
+"""What `torch.distributed.checkpoint.state_dict` sees of flat parameters: the parameters that were merged into them.
+
+    the user's optimizer      flat | head.weight                     state of two
+    what stands for it        a.weight | a.bias | head.weight        state of three, views of the same memory
+
+Its functions look for each parameter of an optimizer among those of the model, and write its state under the name that
+it has there. While they run, modules show the names, and an optimizer that owns a flat parameter is replaced by one
+that owns its members; what is loaded into that one goes to the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd._torch import answer_checkpointing
+from sherd.checkpoint.loading import optim_state_dict_to_load
+from sherd.checkpoint.names import Catalog
+from sherd.checkpoint.saving import optim_state_dict
+from sherd.engine.flat import FlatParameter
+from sherd.engine.seal import units_below
+from sherd.errors import OptimStateError
+
+
+class ByParameter(Optimizer):
+    """Stands for `optimizer`, which owns flat parameters of `model`: it owns their members, with views of their state.
+
+    It has what an optimizer is asked for when its state is saved or loaded, and cannot step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._model = model
+        self._members = [
+            [member for owned in group for member in owned.members] for group in Catalog(model).groups_of(optimizer)
+        ]
+        groups = []
+        for told, members in zip(optimizer.param_groups, self._members, strict=True):
+            names = {"param_names": [each.name for each in members]} if "param_names" in told else {}
+            groups.append({**told, **names, "params": [each.parameter for each in members]})
+        super().__init__(groups, dict(optimizer.defaults))
+
+    def read(self) -> None:
+        """Have the state that the optimizer has. All ranks must call it."""
+        if self.state or not self.optimizer.state:
+            return
+        named = optim_state_dict(self._model, self.optimizer, full=False, offload_to_cpu=False)["state"]
+        for each in chain.from_iterable(self._members):
+            if each.name in named:
+                self.state[each.parameter] = named[each.name]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it into the optimizer: a state keyed by anything, with the parameters in the order of `param_groups`.
+
+        Raises:
+            OptimStateError: other numbers of parameters, or members of one flat parameter that differ in their state.
+        """
+        groups = state_dict["param_groups"]
+        numbers = [[len(group["params"]) for group in groups], [len(members) for members in self._members]]
+        if numbers[0] != numbers[1]:
+            raise OptimStateError(
+                f"the groups of the state have {numbers[0]} parameters, those of the optimizer {numbers[1]}; build the "
+                "optimizer with the groups that it had when it was saved"
+            )
+        keys = chain.from_iterable(group["params"] for group in groups)
+        name_of = dict(zip(keys, (each.name for each in chain.from_iterable(self._members)), strict=True))
+        named = {
+            "state": {name_of.get(key, key): state for key, state in state_dict["state"].items()},
+            "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
+        }
+        optim_state_dict_to_load(self._model, self.optimizer, named, load_directly=True)
+
+
+def show_parameters_to_checkpointing() -> None:
+    """Let the functions of torch's checkpointing, one of which is asking, see parameters instead of flat ones."""
+    answer_checkpointing(
+        {
+            "_init_optim_state": _init_state,
+            "_get_model_state_dict": _with_names,
+            "_get_optim_state_dict": _with_members,
+            "_load_optim_state_dict": _with_members,
+        }
+    )
+
+
+def _init_state(theirs: Callable[..., Any], optimizer: Optimizer) -> None:
+    """What has no state yet makes it in a step, which only the optimizer itself can make."""
+    if isinstance(optimizer, ByParameter):
+        theirs(optimizer.optimizer)
+        optimizer.read()
+    else:
+        theirs(optimizer)
+
+
+def _with_names(theirs: Callable[..., Any], model: nn.Module, *more: Any) -> Any:
+    with _names_shown(model):
+        return theirs(model, *more)
+
+
+def _with_members(theirs: Callable[..., Any], model: nn.Module, optimizers: Sequence[Optimizer], *more: Any) -> Any:
+    with _names_shown(model):
+        return theirs(model, tuple(_by_parameter(model, each) for each in optimizers), *more)
+
+
+def _by_parameter(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    owned = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    is_flat = any(isinstance(each, FlatParameter) for each in owned)
+    return ByParameter(model, optimizer) if is_flat else optimizer
+
+
+@contextmanager
+def _names_shown(model: nn.Module) -> Iterator[None]:
+    """Have parameters that were merged registered under their own names."""
+    switched = [unit for unit in units_below(model) if unit.shows_flat_parameter]
+    for unit in switched:
+        unit.register_parameters(True)
+    try:
+        yield
+    finally:
+        for unit in switched:
+            unit.register_parameters(False)
