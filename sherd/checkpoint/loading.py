@@ -137,14 +137,12 @@ def _taken(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One parameter's state. `parts`: what has an element for each of its own; `others`: what has not."""
+    """One parameter's state. `keys`: in the order they were in. `parts`: what has an element for each of its own;
+    `others`: what has not."""
 
+    keys: list[str]
     parts: dict[str, DTensor]
     others: State
-
-    @property
-    def keys(self) -> set[str]:
-        return self.parts.keys() | self.others.keys()
 
 
 def _state_of(owned: Owned, states: dict[str, State], strict: bool) -> State | None:
@@ -159,13 +157,16 @@ def _state_of(owned: Owned, states: dict[str, State], strict: bool) -> State | N
             _check_shape(member, key, value, strict)
         return {key: _plain_copy(value, owned) for key, value in states[member.name].items()}
     loaded = _loaded(member, owned, states[member.name], strict)
-    return {key: loaded.parts.get(key, loaded.others.get(key)) for key in states[member.name]}
+    return {key: loaded.parts.get(key, loaded.others.get(key)) for key in loaded.keys}
 
 
 def _as_kept(state: State, kept: State | None) -> State:
-    """DTensors, but plain parts for an optimizer that works with those: as far as it has state yet, which shows it."""
-    tensors = {key: value for key, value in (kept or {}).items() if isinstance(value, torch.Tensor) and value.dim()}
+    """In the optimizer's own order, and plain parts for one that works with those: as far as it has state yet, which
+    shows it."""
+    kept = kept or {}
+    tensors = {key: value for key, value in kept.items() if isinstance(value, torch.Tensor) and value.dim()}
     plain = {key for key, value in tensors.items() if not isinstance(value, DTensor)}
+    state = {key: state[key] for key in (*kept, *state) if key in state}
     return {
         key: local_part(value) if key in plain and isinstance(value, torch.Tensor) else value
         for key, value in state.items()
@@ -195,7 +196,7 @@ def _loaded(member: Member, owned: Owned, state: State, strict: bool) -> _Loaded
             parts[key] = laid_out(tensor, member.spec, device)
         else:
             others[key] = tensor.detach().clone()
-    return _Loaded(parts, others)
+    return _Loaded(list(state), parts, others)
 
 
 def _received(value: torch.Tensor | Sent, spec: DTensorSpec) -> torch.Tensor:
@@ -240,14 +241,14 @@ def _merged(owned: Owned, loaded: dict[str, _Loaded]) -> State:
             f"and dtype, but there is none for {missing}, which {list(loaded)} have; these parameters are one flat "
             "parameter here: load with use_orig_params=True, or save from a model in which all of them had gradients"
         )
-    if any(each.keys != first.keys or each.parts.keys() != first.parts.keys() for each in loaded.values()):
+    if any(set(each.keys) != set(first.keys) or each.parts.keys() != first.parts.keys() for each in loaded.values()):
         have = {name: sorted(each.keys) for name, each in loaded.items()}
         raise OptimStateError(
             f"Differing optimizer state names for the unflattened parameters: {have}; they are one flat parameter "
             "here, and need the same"
         )
     merged: State = {}
-    for key in (*first.parts, *first.others):
+    for key in first.keys:
         values = {name: each.parts.get(key, each.others.get(key)) for name, each in loaded.items()}
         if key in first.parts:
             _require_same(key, values, lambda value: value.dtype)

@@ -475,6 +475,26 @@ def test_every_strategy_exchanges_states_with_a_fully_sharded_model(world):
 # Keys, and what an optimizer was built from
 
 
+def in_order():
+    order = ["step", "exp_avg", "exp_avg_sq"]
+    for form in FORMS:
+        model, optimizer = made(form, adam, steps=BEFORE)
+        full, sharded = FSDP.optim_state_dict(model, optimizer), FSDP.sharded_optim_state_dict(model, optimizer)
+        turned = {name: dict(reversed(state.items())) for name, state in full["state"].items()}
+        for given in (full, sharded):
+            loaded = FSDP.optim_state_dict_to_load(*made(form, adam), given)
+            assert {name: list(state) for name, state in given["state"].items()} == dict.fromkeys(full["state"], order)
+            assert all(list(state) == order for state in loaded["state"].values()), form
+        # Whatever comes, one that has state keeps its own order.
+        FSDP.optim_state_dict_to_load(model, optimizer, {**full, "state": turned}, load_directly=True)
+        assert all(list(state) == order for state in optimizer.state.values()), form
+        assert_same(FSDP.optim_state_dict(model, optimizer), full)
+
+
+def test_keys_are_in_the_order_in_which_the_optimizer_has_them(world):
+    world(2).run(in_order)
+
+
 def inputs():
     for form in ("flat nested", "orig nested", "rows"):
         model = wrapped(form)
