@@ -39,7 +39,8 @@ def optim_state_dict_to_load(
 
     All ranks must call it. Tensors of a parameter's shape are copied: from whole ones, and from DTensors of any layout,
     which may gather. Parameters that `state_dict` says nothing of get no entry, names that the optimizer has not are
-    passed over.
+    passed over. Plain parameters that are in none of its groups are in none of those returned either, for the user to
+    add, unless it is loaded directly.
 
     Args:
         model: what the optimizer was built from, or a model that has it inside.
@@ -72,6 +73,8 @@ def optim_state_dict_to_load(
         if state is not None:
             kept = state if optim is None else _as_kept(state, optim.state.get(owned.parameter))
             states[keys[id(owned)]] = kept
+    if not load_directly:
+        groups = _without_users_own(given, groups)
     loaded = {"state": states | strangers, "param_groups": _numbered_groups(given, groups, choices, keys)}
     if load_directly:
         assert optim is not None, "there is something to load it into"
@@ -273,6 +276,14 @@ def _said(value: Any) -> Any:
 
 
 # Parameter groups
+
+
+def _without_users_own(given: dict[str, Any], groups: Groups) -> Groups:
+    """Without plain parameters that the state says nothing of, as FSDP1: what looks after those adds their entries."""
+    if "param_groups" not in given:
+        return groups
+    saved = {_plain(name) for group in given["param_groups"] for name in group["params"]}
+    return [[each for each in group if each.spec is not None or not saved.isdisjoint(each.names)] for group in groups]
 
 
 def _numbered_groups(

@@ -684,6 +684,63 @@ def test_what_a_user_keeps_among_the_states_goes_along(world):
 # The oracle
 
 
+class Partly(nn.Module):
+    """A wrapped layer, a plain one, and, if asked for, another one that somebody else looks after."""
+
+    def __init__(self, kind, managed, **chosen):
+        super().__init__()
+        self.inner = kind(nn.Linear(WIDTH, WIDTH), **chosen)
+        self.plain = nn.Linear(WIDTH, WIDTH)
+        if not managed:
+            self.others = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.plain(self.inner(x))
+        return self.others(x) if hasattr(self, "others") else x
+
+
+def looked_after_by_others():
+    """As torch's FSDP1: what the state knows nothing of is left out, and an entry for it can be added."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
+
+    for orig, name in ((False, "shard_full_optim_state_dict"), (True, "flatten_sharded_optim_state_dict")):
+        numbers = []
+        for kind, more in ((Theirs, {"device_id": torch.device("cpu")}), (FSDP, {})):
+            saved, model = (Partly(kind, managed, use_orig_params=orig, **more) for managed in (True, False))
+            optimizers = [adam(each.parameters()) for each in (saved, model)]
+            for each, optimizer in zip((saved, model), optimizers, strict=True):
+                each(torch.ones(2, WIDTH)).sum().backward()
+                optimizer.step()
+            if orig:
+                state = kind.sharded_optim_state_dict(saved, optimizers[0])
+                loaded = kind.flatten_sharded_optim_state_dict(state, model, optimizers[1])
+            else:
+                state = kind.full_optim_state_dict(saved, optimizers[0], rank0_only=False)
+                loaded = kind.shard_full_optim_state_dict(state, model, optim=optimizers[1])
+            (group,) = loaded["param_groups"]
+            numbers.append(list(group["params"]))
+            before = {id(parameter): state["step"] for parameter, state in optimizers[1].state.items()}
+            optimizer = adam(model.parameters())
+            for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                if number not in group["params"]:
+                    group["params"].insert(number, number)
+                    own = {"exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
+                    loaded["state"][number] = {"step": torch.tensor(7.0), **own}
+            optimizer.load_state_dict(loaded)
+            assert optimizer.state[model.others.weight]["step"] == 7
+            assert optimizer.state[model.plain.weight]["step"] == 1
+            assert len(optimizer.state) == len(before), name
+            if kind is FSDP:
+                FSDP.optim_state_dict_to_load(model, optimizers[1], state, load_directly=True)
+                assert model.others.weight not in optimizers[1].state
+        assert numbers[0] == numbers[1] == list(range(4 if orig else 3))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_what_others_look_after_is_left_to_them(world):
+    world(2).run(looked_after_by_others)
+
+
 def against_torch():
     """With flat parameters: without, torch's own on CPU gathers each key over the one before it."""
     from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
