@@ -22,6 +22,7 @@ from sherd._torch import answer_checkpointing
 from sherd.checkpoint.loading import optim_state_dict_to_load
 from sherd.checkpoint.names import Catalog
 from sherd.checkpoint.saving import optim_state_dict
+from sherd.engine.adoption import watcher
 from sherd.engine.flat import FlatParameter
 from sherd.engine.seal import units_below
 from sherd.errors import OptimStateError
@@ -108,6 +109,8 @@ def _with_members(theirs: Callable[..., Any], model: nn.Module, optimizers: Sequ
 
 
 def _by_parameter(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    if not optimizer.state:
+        watcher.adopt(optimizer)  # it may have been built before the model was wrapped
     owned = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     is_flat = any(isinstance(each, FlatParameter) for each in owned)
     return ByParameter(model, optimizer) if is_flat else optimizer

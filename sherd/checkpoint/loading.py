@@ -18,6 +18,7 @@ from sherd.checkpoint.agreement import State
 from sherd.checkpoint.names import Catalog, Groups, Member, Owned
 from sherd.checkpoint.parts import is_of_scalar, laid_out, vector_of
 from sherd.checkpoint.sent import NO_STATE, Sent, from_rank0
+from sherd.engine.adoption import watcher
 from sherd.engine.parameter import plain_name
 from sherd.errors import OptimStateError
 from sherd.optim import ELEMENTWISE
@@ -59,6 +60,8 @@ def optim_state_dict_to_load(
             parameters of one flat parameter of which some are missing, or have other keys or numbers than the rest;
             parameters of one group that were in several.
     """
+    if optim is not None and not optim.state:
+        watcher.adopt(optim)  # it may have been built before the model was sharded
     catalog = Catalog(model)
     groups, choices = _groups(catalog, optim, optim_input)
     given = _read(state_dict, from_rank_0, group)

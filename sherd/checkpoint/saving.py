@@ -26,6 +26,7 @@ from sherd.checkpoint.parts import (
     vector_gathered,
     whole_of,
 )
+from sherd.engine.adoption import watcher
 from sherd.engine.vector import copy_of
 
 
@@ -63,6 +64,8 @@ def optim_state_dict(
     Raises:
         OptimStateError: the optimizer has a parameter that the model has not, or ranks have different states.
     """
+    if not optim.state:
+        watcher.adopt(optim)  # it may have been built before the model was sharded
     raw = optim.state_dict() if given is None else given
     catalog = Catalog(model)
     groups = catalog.groups_of(optim)

@@ -143,9 +143,10 @@ def key_of(module: nn.Module, attribute: str) -> tuple[int, str]:
 
 
 class Merged(Protocol):
-    """What a parameter needs to know of the flat parameter that it is part of."""
+    """What a parameter needs to know of the flat parameter that it is part of: the names are those of all parts."""
 
     parameter: nn.Parameter
+    names: tuple[str, ...]
 
 
 class Owner(Protocol):

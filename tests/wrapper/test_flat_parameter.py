@@ -457,17 +457,107 @@ def test_optimizers_step_it_as_they_step_the_parameters(threads, name):
     threads(2).run(optimize, "flat_param", name)
 
 
-def optimize_what_was_there_before():
+def built_before(kind, scheduled):
+    """The optimizer, with a scheduler if so, of a plain model, which is wrapped then."""
+    plain, net = made(), made()
+    optimizers = [kind(trained(each)) for each in (plain, net)]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda epoch: 0.5**epoch) for each in optimizers]
+    model = sharded("flat_param", net)
+    for seed in range(3):
+        backward(model, seed)
+        backward_plain(plain, seed)
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduled:
+                scheduler.step()
+    assert_close(model, plain)
+    held = [parameter for group in optimizers[1].param_groups for parameter in group["params"]]
+    assert {id(each) for each in held} == {id(each) for each in trained(model)}
+    assert len(held) == len(trained(model)) == len(optimizers[1].state)
+    assert optimizers[1].param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizers[1])
+    assert set(saved["state"]) == {name for name, each in plain.named_parameters() if each.requires_grad}
+
+
+EARLY = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=1e-2),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=1e-2, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=1e-2, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_an_optimizer_built_before_wrapping_trains_the_flat_parameters(threads, name):
+    threads(2).run(built_before, EARLY[name], scheduled=name != "foreach")
+
+
+def in_groups_of_units():
+    """One group for each unit, with other hyper-parameters, and names."""
+    plain, net = made(), made()
+    optimizers = []
+    for each in (plain, net):
+        named = [(name, parameter) for name, parameter in each.named_parameters() if parameter.requires_grad]
+        block = [pair for pair in named if pair[0].startswith("block.")]
+        rest = [pair for pair in named if not pair[0].startswith("block.")]
+        optimizers.append(torch.optim.SGD([{"params": block, "lr": 0.3}, {"params": rest}], lr=0.1))
+    model = sharded("flat_param", net)
+    early = FullyShardedDataParallel.optim_state_dict(model, optimizers[1])
+    assert [len(group["params"]) for group in early["param_groups"]] == [4, 3]
+    for seed in range(2):
+        backward(model, seed)
+        backward_plain(plain, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model, plain)
+    groups = optimizers[1].param_groups
+    assert [group["params"] for group in groups] == [[model.block._flat_param], [model._flat_param]]
+    assert [len(group["param_names"]) for group in groups] == [1, 1]
+
+
+def test_an_early_optimizer_with_a_group_for_each_unit_keeps_its_groups(threads):
+    threads(2).run(in_groups_of_units)
+
+
+def cannot_be_adopted():
+    def decayed(net):
+        named = [(name, each) for name, each in net.named_parameters() if each.requires_grad]
+        biases = [each for name, each in named if name.endswith("bias")]
+        return [{"params": [each for name, each in named if not name.endswith("bias")]}, {"params": biases, "lr": 0.2}]
+
+    for chosen, text in (
+        (decayed, r"SGD has parameters of one flat parameter in several of its groups: .*bias in 1.*use_orig_params"),
+        (
+            lambda net: list(net.block.up.parameters()),
+            r"SGD was built from .*up.weight, .*up.bias: 2 of the 4 .* one flat parameter now.*use_orig_params",
+        ),
+    ):
+        net = made()
+        optimizer = torch.optim.SGD(chosen(net), lr=0.1)
+        model = sharded("flat_param", net)
+        backward(model, 0)
+        with pytest.raises(OptimizerError, match=text):
+            optimizer.step()
     net = made()
-    optimizer = torch.optim.SGD(trained(net), lr=0.1)
+    optimizer = torch.optim.Adam(trained(net))
+    model = sharded("flat_param", net)
+    optimizer.add_param_group({"params": [model.block._flat_param]})
+    with pytest.raises(OptimizerError, match=r"Adam holds .*twice: as before, and in the flat parameter"):
+        optimizer.step()
+    net = made()
+    optimizer = torch.optim.Adam(trained(net))
+    backward(net, 0)
+    optimizer.step()
     model = sharded("flat_param", net)
     backward(model, 0)
-    with pytest.raises(OptimizerError, match=r"part of a flat parameter now; build .* use_orig_params=True"):
+    with pytest.raises(OptimizerError, match=r"Adam holds state for .*set_optimizer_state_dict"):
         optimizer.step()
 
 
-def test_an_optimizer_built_before_wrapping_is_told_so(threads):
-    threads(2).run(optimize_what_was_there_before)
+def test_an_early_optimizer_that_cannot_step_a_flat_parameter_as_a_whole_is_told_so(threads):
+    threads(2).run(cannot_be_adopted)
 
 
 # Copies and conversions
