@@ -42,8 +42,8 @@ class MixedPrecisionPolicy:
         cast_root_forward_inputs: the same where the unit is the root; None takes `cast_forward_inputs`. Beyond torch.
         full_precision_in_eval: gather, compute and leave inputs in each parameter's own dtype while the unit's modules
             are in eval mode. Beyond torch.
-        keep_low_precision_grads: leave reduced gradients in `reduce_dtype`, for an optimizer that wants them so.
-            Beyond torch.
+        keep_low_precision_grads: leave gradients in `param_dtype`, for an optimizer that wants them so; under pure
+            data parallelism in `reduce_dtype`. Beyond torch.
     """
 
     param_dtype: torch.dtype | None = None

@@ -87,7 +87,7 @@ class MixedPrecision:
         param_dtype: of gathered parameters, hence of compute.
         reduce_dtype: in which gradients are reduced; None takes `param_dtype`.
         buffer_dtype: of floating-point buffers; a state dict has them in their own.
-        keep_low_precision_grads: leave gradients in the dtype they were reduced in.
+        keep_low_precision_grads: leave gradients in `param_dtype`; under `NO_SHARD` in the dtype they were reduced in.
         cast_forward_inputs: cast the inputs of each unit's forward to `param_dtype`.
         cast_root_forward_inputs: cast those of the root's forward, whatever is done with other units'.
         _module_classes_to_ignore: modules of these classes become units of their own, in full precision, when there

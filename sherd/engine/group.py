@@ -154,7 +154,7 @@ class Group:
         floating = self.dtype.is_floating_point
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
-        self.grad_dtype = self.reduce_dtype if precision.keep_low_precision_grads else self.dtype
+        self.grad_dtype = self._grad_dtype(precision.keep_low_precision_grads)
         self.device = mesh.device
         self.gathers_itself = kind_of(self.parameters[0]).gathers_itself
         is_one_large = len(self.parameters) == 1 and is_large(self.parameters[0])
@@ -164,6 +164,12 @@ class Group:
         self.version = 0
         self.leaves = self._leaves()
         self.rest = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
+
+    def _grad_dtype(self, keeps_low_precision: bool) -> torch.dtype:
+        """The dtype of `.grad`; in low precision as in FSDP1: that of compute, or of reduction where nothing is cut."""
+        if not keeps_low_precision:
+            return self.dtype
+        return self.reduce_dtype if self.is_one_piece else self.compute_dtype
 
     def _fetched(self) -> FetchedShard | None:
         """What is kept of the shard of which this rank owns a piece; None where ranks own their shards."""

@@ -3,14 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import sherd
 from sherd.api.fsdp1 import MixedPrecision
 from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.tensor.ragged import local_part
 from sherd.wrap import ModuleWrapPolicy
 from tests.models import WIDTH, Block, build, noise
-from tests.wrapper.training import FULL_SHARD, NO_SHARD, whole_values, wrap_units
+from tests.wrapper.training import FULL_SHARD, whole_values, wrap_units
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -89,19 +92,51 @@ def test_inputs_buffers_and_weights_have_the_dtypes_that_were_chosen(threads, or
             assert seen["parameter"] == seen["gradient"] == FP32, precision
 
 
-REDUCED_IN = [((BF16, None), BF16), ((BF16, FP32), FP32), ((None, BF16), BF16), ((None, None), FP32)]
+LOW = [
+    {"param_dtype": compute, "reduce_dtype": reduce, "keep_low_precision_grads": True}
+    for compute, reduce in ((BF16, None), (BF16, FP32), (None, BF16), (torch.float16, BF16), (None, None))
+]
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=lambda strategy: strategy.name.lower())
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_gradients_may_be_kept_as_they_were_reduced(threads, strategy, orig):
-    precisions = [
-        {"param_dtype": compute, "reduce_dtype": reduce, "keep_low_precision_grads": True}
-        for (compute, reduce), _ in REDUCED_IN
-    ]
-    for found in threads(2).run(dtypes_seen, precisions, orig, strategy):
-        for seen, (chosen, kept) in zip(found, REDUCED_IN, strict=True):
-            assert (seen["gradient"], seen["parameter"]) == (kept, FP32), chosen
+def dtypes_of_gradients(api, strategy, orig):
+    """Those of two micro-batches under each precision; and, where reduced in full, what the second one adds up to."""
+    more = {} if api is sherd else {"device_id": torch.device("cpu")}
+    dtypes, sums = [], []
+    for precision in LOW:
+        torch.manual_seed(0)
+        model = api.FullyShardedDataParallel(
+            nn.Linear(WIDTH, WIDTH),
+            sharding_strategy=api.ShardingStrategy[strategy],
+            mixed_precision=api.MixedPrecision(**precision),
+            use_orig_params=orig,
+            **more,
+        )
+        for _ in range(2):
+            model(torch.ones(2, WIDTH) * (dist.get_rank() + 1)).sum().backward()
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            dtypes.append({each.dtype for each in gradients})
+        total = sum(local_part(each).double().sum() for each in gradients)
+        dist.all_reduce(total)
+        sums.append(total.item() / (1 if strategy == "FULL_SHARD" else dist.get_world_size()))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert {each.dtype for each in model.parameters()} == {FP32}
+    return dtypes, sums
+
+
+def low_precision_as_torchs():
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        for orig in (True, False):
+            (theirs, their_sums), (ours, sums) = (
+                dtypes_of_gradients(api, strategy, orig) for api in (torch_fsdp, sherd)
+            )
+            assert ours == theirs, (strategy, orig)
+            assert sums == their_sums, (strategy, orig)
+    return ours
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_gradients_that_are_kept_in_low_precision_are_in_that_of_torchs_fsdp1(world):
+    world(2).run(low_precision_as_torchs)
 
 
 # Norms in full precision
