@@ -9,7 +9,9 @@ The engine's own whole buffers take no part: they are shown in forward and backw
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +65,7 @@ class Loan:
         unit.lend(self)
         if shown:
             for group, of_group, grads_of_group in zip(groups, wholes, grads, strict=True):
-                _lend(group, of_group, grads_of_group)
+                self._lend(group, of_group, grads_of_group)
         # Before the first forward nothing was computed that could be out of date.
         watched = unit.parameters if terms.writeback and unit.runtime is not None else []
         self._digests = {id(record): _digest(record.lent) for record in watched if record.lent is not None}
@@ -76,6 +78,22 @@ class Loan:
     def writes_back(self) -> bool:
         """Whether the shards will be written at the end."""
         return self._terms.writeback
+
+    @property
+    def lends_gradients(self) -> bool:
+        """Whether gradients are lent too, and will be written at the end."""
+        return self._terms.with_grads
+
+    def _lend(self, group: Group, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+        has_grad = {index for leaf in group.leaves if leaf.parameter.grad is not None for index in leaf.members}
+        for index, (record, whole) in enumerate(zip(group.parameters, wholes, strict=True)):
+            parameter = nn.Parameter(whole, requires_grad=record.requires_grad)
+            if grads is not None and index in has_grad:
+                parameter.grad = grads[index]
+            if parameter.requires_grad:
+                refuse = functools.partial(_refuse_lost_gradient, weakref.ref(self), self.unit.name, record.name)
+                parameter.register_post_accumulate_grad_hook(refuse)
+            record.lend(parameter)
 
     def require_covers(self, terms: Terms) -> None:
         """Raise `StateError` if a context within this one asks for more than this one gives."""
@@ -228,13 +246,26 @@ def whole_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParamete
     return wholes
 
 
-def _lend(group: Group, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
-    has_grad = {index for leaf in group.leaves if leaf.parameter.grad is not None for index in leaf.members}
-    for index, (record, whole) in enumerate(zip(group.parameters, wholes, strict=True)):
-        parameter = nn.Parameter(whole, requires_grad=record.requires_grad)
-        if grads is not None and index in has_grad:
-            parameter.grad = grads[index]
-        record.lend(parameter)
+def _refuse_lost_gradient(lender: weakref.ref[Loan], unit: str, name: str, lent: torch.Tensor) -> None:
+    """Raise `StateError` for a gradient of a copy that is given up with the context, or was.
+
+    Who enters without `writeback` to look may look at gradients as well.
+    """
+    loan = lender()
+    is_over = loan is None or loan.unit.loan is not loan
+    if is_over:
+        raise WrapperStateError(
+            f"a backward has reached {name} of unit {unit} as it was lent by an unshard context (unsharded, "
+            "summon_full_params) that is over, so its gradient would be lost; call backward inside, with "
+            "with_grads=True, or compute this part of the loss in the model's forward"
+        )
+    assert loan is not None, "it is not over"
+    if loan.writes_back and not loan.lends_gradients:
+        raise WrapperStateError(
+            f"a backward has reached {name} of unit {unit}, which an unshard context (unsharded, summon_full_params) "
+            "lends, so its gradient would be lost with the context; enter it with with_grads=True to keep gradients, "
+            "or with writeback=False to look at them"
+        )
 
 
 @torch.no_grad()

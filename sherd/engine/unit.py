@@ -287,6 +287,16 @@ class Unit:
                 "parameters will be written over its shards; step outside, or enter the context with writeback=False"
             )
 
+    def require_own_gradients(self) -> None:
+        """Raise if gradients that a backward is about to reduce will be written over by those that are lent."""
+        for each in (self, *self.companions):
+            if each.loan is not None and each.loan.lends_gradients:
+                raise WrapperStateError(
+                    f"backward of unit {self.name} inside an unshard context (unsharded, summon_full_params) that "
+                    f"lends the gradients of unit {each.name}, which will be written over what it reduces at the end; "
+                    "call backward before or after, or enter the context with with_grads=False"
+                )
+
     def outdate(self) -> None:
         """Whole parameters that autograd may have kept were written: a backward that needs them is to raise, as it does
         for a plain parameter that is changed in place."""

@@ -369,6 +369,63 @@ def test_a_backward_inside_reduces_into_the_shards(threads):
         threads(2).run(backward_inside, way)
 
 
+def backward_of_what_lends_gradients(way):
+    """It would be lost; and after the error the model trains as it would have."""
+    model, expected = sharded(way), sharded(way)
+    expected(words()).square().mean().backward()
+    for recurse, lender in ((True, model), (False, model.block)):
+        loss = model(words()).square().mean()
+        refused = pytest.raises(StateError, match=r"backward of unit .* lends the gradients of unit .*with_grads=False")
+        with unsharded(lender, recurse=recurse, with_grads=True), refused:
+            loss.backward()
+        model.zero_grad()
+        model(words()).square().mean().backward()
+        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            assert found.grad is wanted.grad is None or torch.equal(found.grad.full_tensor(), wanted.grad.full_tensor())
+        model.zero_grad()
+
+
+def test_a_backward_inside_that_lends_gradients_is_refused(threads):
+    for way in ("rows", "orig_params", "orig_kept"):
+        threads(2).run(backward_of_what_lends_gradients, way)
+
+
+def gradients_of_what_is_lent(way):
+    """Kept with gradients, shown to who looks, else refused: they would be lost."""
+    model = sharded(way)
+
+    def penalty():
+        return sum(each.square().sum() for each in set(shown(model).values()))  # a tied one once
+
+    with unsharded(model, with_grads=True):
+        penalty().backward()
+        expected = {name: 2 * each.detach() for name, each in shown(model).items() if each.requires_grad}
+    if not way.startswith("flat_"):
+        for name, found in whole_grads(model).items():
+            torch.testing.assert_close(found, expected.get(name))
+    model.zero_grad()
+    with unsharded(model, writeback=False):
+        penalty().backward()
+        for name, wanted in expected.items():
+            torch.testing.assert_close(shown(model)[name].grad, wanted)
+        late = penalty()
+    with unsharded(model):
+        with pytest.raises(StateError, match=r"of unit .*would be lost with the context; .*with_grads=True"):
+            penalty().backward()
+        torch.autograd.grad(penalty(), [each for each in shown(model).values() if each.requires_grad])
+        later = penalty()
+    for each in (late, later):
+        with pytest.raises(StateError, match=r"of unit .*was lent by an unshard context .* is over.*with_grads=True"):
+            each.backward()
+    assert all(each.grad is None for each in model.parameters())
+    model(words()).square().mean().backward()
+
+
+def test_a_gradient_of_what_is_lent_is_kept_or_refused(threads):
+    for way in ("rows", "flat_param", "orig_params"):
+        threads(2).run(gradients_of_what_is_lent, way)
+
+
 def lend_in_inference_mode(way):
     plain, model = made(), sharded(way)
     with torch.inference_mode(), unsharded(model):
