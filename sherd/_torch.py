@@ -43,6 +43,7 @@ __all__ = [
     "answer_checkpointing",
     "asked_by_checkpointing",
     "at_end_of_backward",
+    "attributes_of",
     "backend_of",
     "beneath_transforms",
     "concatenate_meshes",
@@ -657,6 +658,16 @@ def is_tensor_parallel(module: torch.nn.Module) -> bool:
     """Whether `parallelize_module` or `distribute_module` has distributed the module's own parameters; it says so in an
     attribute without a public name (2.3 to 2.13)."""
     return getattr(module, "_distribute_module_applied", False) is True
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What a user has written on a Parameter (`weight.no_decay = True`), and not its class, torch.nn or Dynamo, which
+    write there under names of their own (2.11 to 2.13). Hooks and gradients are not among it."""
+    written = {
+        name: value for name, value in vars(parameter).items() if name != "_is_param" and not name.startswith("_dynamo")
+    }
+    own = vars(parameter.detach()) if written and type(parameter) is not torch.nn.Parameter else {}
+    return {name: value for name, value in written.items() if name not in own}
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:

@@ -736,6 +736,30 @@ def test_steps_in_backward__is_what_was_given_optimizers():
     assert [_torch.steps_in_backward(each) for each in (weight, bias)] == [True, False]
 
 
+def test_attributes_of__is_what_users_write_and_not_what_classes_do():
+    class Own(torch.Tensor):
+        """A subclass that keeps something on each of its tensors."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            if isinstance(result, Own):
+                result.inner = "of the class"
+            return result
+
+    own = torch.ones(2).as_subclass(Own)
+    own.inner = "of the class"
+    for data in (torch.ones(2), own):
+        parameter = nn.Parameter(data)
+        parameter.register_hook(lambda gradient: gradient)
+        parameter.register_post_accumulate_grad_hook(lambda tensor: None)
+        parameter.grad = torch.ones(2)
+        torch._dynamo.mark_static_address(parameter)
+        assert _torch.attributes_of(parameter) == {}
+        parameter.written = 1
+        assert _torch.attributes_of(parameter) == {"written": 1}
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     return _torch.backend_of(group, CPU).options._timeout.total_seconds()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sherd._torch import attributes_of
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
 from sherd.comm.mesh import DataMesh
@@ -75,7 +76,10 @@ def _reset(module: nn.Module, device: torch.device) -> None:
             f"a {type(module).__name__} is on the meta device and has no `reset_parameters()` method to give it "
             "values; write one, or pass param_init_fn"
         )
+    written = {name: attributes_of(each) for name, each in module.named_parameters(recurse=False)}
     module.to_empty(device=device, recurse=False)
+    for name, each in module.named_parameters(recurse=False):
+        vars(each).update(written[name])  # they are other Parameters by now
     reset()
 
 

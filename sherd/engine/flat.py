@@ -10,13 +10,15 @@ vector of its own, of its parts of the members; of what they have copies of, nor
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from sherd._torch import dispatches_itself, register_foreach_type
+from sherd._torch import attributes_of, dispatches_itself, register_foreach_type
 from sherd.engine.group import Group, own_view
 from sherd.engine.other_axes import merged_spec
 from sherd.engine.parameter import record_of
@@ -119,6 +121,7 @@ class FlatShard:
         self.shapes = tuple(each.shape for each in group.parameters)
         self._pieces = tuple(cut.piece(group.mesh.piece) for cut in group.packing.runs)
         self.parameter = _flat_parameter(group)
+        vars(self.parameter).update(_common_attributes([each.shard for each in group.parameters], self.names))
 
     def metadata(self) -> FlatParamShardMetadata:
         """What this rank holds."""
@@ -146,3 +149,26 @@ def _flat_parameter(group: Group) -> nn.Parameter:
     # A Parameter keeps the class of its data, whatever its type says: this is one, and a FlatParameter.
     parameter: Any = nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad)
     return cast(nn.Parameter, _as_flat(parameter))
+
+
+def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, Any]:
+    """What users have written on all of the parameters alike; a warning names the rest, which the flat one has not."""
+    written = [attributes_of(each) for each in shards]
+    common = {
+        key: value
+        for key, value in written[0].items()
+        if all(key in other and _is_same(value, other[key]) for other in written)
+    }
+    lost = [f"{key} of {name}" for name, own in zip(names, written, strict=True) for key in own if key not in common]
+    if lost:
+        warnings.warn(
+            f"{', '.join(lost[:8])}{' and others' if len(lost) > 8 else ''}: attributes of parameters that become one "
+            "flat parameter, which has them only where all its parameters have the same. Code that reads them there, "
+            "to make parameter groups, sees none: pass use_orig_params=True, or wrap these parameters apart",
+            stacklevel=2,
+        )
+    return common
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (isinstance(value, bool | int | float | str | tuple) and bool(value == other))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from sherd._torch import is_replicated, move_hooks
+from sherd._torch import attributes_of, is_replicated, move_hooks
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
 from sherd.engine import hooks
@@ -79,6 +79,7 @@ def _shard(
         part = piece_of(form.data.detach(), form.cut, form.mesh.piece)
         local = part.clone(memory_format=torch.contiguous_format)
         shard = nn.Parameter(as_dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
+        vars(shard).update(attributes_of(each.parameter))
         record = ShardedParameter(
             each.name,
             form.data.shape,

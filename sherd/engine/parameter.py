@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, dtensor, dtensor_spec, in_functional_call, local_tensor
+from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_functional_call, local_tensor
 from sherd.comm.mesh import DataMesh
 from sherd.engine.pieces import piece_of
 from sherd.errors import UnsupportedError, WriteBackError
@@ -170,7 +170,8 @@ class ShardedParameter:
     which of the unit's plans cut it, if it is cut into runs. `holder` is the module it was found on. `flat`: what the
     shard was merged into, if it was. `restored`: what makes the whole of a DTensor of its local tensor, if a user has
     something to say about that. `lent`: a whole copy that the user works with (`sherd.unsharded`), which modules
-    show meanwhile.
+    show meanwhile. `attributes`: what users write on the parameter (`weight.no_decay = True`), the `__dict__` of all
+    its forms.
     """
 
     name: str
@@ -187,8 +188,29 @@ class ShardedParameter:
     flat: Merged | None = None
     restored: Callable[[torch.Tensor], torch.Tensor] | None = None
     lent: nn.Parameter | None = None
+    attributes: dict[str, Any] = field(init=False)
     _owner: weakref.ref[Owner] | None = None
     _taken_ids: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.attributes = vars(self.shard)
+
+    def share_attributes(self, form: torch.Tensor) -> None:
+        """Let a form of this parameter have what users write on any of them, now or later.
+
+        What a class has written on its own tensor stays there, beside a copy of the rest.
+        """
+        if vars(form).keys() <= self.attributes.keys():
+            form.__dict__ = self.attributes
+        else:
+            vars(form).update({key: value for key, value in self.attributes.items() if key not in vars(form)})
+
+    def keep_attributes(self) -> None:
+        """Let the shard have them still, where `module.to()` has swapped its `__dict__` for another tensor's."""
+        found = vars(self.shard)
+        if found is not self.attributes:
+            self.attributes.update(found)
+            self.shard.__dict__ = self.attributes
 
     def claim(self, tensor: torch.Tensor) -> None:
         """Remember that `tensor` is a form of this parameter: its shard, its whole, or what it was before."""
@@ -209,6 +231,7 @@ class ShardedParameter:
     def exchange(self, shard: nn.Parameter) -> None:
         """Take another DTensor of the same layout as the shard; the old one has it as its successor."""
         before, self.shard = self.shard, shard
+        self.share_attributes(shard)
         self.claim(before)
         self.claim(shard)
         self.show(shard)
@@ -283,6 +306,7 @@ class ShardedParameter:
                 )
             if isinstance(shown, nn.Parameter):
                 self._take_values(shown)
+                self.attributes.update(attributes_of(shown))
                 if record_of(shown) is None:  # else it is another shard, which stays what it is
                     self.claim(shown)
                     self._taken_ids.add(id(shown))
@@ -340,6 +364,7 @@ class ShardedParameter:
 
     def lend(self, whole: nn.Parameter) -> None:
         """Show `whole` until it is taken back."""
+        self.share_attributes(whole)
         self.show(whole)
         self.lent = whole
 

@@ -256,6 +256,7 @@ class SelfGatheredWeights:
             if spec is not None:
                 shown = dtensor(shown, dtensor_spec(spec.mesh, spec.placements, spec.shape, whole.dtype))
             parameter = nn.Parameter(shown, requires_grad=self._record.requires_grad)
+        self._record.share_attributes(parameter)
         self._record.claim(parameter)
         self._watch(0, parameter)
         return _Made(parameter, whole, tuple(Buffer.of(tensor) for tensor in inner))

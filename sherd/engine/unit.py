@@ -248,6 +248,8 @@ class Unit:
 
     def reseat(self) -> None:
         """After shards may have moved (`module.to()`, a load): back into one buffer, once all are on one device."""
+        for parameter in self.parameters:
+            parameter.keep_attributes()
         device = self.parameters[0].resting.device if self.parameters else None
         # From the last one on, which the first is to move moves last: modules that move one by one look at one tensor.
         if all(each.resting.device == device for each in reversed(self.parameters)) and not self.is_seated:

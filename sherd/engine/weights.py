@@ -156,6 +156,7 @@ class Weights:
                 made = self._wholes[self._dtype] = _Whole(self.group, self._dtype)
                 made.free()
             for index, parameter in enumerate(made.parameters):
+                self.group.parameters[index].share_attributes(parameter)
                 self.group.parameters[index].claim(parameter)
                 self._watch(index, parameter)
             if not self.group.mesh.keeps_whole and made.buffer.is_ours:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from sherd._torch import (
     DTensorSpec,
+    attributes_of,
     dispatches_itself,
     dtensor,
     dtensor_of,
@@ -162,12 +164,15 @@ class RaggedDTensor(DTensor):
             raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
         copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, _is_parameter(self))
         memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = spec_of(self)
         local, shape = local_tensor(self).detach(), tuple(spec.shape)
-        return unpickled, (local, spec.mesh, spec.placements, self.requires_grad, _is_parameter(self), shape)
+        given = local, spec.mesh, spec.placements, self.requires_grad, _is_parameter(self), shape
+        attributes = attributes_of(self)
+        return unpickled, (*given, attributes) if attributes else given
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """What this rank writes into a checkpoint: its run as rectangles; nothing if it holds nothing."""
@@ -251,9 +256,12 @@ def unpickled(
     requires_grad: bool,
     is_parameter: bool,
     shape: tuple[int, ...],
+    attributes: dict[str, Any] | None = None,
 ) -> RaggedDTensor:
     """What a pickle calls to make the tensor again, on a mesh of the same shape."""
-    return _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
+    tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
+    vars(tensor).update(attributes or {})
+    return tensor
 
 
 # `torch.load` makes only what is named here, unless it is told to trust the file.
