@@ -17,7 +17,7 @@ from sherd import RaggedDTensor, fully_shard
 from sherd.api.module import FSDPModule
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.engine.flat import FlatParameter
-from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, WrapperStateError
+from sherd.errors import ModuleError, PolicyTypeError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.models import WIDTH, Block, build, noise
 from tests.parity.training import Recipe, train_plain
@@ -358,19 +358,11 @@ def optimizer_built_before(orig):
     return whole_values(wrapped)
 
 
-def test_an_optimizer_built_before_takes_over_the_original_parameters(threads):
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_an_optimizer_built_before_takes_over_what_its_parameters_became(threads, orig):
     recipe = Recipe("mlp", optimizer="sgd", steps=1)
-    for values, plain in zip(threads(2).run(optimizer_built_before, True), train_plain(recipe, 2), strict=True):
+    for values, plain in zip(threads(2).run(optimizer_built_before, orig), train_plain(recipe, 2), strict=True):
         torch.testing.assert_close(values, plain.params, rtol=1e-5, atol=1e-6)
-
-
-def test_an_optimizer_built_before_cannot_take_over_a_flat_parameter(threads):
-    with pytest.raises(RanksFailed) as failed:
-        threads(2).run(optimizer_built_before, False)
-    for kind, text in failed.value.errors.values():
-        assert kind == OptimizerError.__name__
-        assert "part of a flat parameter" in text
-        assert "use_orig_params=True" in text
 
 
 # Copies
