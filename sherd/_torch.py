@@ -70,6 +70,7 @@ __all__ = [
     "may_hook_saving",
     "move_hooks",
     "named_group",
+    "not_traced",
     "outside_transforms",
     "pop_saving_hooks",
     "push_saving_hooks",
@@ -90,6 +91,7 @@ __all__ = [
     "symmetric_memory",
     "timeout_of",
     "transforms_take_off",
+    "trace_nothing_in",
     "whole_of_sharded_tensor",
 ]
 
@@ -226,6 +228,24 @@ def dynamo_skips(functions: Iterable[Callable[..., Any]]) -> None:
 
     for function in functions:
         skip_code(function.__code__)
+
+
+def trace_nothing_in(*packages: str) -> None:
+    """Let Dynamo run all functions of these packages as they are, but not stop at what they call. A decorator on each,
+    `torch.compiler.disable`, takes a microsecond of every call, and nothing public names a package (2.2 to 2.13)."""
+    from torch._dynamo import trace_rules
+
+    for package in packages:
+        trace_rules.add(package)
+
+
+def not_traced(reason: str) -> Exception:
+    """The error by which a tensor that Dynamo wants a fake copy of has it break the graph, and run what works on the
+    tensor as it is; with `fullgraph=True` it is the user's. Nothing public does this outside of what Dynamo traces
+    (2.11 to 2.13)."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported(reason)
 
 
 _AS_IT_IS = contextlib.nullcontext()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from sherd import _torch
+from tests import versions
 
 CPU = torch.device("cpu")
 
@@ -378,6 +379,51 @@ def test_dynamo_disabled__is_not_traced_inside_a_compiled_function():
 
     assert compiled(torch.ones(1)).item() == 9
     assert seen == [False]
+
+
+class _Untraced(torch.Tensor):
+    """What asks Dynamo to leave it alone."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(each.inner if isinstance(each, cls) else each for each in args))
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
+        raise _torch.not_traced("not this one")
+
+
+def test_not_traced__breaks_the_graph_and_names_the_reason_where_none_may_break():
+    given = _Untraced(torch.ones(2)), torch.ones(2)
+    assert torch.compile(lambda x, y: x + y, backend="eager")(*given).tolist() == [2, 2]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="not this one"):
+        torch.compile(lambda x, y: x + y, backend="eager", fullgraph=True)(*given)
+
+
+def test_trace_nothing_in__runs_a_packages_functions_as_they_are_but_not_what_they_call():
+    _torch.trace_nothing_in("tests.versions")
+    seen: list[bool] = []
+
+    def inner(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    code = compile("def outer(inner, x):\n    return inner(x)", versions.__file__, "exec")
+    exec(code, names := {})
+    torch.compile(names["outer"], backend="eager")(inner, torch.ones(1))
+    assert seen == [True]
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: names["outer"](inner, x), backend="eager", fullgraph=True)(torch.ones(1))
 
 
 # Optimizers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, cast
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
-from sherd.engine.hooks import as_forward
+from sherd.engine.methods import BoundForward
 from sherd.engine.runtime import Runtime
 from sherd.engine.seal import runtime_of, unit_of, units_below
 from sherd.engine.unit import Unit
@@ -414,26 +413,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method) or isinstance(method, nn.Module):
         raise ModuleError(f"{type(module).__name__} has no method {method_name!r} to register")
-    if not isinstance(method, _BoundForward):
-        setattr(module, method_name, _BoundForward(module._sherd_own_unit, module, method))
-
-
-class _BoundForward:
-    """A method run as a forward. It finds its module weakly: the module holds it. A function that is not bound to the
-    module, a static method say, is called without it."""
-
-    def __init__(self, unit: Unit, module: nn.Module, method: Callable[..., Any]) -> None:
-        self._unit = unit
-        self._module = weakref.ref(module)
-        self._takes_module = inspect.ismethod(method) and method.__self__ is module
-        self._function: Any = getattr(method, "__func__", method) if self._takes_module else method
-        functools.update_wrapper(self, self._function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None, "called through the module"
-        method = self._function.__get__(module) if self._takes_module else self._function
-        return as_forward(self._unit, module, method)(*args, **kwargs)
+    if not isinstance(method, BoundForward):
+        setattr(module, method_name, BoundForward(module._sherd_own_unit, module, method))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sherd._torch import asked_by_checkpointing, is_tensor_parallel, steps_in_backward
+from sherd._torch import asked_by_checkpointing, dynamo_disabled, is_tensor_parallel, steps_in_backward
 from sherd.api import comm_hook, materialize, optim_states, state_dict_type, state_dicts
 from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
@@ -137,6 +137,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self._sherd_shard(mesh, ignored)
         self._sherd_buffers = materialize.cast_buffers(self, choices, ignored)
         state_dicts.install(self)
+        # As with hooks: a compiled wrapper is to find no Python of ours to trace.
+        self._sherd_prepare = dynamo_disabled(FullyShardedDataParallel._sherd_before_forward)
 
     def _sherd_shard(self, mesh: DataMesh, ignored: Ignored) -> None:
         """Make the unit, and the flat parameter."""
@@ -212,6 +214,12 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; parameters are whole inside."""
+        self._sherd_prepare(self)
+        wrapped: Any = self._modules[WRAPPED]
+        return wrapped(*args, **kwargs)
+
+    def _sherd_before_forward(self) -> None:
+        """What is due on the wrapper before the wrapped module's forward."""
         state_dicts.settle(self)
         unit = self._sherd_own_unit
         if self._sherd_is_new:
@@ -219,8 +227,6 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         if self._sherd_buffers and unit.precision.full_precision_in_eval:
             wanted = None if unit.in_full_precision else self.mixed_precision.buffer_dtype
             materialize.recast_buffers(self._sherd_buffers, wanted)
-        wrapped: Any = self._modules[WRAPPED]
-        return wrapped(*args, **kwargs)
 
     def _sherd_check_before_first_forward(self) -> None:
         """What was done to the parameters since they were wrapped, and would be passed over without a word. A flat
@@ -260,7 +266,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module's, with the names that the user's own model has."""
         found = ((plain_name(name), each) for name, each in super().named_parameters(*args, **kwargs))
-        if asked_by_checkpointing(directly=True) and kwargs.get("recurse", True) is False:
+        if kwargs.get("recurse", True) is False and asked_by_checkpointing(directly=True):
             return state_dicts.named_for_checkpointing(self, found)
         return found
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.engine.parameter import Owner, ShardedParameter, record_of
 from sherd.errors import OptimizerError
 
@@ -31,8 +31,9 @@ class _Watcher:
     def install(self) -> None:
         """Watch every optimizer's steps from now on."""
         if not self._installed:
-            register_optimizer_step_pre_hook(self._before_step)
-            register_optimizer_step_post_hook(self._after_step)
+            # Disabled for Dynamo: a step may be compiled, and these look at what is not to be traced.
+            register_optimizer_step_pre_hook(dynamo_disabled(self._before_step))
+            register_optimizer_step_post_hook(dynamo_disabled(self._after_step))
             self._installed = True
 
     def sharded_again(self) -> None:

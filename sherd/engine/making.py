@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from sherd._torch import attributes_of, is_replicated, move_hooks
+from sherd._torch import attributes_of, is_replicated, move_hooks, trace_nothing_in
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
 from sherd.engine import hooks
@@ -62,9 +63,18 @@ def make_unit(
         # Dynamo then takes parameters as inputs of the graph instead of guarding each object, which changes on every
         # gather.
         each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+    _hide_from_dynamo()
     watcher.install()
     watcher.sharded_again()
     return unit
+
+
+@functools.cache
+def _hide_from_dynamo() -> None:
+    """Nothing in sherd is for Dynamo to trace, not even what an operation on a ragged tensor, or a compiled optimizer
+    step, calls; but in `api` there are functions around the user's own."""
+    layers = ("layout", "schedule", "comm", "tensor", "engine", "checkpoint", "optim", "clip", "grad_scaler")
+    trace_nothing_in(*(f"sherd.{layer}" for layer in layers))
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from sherd._torch import (
     dtensor,
     dtensor_of,
     local_tensor,
+    not_traced,
     register_foreach_type,
     spec_of,
 )
@@ -188,7 +189,7 @@ class RaggedDTensor(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
-        raise PlacementError("torch.compile cannot trace ragged tensors; compile what computes with whole parameters")
+        raise not_traced("a tensor that sherd cuts into runs is not traced; what works on it runs as it is")
 
 
 dispatches_itself(RaggedDTensor)

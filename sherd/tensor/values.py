@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from sherd._torch import dispatches_itself, dtensor, dtensor_of, dtensor_spec, local_tensor, spec_of
+from sherd._torch import dispatches_itself, dtensor, dtensor_of, dtensor_spec, local_tensor, not_traced, spec_of
 from sherd.tensor.placement import Layout
 from sherd.tensor.table import operation_for
 from sherd.tensor.trees import changed, tensors_in
@@ -33,6 +33,10 @@ class KnownDTensor(DTensor):
         if any(isinstance(each, DTensor) and type(each) is not DTensor for each in others):
             return operation_for(func)(func, args, kwargs)
         return func(*changed(args, KnownDTensor, _stock), **changed(kwargs, KnownDTensor, _stock))
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+        raise not_traced("a value that sherd has reduced is not traced; what works on it runs as it is")
 
 
 dispatches_itself(KnownDTensor)

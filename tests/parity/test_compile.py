@@ -1,11 +1,23 @@
-"""Does `block.compile(fullgraph=True)` hold under sharding, and compute what the plain model computes?"""
+"""Compiled blocks, whole models, methods and optimizer steps train as the plain model does."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from sherd import (
+    Blocks,
+    Flat,
+    FullyShardedDataParallel,
+    Whole,
+    flatten_optimizer,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from tests.models import build, shard
 from tests.parity.training import Recipe, assert_all_same, steps_sharded
+from tests.ranks import RanksFailed
+from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped, wrap_units
 
 # Dynamo looks at `.grad` of every graph input, a block's hidden states too, and is warned for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -25,17 +37,18 @@ def train_compiled(recipe, backend, compile_first, **options):
 
 # Each pair of two choices once: compiling takes seconds.
 @pytest.mark.parametrize(
-    ("model", "backend", "compile_first"),
+    ("model", "backend", "compile_first", "options"),
     [
-        ("mlp", "eager", True),
-        ("mlp", "aot_eager", False),
-        ("checkpoint_inside", "eager", False),
-        ("checkpoint_inside", "aot_eager", True),
+        ("mlp", "eager", True, {}),
+        ("mlp", "aot_eager", False, {"placement": Flat()}),
+        ("mlp", "aot_eager", True, {"placement": Blocks(2)}),
+        ("checkpoint_inside", "eager", False, {"placement": Whole()}),
+        ("checkpoint_inside", "aot_eager", True, {}),
     ],
 )
-def test_blocks_compile_as_one_graph_each(world, model, backend, compile_first):
+def test_blocks_compile_as_one_graph_each(world, model, backend, compile_first, options):
     recipe = Recipe(model)
-    assert_all_same(world(2).run(train_compiled, recipe, backend, compile_first), recipe)
+    assert_all_same(world(2).run(train_compiled, recipe, backend, compile_first, **options), recipe)
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
@@ -67,14 +80,158 @@ def test_steps_do_not_compile_again(world):
     assert all(1 <= count <= 3 for count in few)
 
 
-def train_whole_compiled(recipe):
+def train_whole_compiled(recipe, backend, in_place, **options):
     """The root compiled too, with graph breaks at the units."""
-    model = shard(build(recipe.model))
-    model.compile(backend="eager")
-    return steps_sharded(model, recipe, dist.get_rank())
+    model = shard(build(recipe.model), **options)
+    if in_place:
+        model.compile(backend=backend)
+        return steps_sharded(model, recipe, dist.get_rank())
+    return steps_sharded(torch.compile(model, backend=backend), recipe, dist.get_rank())
 
 
-def test_the_whole_model_may_be_compiled_with_breaks(world):
+@pytest.mark.parametrize(
+    ("in_place", "backend", "options"),
+    [
+        (True, "eager", {}),
+        (False, "aot_eager", {"placement": Flat()}),
+        (True, "aot_eager", {"placement": Blocks(2)}),
+        (False, "eager", {"placement": Whole()}),
+    ],
+)
+def test_the_whole_model_may_be_compiled_with_breaks(world, in_place, backend, options):
     assert torch._dynamo.config.suppress_errors is False, "a failed compilation would pass unseen"
     recipe = Recipe("mlp")
-    assert_all_same(world(2).run(train_whole_compiled, recipe), recipe)
+    runs = world(2).run(train_whole_compiled, recipe, backend, in_place, **options)
+    for run in runs if not in_place else ():
+        run.grads = [{_plain(name): each for name, each in grads.items()} for grads in run.grads]
+        run.params = {_plain(name): each for name, each in run.params.items()}
+    assert_all_same(runs, recipe)
+
+
+def _plain(name):
+    """A name in a model that `torch.compile` has wrapped."""
+    return name.removeprefix("_orig_mod.")
+
+
+def train_wrapper_compiled(recipe, in_place, use_orig_params):
+    model = wrap_units(build(recipe.model), use_orig_params=use_orig_params)
+    compiled = model
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(model, backend="eager")
+    return steps_wrapped(compiled, recipe, dist.get_rank())
+
+
+@pytest.mark.parametrize(("in_place", "use_orig_params"), [(True, True), (False, False)])
+def test_a_wrapper_may_be_compiled(world, in_place, use_orig_params):
+    recipe = Recipe("mlp")
+    runs = world(2).run(train_wrapper_compiled, recipe, in_place, use_orig_params)
+    for run in runs:
+        run.grads = [{_plain(name): each for name, each in grads.items()} for grads in run.grads]
+        run.params = {_plain(name): each for name, each in run.params.items()}
+    assert_all_trained_plainly(runs, recipe)
+
+
+class TwoWays(nn.Module):
+    """Two units and a root, and a method beside forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def encode(self, x):
+        return torch.tanh(self.first(x))
+
+    def forward(self, x):
+        return self.second(self.encode(x))
+
+
+def two_ways(layout=None, use_orig_params=None):
+    """The same weights on all ranks; cut as `layout`, or wrapped, or plain."""
+    torch.manual_seed(0)
+    model = TwoWays()
+    if layout is not None:
+        for unit in (model.second, model):
+            fully_shard(unit, placement=layout)
+    if use_orig_params is not None:
+        model.second = FullyShardedDataParallel(model.second, use_orig_params=use_orig_params)
+        model = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
+    return model
+
+
+def train_with_compiled_step(options, flattened, whole_step):
+    """Against the same steps uncompiled, on the same shards."""
+    models = [two_ways(**options), two_ways(**options)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    if flattened:
+        optimizers[0] = flatten_optimizer(optimizers[0])
+    compiled_step = torch.compile(optimizers[0].step, backend="eager")
+
+    def step(model, optimizer_step, x):
+        loss = model(x).square().sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer_step()
+        return loss.detach()
+
+    def whole(model, _, x):
+        return step(model, optimizers[0].step, x)
+
+    compiled = torch.compile(whole, backend="eager") if whole_step else step
+    for number in range(2):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        found, expected = compiled(models[0], compiled_step, x), step(models[1], optimizers[1].step, x)
+        torch.testing.assert_close(found, expected)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for found, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(found.to_local(), expected.to_local())
+
+
+@pytest.mark.parametrize(
+    ("options", "flattened", "whole_step"),
+    [
+        ({"layout": Flat()}, False, False),
+        ({"layout": Blocks(2)}, True, False),
+        ({"layout": Whole()}, False, True),
+        ({"use_orig_params": True}, False, True),
+        ({"use_orig_params": False}, False, False),
+    ],
+)
+# Torch imports Inductor for a compiled step.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_an_optimizers_step_may_be_compiled(world, options, flattened, whole_step):
+    world(2).run(train_with_compiled_step, options, flattened, whole_step)
+
+
+def train_method_compiled():
+    plain, model = two_ways(), two_ways(Flat())
+    register_fsdp_forward_method(model, "encode")
+    x = torch.randn(3, 4)
+
+    def loss_of(module):
+        return module.encode(x).sum() + module(x).square().sum()
+
+    compiled = torch.compile(loss_of, backend="aot_eager")
+    for _ in range(2):
+        found, expected = compiled(model), loss_of(plain)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+    for (name, parameter), each in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), each.grad, msg=name)
+
+
+def test_a_method_run_as_a_forward_may_be_compiled(world):
+    world(2).run(train_method_compiled)
+
+
+def ask_for_one_graph():
+    model = two_ways(Flat())
+    torch.compile(lambda: sum(each.detach().sum() for each in model.parameters()), backend="eager", fullgraph=True)()
+
+
+def test_one_graph_over_ragged_tensors_is_refused_by_name(world):
+    with pytest.raises(RanksFailed, match="sherd cuts into runs is not traced"):
+        world(2).run(ask_for_one_graph)
