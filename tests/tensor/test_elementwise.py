@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from sherd.layout.runs import Runs
 from sherd.tensor.ragged import RaggedDTensor
 from tests.tensor.cuts import KINDS, SHAPES, cuts, line, local_of, numbers, ragged, whole_of
 
@@ -160,3 +161,38 @@ def lone_values():
 
 def test_a_replicated_scalar_may_mix(threads):
     threads(2).run(lone_values)
+
+
+def pairs_of(kind):
+    """Views, both ways, and gradients through them."""
+    mesh = line(torch.distributed.get_world_size())
+    for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
+        plain = numbers(shape, torch.complex64)
+        mine = ragged(plain, cut, mesh)
+        pairs = torch.view_as_real(mine)
+        assert pairs.shape == (*shape, 2)
+        torch.testing.assert_close(whole_of(pairs), torch.view_as_real(plain))
+        pairs.mul_(2)
+        torch.testing.assert_close(whole_of(mine), 2 * plain)
+        again = torch.view_as_complex(pairs)
+        assert again.cut == cut
+        torch.testing.assert_close(whole_of(again), 2 * plain)
+        leaf, ours = plain.clone().requires_grad_(), ragged(plain, cut, mesh).requires_grad_()
+        for each in (leaf, ours):
+            torch.view_as_real(each).square().sum().backward()
+        torch.testing.assert_close(whole_of(ours.grad), leaf.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_complex_tensors_are_seen_as_pairs_and_back(threads, kind):
+    for num_ranks in (1, 2, 4):
+        threads(num_ranks).run(pairs_of, kind)
+
+
+def a_pair_cut_in_two():
+    torch.view_as_complex(ragged(numbers((3, 2)), Runs((3, 2), 2, 0, (3, 6)), line(2)))
+
+
+def test_a_pair_cut_in_two_is_no_complex_number(threads):
+    with pytest.raises(Exception, match="a pair of numbers is on two ranks"):
+        threads(2).run(a_pair_cut_in_two)

@@ -32,9 +32,9 @@ def arguments(form):
     return {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}[form]
 
 
-def parameters(kind, mesh, shapes=SHAPES, with_stock=False):
+def parameters(kind, mesh, shapes=SHAPES, with_stock=False, dtype=torch.float32):
     """Plain parameters, and the same ones ragged; the second of these stock, if asked for."""
-    plain = [nn.Parameter(numbers(shape)) for shape in shapes]
+    plain = [nn.Parameter(numbers(shape, dtype)) for shape in shapes]
     mine = [
         nn.Parameter(ragged(each.detach(), cut, mesh))
         for each, cut in zip(plain, cuts(kind, shapes, mesh.size()), strict=True)
@@ -46,16 +46,16 @@ def parameters(kind, mesh, shapes=SHAPES, with_stock=False):
 
 def give_gradients(plain, mine, step):
     for each, like in zip(mine, plain, strict=True):
-        like.grad = numbers(like.shape, seed=step)
+        like.grad = numbers(like.shape, like.dtype, seed=step)
         if isinstance(each, DTensor) and hasattr(each, "cut"):
             each.grad = ragged(like.grad, each.cut, each.device_mesh)
         else:
             each.grad = distribute_tensor(like.grad.clone(), each.device_mesh, [Shard(0)])
 
 
-def compare(kind, make, given, with_stock=False, shapes=SHAPES):
+def compare(kind, make, given, with_stock=False, shapes=SHAPES, dtype=torch.float32):
     mesh = line(torch.distributed.get_world_size())
-    plain, mine = parameters(kind, mesh, shapes, with_stock)
+    plain, mine = parameters(kind, mesh, shapes, with_stock, dtype)
     expected, optimizer = make(plain, **given), make(mine, **given)
     for step in range(2):
         give_gradients(plain, mine, step)
@@ -75,6 +75,14 @@ def test_an_optimizer_steps_ragged_parameters_as_plain_ones(threads, name, form)
     for num_ranks, kinds in ((1, ("uneven",)), (2, KINDS), (4, ("uneven",))):
         for kind in kinds:
             threads(num_ranks).run(compare, kind, make, given | arguments(form))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_complex_parameters_as_plain_ones(threads, name):
+    make, given = OPTIMIZERS[name]
+    for form in ("foreach", "for-loop"):
+        for kind in ("uneven", "blocks", "whole"):
+            threads(2).run(compare, kind, make, given | arguments(form), dtype=torch.complex64)
 
 
 @pytest.mark.parametrize("form", ["foreach", "for-loop", "fused"])
