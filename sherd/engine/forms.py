@@ -24,6 +24,7 @@ from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Placement, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import RunPlacement, Runs
+from sherd.tensor.stock import see_complex_shards_as_pairs
 
 AnyPlacement = Placement | RunPlacement
 
@@ -74,6 +75,8 @@ def forms_of(
 
 def _form(each: Found, mesh: DataMesh, cut: Cut | Runs, lot: int) -> Form:
     parameter, data = each.parameter, _data(each)
+    if data.is_complex() and not isinstance(cut, Runs):
+        see_complex_shards_as_pairs()
     if not isinstance(parameter, DTensor):
         _require_own_mesh(each, mesh)
         return Form(mesh, cut, lot, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)

@@ -1,0 +1,59 @@
+"""Complex parameters train under every placement as in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from sherd import Blocks, Flat, FullyShardedDataParallel, Whole, flatten_optimizer, fully_shard
+from tests.wrapper.training import seeded
+
+
+class Wave(nn.Module):
+    """A complex matrix and a complex vector, neither of which divides evenly, and real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
+        self.vector = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.real = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.real((x @ self.matrix + self.vector).abs())
+
+
+OPTIMIZERS = {
+    "Adam": (torch.optim.Adam, {"lr": 0.1}),
+    "AdamW for-loop": (torch.optim.AdamW, {"lr": 0.1, "foreach": False}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
+def losses_of(model, optimizer):
+    found = []
+    for step in range(3):
+        x = torch.linspace(-1, 1, 20, dtype=torch.complex128).view(4, 5) * (step + 1)
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def train(layout):
+    for make, given in OPTIMIZERS.values():
+        plain, model = seeded(Wave), seeded(Wave)
+        if layout in ("wrapper", "flattened"):
+            model = FullyShardedDataParallel(model, use_orig_params=True)
+        else:
+            fully_shard(model, placement=layout)
+        optimizer = make(model.parameters(), **given)
+        optimizer = flatten_optimizer(optimizer) if layout == "flattened" else optimizer
+        assert losses_of(model, optimizer) == pytest.approx(losses_of(plain, make(plain.parameters(), **given)))
+
+
+@pytest.mark.parametrize("layout", [None, Flat(), Blocks(2), Whole(), "wrapper", "flattened"], ids=str)
+def test_complex_parameters_train_under_every_placement(threads, layout):
+    threads(2).run(train, layout)
