@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sherd._torch import asked_by_checkpointing, dynamo_disabled, is_tensor_parallel, steps_in_backward
+from sherd._torch import (
+    asked_by_checkpointing,
+    dynamo_disabled,
+    in_functional_call,
+    is_tensor_parallel,
+    steps_in_backward,
+)
 from sherd.api import comm_hook, materialize, optim_states, state_dict_type, state_dicts
 from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
@@ -256,6 +262,19 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             if wrapped is None:
                 raise
             return getattr(wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's; but a tensor in the place of a parameter of the wrapped module goes there, as reading does.
+        `torch.func.functional_call` sets what is given for a nested wrapper's parameters in this way."""
+        found = self.__dict__.get("_modules", {}).get(WRAPPED) if isinstance(value, torch.Tensor) else None
+        while found is not None and WRAPPED in found._modules:
+            found = found._modules[WRAPPED]
+        if found is None or name in self._parameters or name not in found._parameters:
+            super().__setattr__(name, value)
+        elif in_functional_call():
+            found._parameters[name] = value
+        else:
+            setattr(found, name, value)
 
     def __getitem__(self, key: Any) -> Any:
         """`wrapped[key]`, for a wrapped container."""

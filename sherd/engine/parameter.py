@@ -137,6 +137,11 @@ class Place:
         return {} if module is None else module.__dict__
 
 
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements, and no memory for them."""
+    return not isinstance(tensor, DTensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
 def key_of(module: nn.Module, attribute: str) -> tuple[int, str]:
     """What the place of that attribute of that module is known by, for as long as there is one."""
     return id(module._parameters), attribute
@@ -305,6 +310,9 @@ class ShardedParameter:
                     "values for good, use load_state_dict() or sherd.unsharded(model)"
                 )
             if isinstance(shown, nn.Parameter):
+                if record_of(shown) is self and _is_freed(shown):
+                    place.show(self.shard)  # a whole one that functional_call has put back, which was freed meanwhile
+                    continue
                 self._take_values(shown)
                 self.attributes.update(attributes_of(shown))
                 if record_of(shown) is None:  # else it is another shard, which stays what it is

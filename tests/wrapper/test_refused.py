@@ -20,9 +20,11 @@ from sherd import (
     fully_shard,
     unsharded,
 )
+from sherd.errors import UnsupportedError
 from sherd.wrap import ModuleWrapPolicy
 from tests.models import Block
 from tests.wrapper.nets import assert_equal, made, own, sharded, values, wholes, words
+from tests.wrapper.training import seeded
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
@@ -353,3 +355,50 @@ def keep_offload_and_precision_objects():
 
 def test_offload_of_copies_and_empty_choices_are_taken_as_fsdp1_takes_them(threads):
     threads(2).run(keep_offload_and_precision_objects)
+
+
+class Nest(nn.Module):
+    """A layer that is wrapped by itself, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.outer(self.inner(x))
+
+
+def values_for_nested_wrappers(use_orig_params):
+    """Refused by name, and the model is what it was; its own parameters pass."""
+    plain, model, x = seeded(Nest), seeded(Nest), torch.ones(2, 4)
+    model.inner = FullyShardedDataParallel(model.inner, use_orig_params=use_orig_params)
+    model = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
+    values = {name: 2 * each.detach() for name, each in plain.named_parameters()}
+    for given in (values, {"inner.weight": values["inner.weight"]}, {"inner.bias": nn.Parameter(values["inner.bias"])}):
+        with pytest.raises(UnsupportedError, match="functional_call gave a value for"):
+            torch.func.functional_call(model, given, (x,))
+        assert "weight" not in vars(model.inner), "values are not left behind"
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+            torch.testing.assert_close(torch.vmap(model)(x), plain(x))
+    own = dict(model.named_parameters())
+    torch.testing.assert_close(torch.func.functional_call(model, own, (x,)), plain(x))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_values_for_one_call_of_nested_wrappers_are_refused_by_name(threads, use_orig_params):
+    threads(2).run(values_for_nested_wrappers, use_orig_params)
+
+
+def parameters_set_through_the_wrapper():
+    """On the wrapped module, as they are read from there."""
+    model = FullyShardedDataParallel(seeded(Nest), use_orig_params=True)
+    inner = FullyShardedDataParallel(seeded(lambda: nn.Linear(4, 4)), use_orig_params=True)
+    inner.weight = nn.Parameter(torch.eye(4))
+    torch.testing.assert_close(inner(torch.ones(2, 4)) - inner(torch.zeros(2, 4)), torch.ones(2, 4))
+    model.other = nn.Parameter(torch.ones(1))
+    assert "other" in model._parameters
+
+
+def test_a_parameter_set_on_a_wrapper_replaces_the_wrapped_modules(threads):
+    threads(2).run(parameters_set_through_the_wrapper)
