@@ -133,10 +133,20 @@ _loads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[int]]] = wea
 """By shard group and number of pieces: the elements of each piece of units whose model has not run yet."""
 
 
+EVEN = 1.1
+"""Loads balance if the largest is at most so many times the mean."""
+
+
 def forget_loads(mesh: DataMesh) -> None:
     """A model over `mesh` is complete: the owners of the next one are chosen as if it were the first."""
     if mesh.shard_group is not None:
         _loads.pop(mesh.shard_group, None)
+
+
+def loads_balance(mesh: DataMesh) -> bool:
+    """Whether the ranks own about as much each of the units whose model has not run yet."""
+    loads = _loads.get(mesh.shard_group, {}).get(mesh.num_pieces, []) if mesh.shard_group is not None else []
+    return sum(loads) > 0 and max(loads) * len(loads) <= EVEN * sum(loads)
 
 
 def _require_shapes(found: Sequence[Found]) -> None:

@@ -14,7 +14,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
 from sherd.engine import hooks
 from sherd.engine.adoption import watcher
-from sherd.engine.forms import Wish, forms_of
+from sherd.engine.forms import Wish, forget_loads, forms_of, loads_balance
 from sherd.engine.ownership import Belongings, Found
 from sherd.engine.parameter import ShardedParameter
 from sherd.engine.pieces import piece_of
@@ -50,7 +50,12 @@ def make_unit(
     owners = _owners(found, mesh)
     streams = streams_for(mesh.device)
     surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
+    # What is below has owners that need nothing beside it to balance, so it may be a model of its own: the next unit is
+    # as the first of one, and a teacher has the owners of its student (test_a_model_made_alike_has_the_same_owners).
+    closes = surrounds and loads_balance(mesh)
     records = _shard(found, streams, wish_of, surrounds)
+    if closes:
+        forget_loads(mesh)
     _borrow(found)
     unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy, surrounds, found)
     _bring_buffers(found.modules, mesh.device)

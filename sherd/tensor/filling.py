@@ -12,7 +12,7 @@ from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.elementwise import wrapped
 from sherd.tensor.moves import piece_of
-from sherd.tensor.operands import WAYS_OUT, layouts_in, lone_value, mixed, name_of
+from sherd.tensor.operands import WAYS_OUT, layouts_in, local_of, lone_value, mixed, name_of
 from sherd.tensor.owned import common_owner, on_owner
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
@@ -37,9 +37,10 @@ def _run_of(source: torch.Tensor, layout: Layout, func: Any) -> torch.Tensor:
     one = lone_value(source)
     if one is not None:
         return one
-    if isinstance(source, RaggedDTensor) and layout_of(spec_of(source)).same_as(layout):
-        return local_tensor(source)
-    if isinstance(source, RaggedDTensor) or tuple(source.shape) != layout.shape:
+    if isinstance(source, RaggedDTensor):
+        run: torch.Tensor = local_of(source, layout, func)
+        return run
+    if tuple(source.shape) != layout.shape:
         raise mixed(func, layout, source)
     if isinstance(source, DTensor) and source.device_mesh != layout.mesh:
         raise mixed(func, layout, source)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, dtensor_of, local_tensors, spec_of, specs_of
+from sherd._torch import DTensorSpec, dtensor_of, local_tensor, local_tensors, spec_of, specs_of
 from sherd.tensor.operands import layouts_in, local_of, lone_value, mixed
 from sherd.tensor.owned import common_owner, is_in_place
 from sherd.tensor.placement import layout_of
@@ -105,9 +105,10 @@ def _local_of(given: Any, first: list[RaggedDTensor], specs: list[DTensorSpec], 
         # The step counts of optimizers, or scalars to multiply by.
         return [local_of(each, layout_of(spec), func) for each, spec in zip(given, specs, strict=True)]
     if given is not first and specs_of(given) != specs:
-        for each, like in zip(given, first, strict=True):
-            if not _may_meet(each, like):
-                raise mixed(func, layout_of(spec_of(like)), each)
+        return [
+            local_tensor(each) if _may_meet(each, like) else local_of(each, layout_of(spec), func)
+            for each, like, spec in zip(given, first, specs, strict=True)
+        ]
     return local_tensors(given)
 
 

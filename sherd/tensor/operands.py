@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
-from sherd.tensor.moves import piece_of
+from sherd.tensor.moves import gather, piece_of
 from sherd.tensor.placement import Layout, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.trees import tensors_in
@@ -34,14 +34,18 @@ def layouts_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Layout]:
 def local_of(value: Any, layout: Layout, func: Any) -> Any:
     """What this rank computes with in place of `value`: its run of a ragged tensor, a lone value as it is.
 
+    A tensor of the same shape that is whole at another owner is brought here: all ranks must take part.
+
     Raises:
-        PlacementError: the elements of `value` are not where those of `layout` are.
+        PlacementError: the elements of `value` are not where those of `layout` are, or are in pieces elsewhere.
     """
     if isinstance(value, RaggedDTensor):
         other = layout_of(spec_of(value))
-        if not layout.same_as(other):
+        if layout.same_as(other):
+            return local_tensor(value)
+        if not at_two_owners(layout, other):
             raise mixed(func, layout, value)
-        return local_tensor(value)
+        return piece_of(gather(local_tensor(value), other), layout)
     if not isinstance(value, torch.Tensor):
         return value
     one = lone_value(value)
@@ -50,6 +54,13 @@ def local_of(value: Any, layout: Layout, func: Any) -> Any:
     if one is None or not _broadcasts(value.shape, layout.shape):
         raise mixed(func, layout, value)
     return one.reshape(1) if not layout.shape else one
+
+
+def at_two_owners(layout: Layout, other: Layout) -> bool:
+    """Whether two tensors of one shape are whole at one rank each, of the same ranks: a student's and a teacher's. One
+    of them then goes to the other's owner, in which all these ranks take part."""
+    owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
+    return owned and layout.shape == other.shape and layout.shares_ranks_with(other)
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

@@ -168,7 +168,11 @@ def at_an_owner():
     torch.testing.assert_close(whole_of(parameter.grad), plain.grad)
     assert raised(lambda a: a @ torch.ones(4, 4), [mine])
     assert raised(lambda a: a.nonzero(), [mine])
-    assert raised(lambda a: a + ragged(whole, Runs(SHAPE, 3, 2, (24,), by_rows=True), mesh), [mine])
+    elsewhere = ragged(whole, Runs(SHAPE, 3, 2, (24,), by_rows=True), mesh)
+    torch.testing.assert_close(whole_of(mine + elsewhere), 2 * whole)
+    assert (mine + elsewhere).cut == cut, "the first one stays where it is"
+    assert raised(lambda a: a @ elsewhere.T, [mine])
+    assert raised(lambda a: a + elsewhere.T.contiguous().T, [mine])
     with pytest.raises(RuntimeError, match="reduction dim"):
         mine @ mine
 

@@ -1,0 +1,124 @@
+"""A teacher that is the average of a student is what it is in one process, whoever owns what of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from sherd import Whole, fully_shard
+from tests.models import Block
+from tests.wrapper.training import seeded
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(8, 3)
+
+
+def shard_all(*models):
+    for model in models:
+        for unit in (*model.blocks, model):
+            fully_shard(unit, placement=Whole())
+
+
+def shard_blocks(*models):
+    for model in models:
+        for block in model.blocks:
+            fully_shard(block, placement=Whole())
+
+
+def shard_roots(*models):
+    for model in models:
+        fully_shard(model, placement=Whole())
+
+
+def shard_by_turns(*models):
+    for blocks in zip(*(model.blocks for model in models), strict=True):
+        for block in blocks:
+            fully_shard(block, placement=Whole())
+    shard_roots(*models)
+
+
+@torch.no_grad()
+def average(student, teacher):
+    """One by one and in lists, in place and not, and a distance of both."""
+    for mine, other in zip(teacher, student, strict=True):
+        mine.lerp_(other, 0.25)
+        mine.mul_(0.5).add_(other, alpha=0.5)
+        mine.copy_(torch.addcmul(mine, other, mine - other, value=0.1))
+    torch._foreach_lerp_(teacher, student, 0.5)
+    torch._foreach_mul_(teacher, 0.9)
+    torch._foreach_add_(teacher, student, alpha=0.1)
+    return sum((mine - other).square().sum() for mine, other in zip(teacher, student, strict=True))
+
+
+def follow(shard):
+    models, plain = [seeded(Stack), seeded(Stack)], [seeded(Stack), seeded(Stack)]
+    for student in (models[0], plain[0]):
+        with torch.no_grad():
+            for number, parameter in enumerate(student.parameters()):
+                parameter.add_(number / 10)
+    shard(*models)
+    students, teachers = ([each for each in model.parameters() if hasattr(each, "cut")] for model in models)
+    names = {name for name, each in models[0].named_parameters() if hasattr(each, "cut")}
+    expected = average(*([each for name, each in model.named_parameters() if name in names] for model in plain))
+    torch.testing.assert_close(average(students, teachers).full_tensor(), expected)
+    for name, each in models[1].named_parameters():
+        if name in names:
+            torch.testing.assert_close(each.full_tensor(), plain[1].get_parameter(name))
+    with torch.no_grad():
+        for mine, other in zip(teachers, students, strict=True):
+            mine.copy_(other)
+            torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
+
+
+@pytest.mark.parametrize("shard", [shard_all, shard_blocks, shard_roots, shard_by_turns])
+def test_a_teacher_follows_its_student_under_whole(threads, shard):
+    for num_ranks in (2, 3):
+        threads(num_ranks).run(follow, shard)
+
+
+class Even(nn.Module):
+    """Blocks that two ranks share evenly, and a head that they do not."""
+
+    def __init__(self, num_blocks=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))) for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(8, 5)
+
+
+def start_anew():
+    """A model that runs ends what earlier ones have left."""
+    fully_shard(nn.Linear(2, 2), placement=Whole())(torch.ones(1, 2))
+
+
+def owners():
+    start_anew()
+    models = [seeded(Even) for _ in range(3)]
+    shard_all(*models)
+    first, *others = ([each.cut.first for each in model.parameters()] for model in models)
+    assert all(each == first for each in others)
+    loads = [sum(each.cut.local_numel(rank) for each in models[0].blocks.parameters()) for rank in range(2)]
+    assert loads[0] == loads[1], "three matrices a block, on two ranks: blocks balance with each other"
+
+
+def test_a_model_made_alike_has_the_same_owners(threads):
+    threads(2).run(owners)
+
+
+def nested():
+    """Blocks that are units around others go on balancing, for alone they do not."""
+    start_anew()
+    model = seeded(Even)
+    for block in model.blocks:
+        for unit in (block[0], block[1], block[2], block):
+            fully_shard(unit, placement=Whole())
+    loads = [sum(each.cut.local_numel(rank) for each in model.blocks.parameters()) for rank in range(2)]
+    assert loads[0] == loads[1]
+
+
+def test_nested_units_balance_over_the_blocks_of_a_model(threads):
+    threads(2).run(nested)
