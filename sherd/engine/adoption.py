@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.engine.parameter import Owner, ShardedParameter, record_of
+from sherd.engine.steppable import require_steppable
 from sherd.errors import OptimizerError
 
 
@@ -76,8 +77,8 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
     """Exchange replaced parameters for their shards, or for flat parameters; return the units that the optimizer steps.
 
     Raises:
-        OptimizerError: there is state for a replaced parameter, the optimizer has the shard as well, or it has the
-            parameters of a flat one only in part, or not in one group.
+        OptimizerError: there is state for a replaced parameter, the optimizer has the shard as well, it has the
+            parameters of a flat one only in part, or not in one group, or it cannot step shards.
     """
     _merge(optimizer)
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -95,6 +96,7 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
                     raise OptimizerError(_BOTH.format(kind=type(optimizer).__name__, name=record.name))
                 group["params"][position] = record.shard
                 present.add(id(record.shard))
+            require_steppable(optimizer, group, record)
             owner = record.owner
             if owner is not None:
                 owners.setdefault(owner.id, weakref.ref(owner))

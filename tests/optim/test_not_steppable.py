@@ -1,0 +1,103 @@
+"""What torch's optimizers cannot step is refused by name, and nothing that they can."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from sherd import Flat, Whole, fully_shard, replicate
+from sherd.errors import OptimizerError
+from tests.wrapper.training import seeded
+
+REFUSED = {
+    "SGD": functools.partial(optim.SGD, lr=0.1, fused=True),
+    "Adagrad": functools.partial(optim.Adagrad, fused=True),
+    "Rprop": functools.partial(optim.Rprop, foreach=True),
+    "Rprop for-loop": functools.partial(optim.Rprop, foreach=False),
+    "Adafactor": functools.partial(optim.Adafactor, foreach=True),
+    "Adafactor for-loop": functools.partial(optim.Adafactor, foreach=False),
+    "LBFGS": optim.LBFGS,
+}
+WORKS = {
+    "SGD": Flat(),
+    "Adagrad": Flat(),
+    "Rprop": Flat(),
+    "Rprop for-loop": Flat(),
+    "Adafactor": Whole(),
+    "Adafactor for-loop": Whole(),
+}
+
+
+def odd():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def trained(model, make):
+    optimizer = make(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.linspace(-1, 1, 12).view(3, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return closure().item()
+
+
+def refuse_by_name(name):
+    model = seeded(odd)
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    kind = name.partition(" ")[0]
+    with pytest.raises(OptimizerError, match=f"{kind}.* cannot step 0.weight, of shape .5, 4.*shard"):
+        trained(model, REFUSED[name])
+    expected = trained(copy.deepcopy(plain), REFUSED[name])
+    model = copy.deepcopy(plain)
+    if name in WORKS:
+        fully_shard(model, placement=WORKS[name])
+    else:
+        replicate(model)
+    assert trained(model, REFUSED[name]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_stepped_is_named_and_the_remedy_works(threads, name):
+    threads(2).run(refuse_by_name, name)
+
+
+def step_stock(name):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])) for _ in range(2)]
+    for each in parameters:
+        each.grad = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
+    optimizer = REFUSED[name](parameters)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        optimizer.step(lambda: torch.ones(()))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_torch_cannot_step(threads, name):
+    threads(2).run(step_stock, name)
+
+
+def even():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def step_even():
+    expected = trained(seeded(even), optim.LBFGS)
+    assert trained(fully_shard(seeded(even)), optim.LBFGS) == pytest.approx(expected, rel=1e-3)
+    for placement in (Flat(), Whole()):
+        with pytest.raises(OptimizerError, match=r"LBFGS cannot step 0\.weight"):
+            trained(fully_shard(seeded(even), placement=placement), optim.LBFGS)
+
+
+def test_lbfgs_steps_what_divides_evenly(threads):
+    threads(2).run(step_even)
