@@ -45,6 +45,7 @@ __all__ = [
     "at_end_of_backward",
     "attributes_of",
     "backend_of",
+    "become_view",
     "beneath_transforms",
     "concatenate_meshes",
     "device_of",
@@ -160,6 +161,15 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     hooks. Needed because `module.to()` and `load_state_dict(assign=True)` move shards out of their buffer.
     """
     tensor._local_tensor = local
+
+
+def become_view(tensor: DTensor, func: Any, args: Any, kwargs: Any, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let a DTensor, `args[0]`, be what the in-place view `func` (`squeeze_`) makes of it, around `local`. A wrapper's
+    own shape is changed by no public call; DTensor does it likewise (2.11 to 2.13)."""
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    tensor._local_tensor, tensor._spec = local, spec
+    return_and_correct_aliasing(func, args, kwargs, tensor)
 
 
 def symmetric_memory() -> Any:

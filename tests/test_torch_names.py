@@ -23,6 +23,7 @@ from sherd import _torch
 from tests import versions
 
 CPU = torch.device("cpu")
+F32 = torch.float32
 
 
 def test_each_name_has_its_contract_here():
@@ -359,6 +360,17 @@ def test_at_end_of_backward__does_not_call_when_the_backward_raises():
     with pytest.raises(ValueError, match="in backward"):
         y.sum().backward()
     assert called == []
+
+
+def shape_after_squeezing():
+    tensor = _torch.dtensor(torch.ones(2, 1), _torch.dtensor_spec(mesh_of(1), (Replicate(),), torch.Size((2, 1)), F32))
+    squeezed = _torch.dtensor_spec(mesh_of(1), (Replicate(),), torch.Size((2,)), F32)
+    _torch.become_view(tensor, torch.ops.aten.squeeze_.dim, (tensor, 1), {}, torch.ones(2), squeezed)
+    return tuple(tensor.shape), tuple(tensor.to_local().shape)
+
+
+def test_become_view__changes_the_shape_outside_and_inside(threads):
+    assert threads(1).run(shape_after_squeezing) == [((2,), (2,))]
 
 
 def test_dynamo_disabled__runs_as_it_is_and_keeps_its_result():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sherd._torch import dtensor_of, local_tensor, spec_of
+from sherd._torch import become_view, dtensor_of, local_tensor, spec_of
 from sherd.tensor.operands import layouts_in, lone_value, mixed, unknown
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
@@ -49,6 +49,10 @@ def on_owner(func: Any, args: Args, kwargs: Kwargs) -> Any:
         result = func(*whole_args, **whole_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
+    if torch.Tag.inplace_view in func.tags:
+        placed = _placed(result, inferred, layout, func)
+        become_view(args[0], func, args, kwargs, local_tensor(placed), spec_of(placed))
+        return args[0]
     if is_in_place(func):
         return args[0]
     return _placed(result, inferred, layout, func)

@@ -150,6 +150,9 @@ def at_an_owner():
         lambda a: a.softmax(-1),
         lambda a: torch.addmm(a @ a.T, a, a.T, beta=0.5, alpha=2),
         lambda a: a.flatten().topk(3)[0],
+        lambda a: a[:, :1].clone().squeeze_(1) * 2,
+        lambda a: a.clone().unsqueeze_(0),
+        lambda a: a.clone().t_() + a.T,
     ):
         result, expected = operation(mine), operation(whole)
         assert type(result) is RaggedDTensor
@@ -175,6 +178,19 @@ def at_an_owner():
     assert raised(lambda a: a + elsewhere.T.contiguous().T, [mine])
     with pytest.raises(RuntimeError, match="reduction dim"):
         mine @ mine
+
+
+def quantile_at_an_owner():
+    whole = numbers(SHAPE)
+    found = ragged(whole, Runs(SHAPE, 3, 1, (24,), by_rows=True), line(3)).quantile(0.3)
+    assert found.shape == ()
+    assert torch.equal(whole_of(found), whole.quantile(0.3))
+
+
+# Torch warns of a plain tensor of one element beside DTensors, which is of its own making here.
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1:UserWarning")
+def test_a_quantile_is_the_owners_in_every_bit(threads):
+    threads(3).run(quantile_at_an_owner)
 
 
 def test_an_owner_does_any_operation_and_others_know_its_shape(threads):
