@@ -81,6 +81,7 @@ __all__ = [
     "register_optimizer_step_pre_hook",
     "replace_local_tensor",
     "saving_hooks",
+    "say_fully_sharded",
     "set_timeout",
     "sharded_tensor_of_rows",
     "spec_of",
@@ -682,6 +683,14 @@ def is_replicated(module: torch.nn.Module) -> bool:
     and what was applied is in a registry without one (2.0 to 2.13)."""
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
+def say_fully_sharded(module: torch.nn.Module) -> None:
+    """Let torch's composable `replicate` (DDP) leave `module` and all below it alone, as it leaves what torch's
+    `fully_shard` was applied to: it asks a registry, which has no public name, nor has the package (2.0 to 2.13)."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault("fully_shard", RegistryItem())
 
 
 def is_tensor_parallel(module: torch.nn.Module) -> bool:

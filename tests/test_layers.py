@@ -18,7 +18,12 @@ errors, policy, _torch < layout | schedule | comm | comm_hooks | wrap < tensor <
 SIMULATE_KNOWS = {"layout", "schedule", "policy"}
 KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}
 WITHOUT_TORCH = {"layout", "schedule"}
-RIVALS = ("torch.distributed.fsdp", "torch.distributed._composable")
+RIVALS = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.replicate",
+    "torch.distributed._composable.replicate_with_fsdp",
+)
 
 LEVELS = [re.findall(r"\w+", level) for level in RULE.split("<")]
 LEVEL_OF = {layer: number for number, level in enumerate(LEVELS) for layer in level}

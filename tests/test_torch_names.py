@@ -784,6 +784,15 @@ def test_is_replicated__is_what_ddp_was_composed_with(threads):
     assert threads(1).run(modules_replicated) == [[True, False, False]]
 
 
+def test_say_fully_sharded__is_what_replicate_asks_for():
+    from torch.distributed._composable import replicate
+
+    module = nn.Linear(2, 2)
+    _torch.say_fully_sharded(module)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(module)
+
+
 def test_steps_in_backward__is_what_was_given_optimizers():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch still calls there

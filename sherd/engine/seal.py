@@ -10,7 +10,7 @@ import warnings
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import is_replicated, outside_transforms
+from sherd._torch import is_replicated, outside_transforms, say_fully_sharded
 from sherd.engine.forms import forget_loads, require_can_gather_itself
 from sherd.engine.parameter import plain_name, record_of
 from sherd.engine.runtime import Runtime
@@ -34,8 +34,9 @@ def units_below(root: nn.Module) -> list[Unit]:
 
 
 def attach(module: nn.Module, unit: Unit) -> None:
-    """Make `unit` the unit of `module`; the module keeps it alive."""
+    """Make `unit` the unit of `module`, which torch's DDP leaves alone then; the module keeps it alive."""
     module.__dict__[UNIT] = unit
+    say_fully_sharded(module)
 
 
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:

@@ -1,0 +1,91 @@
+"""Do torch's DDP, around sherd's units, and the units, below it, each train their own parameters?"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import sherd
+from sherd import fully_shard
+from sherd.engine.parameter import plain_name
+from sherd.interop import torch_fsdp_identity
+from tests.api.compared import assert_trained, made, mean_square, train
+from tests.models import Block
+from tests.parity.training import whole_params
+
+
+def stack():
+    return nn.Sequential(Block(), Block(), Block())
+
+
+def torchs(model):
+    fsdp.fully_shard(model[1])
+
+
+def ours(model, **options):
+    fully_shard(model[1], **options)
+
+
+def listed(model):
+    fully_shard([model[1].up, model[1].down])
+    fully_shard(model[1])
+
+
+def wrapped(model, use_orig_params):
+    model[1] = sherd.FullyShardedDataParallel(model[1], use_orig_params=use_orig_params)
+
+
+WAYS = {
+    "torch's": torchs,
+    "Shard(0)": ours,
+    "Flat": partial(ours, placement=sherd.Flat()),
+    "Whole": partial(ours, placement=sherd.Whole()),
+    "zero2": partial(ours, placements="zero2"),
+    "a list": listed,
+    "wrapper": partial(wrapped, use_orig_params=True),
+    "flat parameter": partial(wrapped, use_orig_params=False),
+}
+
+
+def around(model, kind):
+    """DDP of either kind, that leaves alone what is sharded."""
+    if kind == "replicate":
+        return replicate(model)
+    sharded = [name for name, each in model.named_parameters() if isinstance(each, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    return DistributedDataParallel(model)
+
+
+def train_within(way, kind, identity):
+    model = made(stack)
+    with torch_fsdp_identity(identity):
+        WAYS[way](model)
+        train(around(model, kind), mean_square)
+    with sherd.unsharded(model[1]) if way != "torch's" else nullcontext():
+        return {plain_name(name): each.detach().clone() for name, each in whole_params(model).items()}
+
+
+@pytest.mark.parametrize("identity", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_torchs_replicate_leaves_units_alone_and_they_train_as_torchs_do_there(world, way, identity):
+    assert_trained(world(2).run(train_within, way, "replicate", identity), stack)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ddp_that_was_told_to_ignore_the_shards_trains_beside_them(world, way):
+    assert_trained(world(2).run(train_within, way, "DDP", False), stack)
+
+
+def replicate_a_unit():
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(fully_shard(stack()))
+    return True
+
+
+def test_torchs_replicate_refuses_a_unit_itself_as_it_refuses_torchs(threads):
+    assert threads(1).run(replicate_a_unit) == [True]
