@@ -38,6 +38,11 @@ def _own(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
     yield from (each for each in module.buffers(recurse=False) if each not in ignored.buffers)
 
 
+def states(root: nn.Module, ignored: Ignored) -> list[torch.Tensor]:
+    """The parameters and buffers at and below `root` that are to be one unit's."""
+    return [each for module in _modules(root, ignored) for each in _own(module, ignored)]
+
+
 def give_memory(
     root: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: Ignored
 ) -> None:

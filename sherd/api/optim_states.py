@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from sherd.api import advice
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
@@ -19,7 +20,7 @@ from sherd.api.state_dict_type import (
     StateDictType,
     get_state_dict_type,
 )
-from sherd.checkpoint import loading, saving
+from sherd.checkpoint import loading, rekeying, saving
 
 StateDict = dict[str, Any]
 
@@ -114,11 +115,14 @@ def full_optim_state_dict(
 ) -> StateDict:
     """`optim_state_dict` in its full form, in host memory, whatever the model is set to; for rank 0 unless told
     otherwise. `optim_input` is not needed."""
+    advice.of_old_name("full_optim_state_dict", "optim_state_dict")
+    advice.of_optim_input(optim_input)
     return saving.optim_state_dict(model, optim, full=True, rank0_only=rank0_only, group=group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
     """`optim_state_dict` in its sharded form, whatever the model is set to."""
+    advice.of_old_name("sharded_optim_state_dict", "optim_state_dict")
     return saving.optim_state_dict(model, optim, full=False, offload_to_cpu=False, group=group)
 
 
@@ -138,6 +142,8 @@ def shard_full_optim_state_dict(
         OptimStateError: it does not fit the model, or the optimizer input is empty (a ValueError).
         PolicyTypeError: another optimizer input.
     """
+    advice.of_old_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
+    advice.of_optim_input(optim_input)
     return loading.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
 
@@ -145,6 +151,7 @@ def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
     """What `optim.load_state_dict` takes on this rank, of a sharded state. Raises as `optim_state_dict_to_load`."""
+    advice.of_old_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return loading.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
 
@@ -156,6 +163,20 @@ def scatter_full_optim_state_dict(
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
     """As `shard_full_optim_state_dict`, of a full state that rank 0 of `group` has; the others pass None."""
+    advice.of_old_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+    advice.of_optim_input(optim_input)
     return loading.optim_state_dict_to_load(
         model, optim, full_optim_state_dict, optim_input=optim_input, from_rank_0=True, group=group
     )
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: StateDict,
+    optim_state_key_type: rekeying.OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Optimizer | None = None,
+) -> StateDict:
+    """As `sherd.checkpoint.rekeying` does it."""
+    advice.of_optim_input(optim_input)
+    return rekeying.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)

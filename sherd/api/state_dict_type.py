@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from sherd.api import advice
 from sherd.api.module import FSDPModule
 from sherd.errors import PolicyError, PolicyTypeError, WrapperStateError
 
@@ -145,6 +146,16 @@ def set_state_dict_type(
         WrapperStateError: a config of another kind, or wrappers that differ by now (a RuntimeError, AssertionError).
         PolicyError: a config that asks for two forms.
     """
+    advice.of_state_dict_type(for_a_while=False)
+    return _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+
+def _set(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None,
+    optim_state_dict_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
     if not isinstance(state_dict_type, StateDictType):
         raise PolicyTypeError(
             f"state_dict_type={state_dict_type!r}: expected a sherd.StateDictType, got a "
@@ -192,8 +203,9 @@ def state_dict_type(
     Raises:
         SherdError: what `set_state_dict_type` raises.
     """
+    advice.of_state_dict_type(for_a_while=True)
     before = [(each, settings_of(each)) for each in _wrappers(module)]
-    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:

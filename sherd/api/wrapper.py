@@ -19,18 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from sherd._torch import (
     asked_by_checkpointing,
     dynamo_disabled,
+    gradients_of,
     in_functional_call,
     is_tensor_parallel,
     steps_in_backward,
 )
-from sherd.api import comm_hook, materialize, optim_states, state_dict_type, state_dicts
+from sherd.api import advice, comm_hook, materialize, optim_states, state_dict_type, state_dicts
 from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.ignored import Ignored
 from sherd.api.module import FSDPModule
 from sherd.api.placements import Placements, rule_of
 from sherd.api.unsharded import unsharded
-from sherd.checkpoint.rekeying import rekey_optim_state_dict
 from sherd.clip import clip_grad_norm_
 from sherd.comm.mesh import DataMesh
 from sherd.engine.flat import FlatParameter
@@ -117,6 +117,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
+        advice.of_containers(module)
+        if not isinstance(sharding_strategy, Placements):
+            advice.of_one_rank(mesh.num_shards * mesh.num_replicas, choices.strategy.name)
         self.sharding_strategy = choices.strategy
         self.mixed_precision = choices.mixed_precision or MixedPrecision()
         self.cpu_offload = choices.cpu_offload or CPUOffload()
@@ -136,6 +139,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             }
             _wrap_below(module, auto_wrap_policy, choices, mesh, ignored, below)
         materialize.give_memory(module, mesh.device, param_init_fn, ignored)
+        if device_id is None:
+            advice.of_the_host(materialize.states(module, ignored), mesh.device)
         materialize.move(module, device_id, ignored)
         if sync_module_states:
             materialize.take_from_rank0(module, mesh, ignored)
@@ -338,6 +343,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
                 raise UnsupportedError(
                     "offload_to_cpu=True and NO_SHARD is not supported yet; copy the parameters, which every rank has"
                 )
+        if offload_to_cpu and not rank0_only:
+            advice.of_many_copies()
         with unsharded(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
             yield
 
@@ -382,7 +389,11 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             StateError: on an instance that is not the root.
         """
         self._sherd_require_root("clip_grad_norm_")
-        return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+        parameters = list(self.parameters())
+        norm = clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+        if all(each is None for each in gradients_of(parameters)):
+            advice.of_no_gradients(self.rank, norm.dtype)
+        return norm
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients with `hook`: `hook(state, gradient)` for `NO_SHARD`, in place; otherwise `hook(state,
@@ -446,7 +457,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     shard_full_optim_state_dict = staticmethod(optim_states.shard_full_optim_state_dict)
     flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_states.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
 
 
 def _wrap_below(
@@ -463,6 +474,7 @@ def _wrap_below(
         # One mesh for all, made once; a unit that makes its own would make groups of its own too.
         kwargs.update(process_group=None, device_mesh=mesh.mesh)
     precise = choices.precise_classes
+    advice.of_precise_modules(module, precise)
     apart_kwargs = {"mixed_precision": None}
     chosen = choose(
         module, policy, ignored.modules, ignored.parameters, kwargs, apart=precise, apart_kwargs=apart_kwargs

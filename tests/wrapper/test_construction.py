@@ -135,7 +135,8 @@ def test_one_rank_trains_too(threads, orig):
 def wrap_oddly():
     """A module list around units, no parameters at all, and a wrapper around a wrapper: each runs forward."""
     blocks = nn.ModuleList(FullyShardedDataParallel(each) for each in build("mlp").blocks)
-    listed = FullyShardedDataParallel(blocks)
+    with pytest.warns(UserWarning, match="a ModuleList was wrapped"):
+        listed = FullyShardedDataParallel(blocks)
     through = noise(0, 0)
     for block in listed:
         through = block(through)

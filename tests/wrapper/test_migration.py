@@ -208,6 +208,7 @@ def assert_same(results):
             torch.testing.assert_close((ported[1] | ported[2])[name], tensor, msg=lambda text, name=name: name + text)
 
 
+@pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
 @pytest.mark.parametrize("name", CASES)
 def test_the_explained_program_trains_as_the_wrapper_does(world, name):
     assert_same(world(2).run(both_ways, name, know_the_module=True))

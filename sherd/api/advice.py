@@ -1,0 +1,97 @@
+"""What FSDP1 warns of, and so does the wrapper: what works, and is probably not meant, and names that are on their way
+out. Conditions and categories are those of torch 2.13."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+
+def of_containers(module: nn.Module) -> None:
+    """A list or a dict of modules is wrapped by itself: its forward, which would gather, is never called."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        _warn(
+            f"a {type(module).__name__} was wrapped, which has no forward, so nothing gathers the parameters in it; "
+            "wrap the modules inside, each by itself, or the module around it"
+        )
+
+
+def of_one_rank(num_ranks: int, strategy: str) -> None:
+    """There are no other ranks, and something else than `NO_SHARD` was chosen."""
+    if num_ranks == 1 and strategy != "NO_SHARD":
+        _warn(
+            f"sharding_strategy {strategy} on one rank alone, the world size being 1, shards nothing; it trains as "
+            "`NO_SHARD` would. Start more ranks, or pass NO_SHARD"
+        )
+
+
+def of_the_host(tensors: Collection[torch.Tensor], computes_on: torch.device) -> None:
+    """The module was left in host memory, though it will compute on an accelerator."""
+    first = next(iter(tensors), None)
+    if first is not None and first.device.type == "cpu" and computes_on.type != "cpu":
+        _warn(
+            f"the module to wrap is on the CPU and computes on {computes_on}, so it is sharded in host memory, slower "
+            "than on the device; pass device_id, or move it there before it is wrapped"
+        )
+
+
+def of_precise_modules(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+    """Mixed precision and an auto-wrap policy were chosen for a module with some of these classes in it."""
+    found = sorted({type(each).__name__ for each in root.modules() if isinstance(each, classes)})
+    if found:
+        _warn(
+            f"mixed_precision and auto_wrap_policy were both given, and there are modules of type {', '.join(found)}: "
+            "they become units of their own, and compute in full precision. MixedPrecision's "
+            "_module_classes_to_ignore says which classes do",
+            frames=1,
+        )
+
+
+def of_no_gradients(rank: int, dtype: torch.dtype) -> None:
+    """Gradients were to be clipped where there are none."""
+    _warn(
+        f"clip_grad_norm_() found no gradients on rank {rank}, so its norm is of other ranks' alone, in {dtype}; "
+        "call it after a backward that reduces, and before zero_grad()",
+        frames=1,
+    )
+
+
+def of_many_copies() -> None:
+    """Whole parameters were asked for in host memory, of every rank."""
+    _warn(
+        "offload_to_cpu=True with rank0_only=False: every rank of a host copies all whole parameters into the memory "
+        "that they share; pass rank0_only=True if one copy is enough",
+        frames=1,
+    )
+
+
+def of_state_dict_type(for_a_while: bool) -> None:
+    """The kind of state dict was set, in FSDP1's way; `for_a_while`: in a `with` statement."""
+    _warn_of_old(
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in torch: get_state_dict() and "
+        "set_state_dict() of torch.distributed.checkpoint.state_dict serve both front ends",
+        frames=1 if for_a_while else 0,
+    )
+
+
+def of_old_name(old: str, new: str) -> None:
+    """A method was called which has a successor."""
+    _warn_of_old(f"FullyShardedDataParallel.{old} is deprecated, as in torch, and {new} stands for it")
+
+
+def of_optim_input(optim_input: object) -> None:
+    """What the optimizer was made of was given."""
+    if optim_input is not None:
+        _warn_of_old("the argument `optim_input` is deprecated, as in torch; give the optimizer, as optim, instead")
+
+
+def _warn(text: str, frames: int = 0) -> None:
+    """`frames`: how many of ours there are between the method that was called and the one that gives advice."""
+    warnings.warn(text, stacklevel=4 + frames)
+
+
+def _warn_of_old(text: str, frames: int = 0) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=4 + frames)
