@@ -32,11 +32,10 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     layout = layouts[0]
     if any(each.strides or not layout.same_as(each) for each in layouts) and common_owner(layouts) is not None:
         return on_owner(func, args, kwargs)
-    _refuse_other_strides(func, layout, kwargs)
     if is_in_place(func) and not isinstance(args[0], RaggedDTensor):
         raise mixed(func, layout, args[0])
     local_args = [local_of(each, layout, func) for each in args]
-    local_kwargs = {key: local_of(each, layout, func) for key, each in kwargs.items()}
+    local_kwargs = {key: local_of(each, layout, func) for key, each in _in_order(kwargs).items()}
     result = func(*local_args, **local_kwargs)
     return _as_given(result, args, kwargs, local_args, layout, func)
 
@@ -82,9 +81,12 @@ def wrapped(local: torch.Tensor, layout: Layout) -> RaggedDTensor:
     return dtensor_of(RaggedDTensor, local, layout.spec(local.dtype), False)
 
 
-def _refuse_other_strides(func: Any, layout: Layout, kwargs: Kwargs) -> None:
-    if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
-        raise unknown(func, layout, f"memory_format={kwargs['memory_format']}: runs are of contiguous tensors")
+def _in_order(kwargs: Kwargs) -> Kwargs:
+    """`kwargs` without another order of the elements in memory (`model.to(memory_format=torch.channels_last)`): a run
+    is of consecutive elements, in the order of the dims."""
+    if kwargs.get("memory_format") in (None, torch.preserve_format):
+        return kwargs
+    return {**kwargs, "memory_format": torch.contiguous_format}
 
 
 @answers("view", "_unsafe_view", "expand", "reshape")

@@ -58,6 +58,26 @@ def test_an_operation_gives_what_it_gives_on_plain_tensors(threads, name):
         threads(num_ranks).run(compare, kinds, OPERATIONS[name])
 
 
+def in_another_format():
+    shape, mesh = (4, 3, 2, 2), line(2)
+    (cut,) = cuts("uneven", [shape], 2)
+    given = ragged(numbers(shape), cut, mesh)
+    results = [
+        given.to(torch.float64, memory_format=torch.channels_last),
+        given.clone(memory_format=torch.channels_last),
+        torch.empty_like(given, memory_format=torch.channels_last).copy_(given),
+    ]
+    for result in results:
+        assert result.is_contiguous()
+        assert result.cut == cut
+        torch.testing.assert_close(result.to_local(), given.to_local(), check_dtype=False)
+    return True
+
+
+def test_another_memory_format_is_passed_over_since_a_run_has_consecutive_elements(threads):
+    assert all(threads(2).run(in_another_format))
+
+
 def other_dtypes():
     mesh = line(2)
     for dtype in (torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool):

@@ -84,7 +84,6 @@ UNKNOWN = {
     "nonzero": lambda ragged: ragged.nonzero(),
     "new of another shape": lambda ragged: ragged.new_zeros(3),
     "split": lambda ragged: ragged.split(2),
-    "channels last": lambda ragged: ragged.clone(memory_format=torch.channels_last),
     "argmax": lambda ragged: ragged.argmax(),
     "std": lambda ragged: ragged.std(),
 }

@@ -1,0 +1,113 @@
+"""Do convolutions train plainly in `channels_last`, whether the model was given that memory format before or after?"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp
+
+import sherd
+from tests.api.compared import LR
+
+STEPS = 3
+FORMAT = {"memory_format": torch.channels_last}
+
+
+class Block(nn.Sequential):
+    def __init__(self, width_in, width):
+        super().__init__(nn.Conv2d(width_in, width, 3, padding=1), nn.ReLU())
+
+
+class Net(nn.Module):
+    """Two blocks, whose weights have other strides in the other format, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(3, 8), Block(8, 5))
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, images):
+        return self.head(F.adaptive_avg_pool2d(self.blocks(images), 1).flatten(1))
+
+
+def built():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def loss(model, rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    images = torch.randn(4, 3, 6, 6, generator=generator, dtype=torch.double)
+    return model(images.to(**FORMAT)).square().mean()
+
+
+def fully_sharded(model, **options):
+    for block in model.blocks:
+        sherd.fully_shard(block, **options)
+    return sherd.fully_shard(model, **options)
+
+
+def wrapped(model, api=sherd, **options):
+    wrap = partial(api.FullyShardedDataParallel, device_id=torch.device("cpu"), **options)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(block)
+    return wrap(model)
+
+
+WAYS = {
+    "torch's FSDP1": partial(wrapped, api=fsdp, use_orig_params=True),
+    "Shard(0)": fully_sharded,
+    "Flat": partial(fully_sharded, placement=sherd.Flat()),
+    "Blocks": partial(fully_sharded, placement=sherd.Blocks(2)),
+    "Whole": partial(fully_sharded, placement=sherd.Whole()),
+    "zero1": partial(fully_sharded, placements="zero1"),
+    "ddp": partial(fully_sharded, placements="ddp"),
+    "wrapper": partial(wrapped, use_orig_params=True),
+    "flat parameter": partial(wrapped, use_orig_params=False),
+}
+BEFORE, LATE = -1, 1
+CASES = [(way, when) for way in WAYS for when in (BEFORE, 0, LATE) if (way, when) != ("torch's FSDP1", LATE)]
+"""Torch's goes other ways after a `.to()` between two steps."""
+
+
+def train(way, when):
+    """The losses of `STEPS` steps; the format is set before sharding, or before step number `when`."""
+    model = built()
+    if when == BEFORE:
+        model = model.to(**FORMAT)
+    model = WAYS[way](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        if when == step:
+            model = model.to(**FORMAT)
+        found = loss(model, dist.get_rank(), step)
+        losses.append(found.item())
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain_losses():
+    """By rank and step, those of the model in one process."""
+    model = built().to(**FORMAT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        found = [loss(model, rank, step) for rank in range(2)]
+        losses.append([each.item() for each in found])
+        (sum(found) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(zip(*losses, strict=True))
+
+
+@pytest.mark.parametrize(("way", "when"), CASES)
+def test_a_convnet_in_channels_last_trains_as_in_one_process(world, plain_losses, way, when):
+    for losses, expected in zip(world(2).run(train, way, when), plain_losses, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-9)
