@@ -4,6 +4,7 @@ unit."""
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,11 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from sherd.api.blocks import in_words, repeated_blocks
 from sherd.api.fully_shard import fully_shard
 from sherd.api.module import FSDPModule
 from sherd.engine.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import WrapPolicy, choose, is_container, post_order
+
+_log = logging.getLogger("sherd")
 
 
 def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard_args: Any) -> FSDPModule:
@@ -31,14 +35,17 @@ def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard
             and of models in it, are units, and so are the modules that `_fsdp_plan` names: "free_full_weight" means
             `reshard_after_forward=True`, "keep_full_weight" False, unless `fully_shard_args` say otherwise. A plan's
             last norm and `lm_head` are one unit; its rules that match no module are passed over; and what holds an
-            embedding whose weight is used outside too (tied to `lm_head`) is left to the root.
+            embedding whose weight is used outside too (tied to `lm_head`) is left to the root. Of a model that says
+            neither, the units are the blocks that it repeats: the modules in its largest lists of one class
+            (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which.
         fully_shard_args: arguments of `fully_shard`, for every unit.
 
     Returns:
         `model`.
 
     Raises:
-        PolicyError: no policy, and a model that does not describe itself, or whose plan asks for what there is not.
+        PolicyError: no policy, and a model that neither describes itself nor repeats blocks, or whose description asks
+            for what there is not.
             `PolicyTypeError` for something that is no policy, and for arguments that `fully_shard` does not take.
         ModuleError: `model` or a chosen module is sharded already. What `fully_shard` raises.
     """
@@ -87,9 +94,19 @@ def _described(model: nn.Module, arguments: dict[str, Any]) -> list[_Unit]:
         if classes & {each.__name__ for each in type(module).__mro__}:
             unit_of_module.setdefault(module, _Unit([module], dict(arguments)))
     unit_of_module.pop(model, None)
+    if not unit_of_module and not classes:
+        unit_of_module = {block: _Unit([block], dict(arguments)) for block in _repeated(model)}
     if not unit_of_module:
         raise PolicyError(_says_nothing(model, classes))
     return _bottom_up(model, unit_of_module)
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model that says nothing of itself."""
+    found = repeated_blocks(model)
+    if found:
+        _log.info("auto_shard: %s does not say what its units are: they are %s", type(model).__name__, in_words(found))
+    return [block for blocks in found.values() for block in blocks]
 
 
 def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, _Unit]) -> list[_Unit]:
@@ -205,7 +222,7 @@ def _says_nothing(model: nn.Module, classes: set[str]) -> str:
     if classes:
         found = f"has no module of the classes in its _no_split_modules ({', '.join(sorted(classes))})"
     else:
-        found = "has no _no_split_modules, and no _fsdp_plan that names modules of it"
+        found = "has no _no_split_modules, no _fsdp_plan that names modules of it, and no list of blocks of one class"
     return (
         f"auto_shard without a policy: {type(model).__name__} {found}; "
         "say what becomes a unit, as policy=ModuleWrapPolicy({Block}) of sherd.wrap"

@@ -1,6 +1,7 @@
 """Does `auto_shard` make the right modules units, with the right arguments, and does what it makes train?"""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from sherd import FSDPModule, fully_shard
 from sherd.api.auto_shard import auto_shard
+from sherd.api.blocks import in_words, repeated_blocks
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.layout.runs import Flat
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
@@ -232,14 +234,123 @@ def test_a_description_of_a_model_inside_counts(world):
     assert {name: raf for (name,), raf in world(1).run(sharded, Holder)[0]} == expected
 
 
+# What it repeats, if it says nothing
+
+
+class Silent(nn.Module):
+    """Two towers of blocks, within one of which there are lists too, beside what is no list of blocks of one class."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed = nn.Sequential(nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, WIDTH))
+        self.small = nn.ModuleList([nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)])
+        self.towers = nn.ModuleList([nn.ModuleList(Block() for _ in range(3)), nn.Sequential(*map(inner, range(2)))])
+        self.none = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+
+
+def inner(_):
+    return nn.Sequential(Block(), Block())
+
+
+def test_the_largest_lists_of_one_class_are_the_blocks():
+    found = repeated_blocks(Silent())
+    assert {name: len(blocks) for name, blocks in found.items()} == {"towers.0": 3, "towers.1": 2}
+    assert in_words(found) == "3 Block of towers.0, 2 Sequential of towers.1"
+
+
+def test_a_plan_that_names_nothing_of_the_model_leaves_it_to_the_blocks(world):
+    for make in (functools.partial(Described, {"gone.*": FREE}), Described):
+        assert world(1).run(sharded, make)[0] == alone("", "layers.0", "layers.1")
+
+
+def test_what_was_chosen_is_said_in_the_log(caplog, threads):
+    with caplog.at_level("INFO", logger="sherd"):
+        threads(1).run(auto_shard, build("mlp"))
+    (said,) = caplog.messages
+    assert re.fullmatch(r"auto_shard: \w+ does not say what its units are: they are \d Block of blocks", said)
+
+
+def tiny(kind, **sizes):
+    """A Hugging Face model for masked or next tokens, whose class has no `_no_split_modules`."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)
+    head = "LMHeadModel" if kind == "XLNet" else "ForMaskedLM"
+    return getattr(transformers, f"{kind}{head}")(config).eval()  # no dropout, which would differ by the rank
+
+
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SILENT = {
+    "Albert": (LAYERS | {"embedding_size": 8}, ["albert.encoder.albert_layer_groups.0"]),
+    "Deberta": (LAYERS, ["deberta.encoder.layer.0", "deberta.encoder.layer.1"]),
+    "DistilBert": (
+        {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+        ["distilbert.transformer.layer.0", "distilbert.transformer.layer.1"],
+    ),
+    "Electra": (LAYERS | {"embedding_size": 8}, ["electra.encoder.layer.0", "electra.encoder.layer.1"]),
+    "XLNet": (
+        {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32},
+        ["transformer.layer.0", "transformer.layer.1"],
+    ),
+}
+
+
+def masked_loss(model, rank, step):
+    ids = tokens(step, rank) % 50
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_a_hugging_face_model_that_says_nothing_is_sharded_by_its_layers_and_trains_plainly(world, kind):
+    pytest.importorskip("transformers")
+    sizes, units = SILENT[kind]
+    make = functools.partial(tiny, kind, **sizes)
+    assert {name for (name,), _ in world(2).run(sharded, make)[0]} == {"", *units}
+    assert_trained(world(2).run(train_silent, make), make, masked_loss)
+
+
+def train_silent(make):
+    model = make()
+    auto_shard(model)
+    return train(model, masked_loss)
+
+
+def speech():
+    import transformers
+
+    torch.manual_seed(0)
+    convolutions = {"conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(vocab_size=11, **LAYERS, **convolutions, **positions)
+    return transformers.Wav2Vec2ForCTC(config).eval()
+
+
+def heard_loss(model, rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(2, 200, generator=generator)).logits.square().mean()
+
+
+def train_speech():
+    model = speech()
+    auto_shard(model)
+    return train(model, heard_loss)
+
+
+def test_so_is_a_model_of_speech(world):
+    pytest.importorskip("transformers")
+    layers = ["wav2vec2.encoder.layers.0", "wav2vec2.encoder.layers.1"]
+    assert {name for (name,), _ in world(2).run(sharded, speech)[0]} == {"", *layers}
+    assert_trained(world(2).run(train_speech), speech, heard_loss)
+
+
 # Mistakes
 
 
 @pytest.mark.parametrize(
     ("make", "kind", "said"),
     [
-        (Block, PolicyError, r"Block has no _no_split_modules, and no _fsdp_plan .*ModuleWrapPolicy\(\{Block\}\)"),
-        (lambda: Described({"gone.*": FREE}), PolicyError, "auto_shard without a policy: Described has no _no_split"),
+        (Block, PolicyError, r"Block has no _no_split_modules, no _fsdp_plan .*ModuleWrapPolicy\(\{Block\}\)"),
         (lambda: Described(None, ["Gone"]), PolicyError, r"no module of the classes in its _no_split_modules \(Gone\)"),
         (lambda: Described({"norm": "split"}), PolicyError, "asks for 'split' for norm; sherd knows free_full_weight"),
         (lambda: Described({"layers": FREE}), PolicyError, r"names layers, a ModuleList.*name what is in it, as lay"),

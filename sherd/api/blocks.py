@@ -1,0 +1,48 @@
+"""Which blocks does a model repeat? Lists of modules of one class, for a model that does not say itself what its units
+are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from sherd.wrap import is_container
+
+WORTH = 10
+"""A list counts if it has at least one part in this many of the largest list's parameters."""
+
+Blocks = dict[str, list[nn.Module]]
+"""By the name of a list, what is in it."""
+
+
+def repeated_blocks(model: nn.Module) -> Blocks:
+    """The lists below `model` (`nn.ModuleList`, `nn.Sequential`) whose modules are of one class and have parameters and
+    a forward: the largest, and those that are not much smaller; none that is inside a block of another."""
+    found = dict(_lists(model, ""))
+    sizes = {name: _numel(blocks) for name, blocks in found.items()}
+    largest = max(sizes.values(), default=0)
+    return {name: blocks for name, blocks in found.items() if sizes[name] * WORTH >= largest}
+
+
+def in_words(blocks: Blocks) -> str:
+    """For a message: "3 Layer of encoder.layers, 2 Block of head"."""
+    return ", ".join(f"{len(each)} {type(each[0]).__name__} of {name or 'the model'}" for name, each in blocks.items())
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:
+    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    if isinstance(module, nn.ModuleList | nn.Sequential) and _are_blocks([child for _, child in children]):
+        yield name, [child for _, child in children]
+        return
+    for path, child in children:
+        yield from _lists(child, path)
+
+
+def _are_blocks(modules: list[nn.Module]) -> bool:
+    is_one_class = len({type(each) for each in modules}) == 1
+    return is_one_class and not is_container(modules[0]) and all(_numel([each]) for each in modules)
+
+
+def _numel(modules: list[nn.Module]) -> int:
+    return sum(each.numel() for each in {each for module in modules for each in module.parameters()})
