@@ -58,6 +58,7 @@ __all__ = [
     "flatten_mesh",
     "gradient_hooks",
     "gradients_of",
+    "has_bytes",
     "hooked_step",
     "in_backward",
     "in_functional_call",
@@ -171,6 +172,17 @@ def become_view(tensor: DTensor, func: Any, args: Any, kwargs: Any, local: torch
 
     tensor._local_tensor, tensor._spec = local, spec
     return_and_correct_aliasing(func, args, kwargs, tensor)
+
+
+def has_bytes(storage: torch.UntypedStorage) -> bool:
+    """Whether there is memory in `storage`, unlike in that of a DTensor, whose memory is its local tensor's.
+
+    To ask the latter for its address raises since 2.1, as no page says.
+    """
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def symmetric_memory() -> Any:

@@ -22,6 +22,7 @@ from sherd.comm.transport import Sizes, parts
 from sherd.engine.fetched import FetchedShard
 from sherd.engine.offload import RestingPlace
 from sherd.engine.parameter import ShardedParameter
+from sherd.engine.seats import Seats
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
@@ -164,6 +165,7 @@ class Group:
         self.version = 0
         self.leaves = self._leaves()
         self.rest = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
+        self.seats = Seats([leaf.record for leaf in self.leaves])
 
     def _grad_dtype(self, keeps_low_precision: bool) -> torch.dtype:
         """The dtype of `.grad`; in low precision as in FSDP1: that of compute, or of reduction where nothing is cut."""

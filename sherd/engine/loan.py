@@ -169,6 +169,7 @@ def require_lendable(unit: Unit, terms: Terms) -> None:
             "Cannot manually unshard parameters during forward/backward: it is the turn of "
             f"{runtime.root.name}, to which unit {unit.name} belongs; enter the unshard context before, or after"
         ) from None
+    unit.notice_moved()
     unit.notice_replaced()
     if runtime is None:
         unit.reseat()

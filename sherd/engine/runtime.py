@@ -190,6 +190,7 @@ class Runtime:
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.units):
             for each in self.units:
+                each.notice_moved()
                 each.outdate_kept()
         self.revise()
         event, self._step_event = self._step_event, None
@@ -264,6 +265,7 @@ class Runtime:
 
     def unshard(self, unit: Unit, wait: bool) -> None:
         """Start `unit`'s all-gather, and wait for it if told so."""
+        unit.notice_moved()
         unit.outdate_kept()
         self.revise()
         self.on(Unshard(self._index[unit.id], wait))

@@ -85,6 +85,7 @@ def seal(root: nn.Module) -> Runtime:
     _warn_of_late_parameters(root, units)
     runtime = Runtime(units, guests=owners)
     for unit in units:
+        unit.notice_moved()
         if not unit.is_seated:
             unit.regroup()
         unit.join(runtime)

@@ -255,6 +255,18 @@ class Unit:
         if all(each.resting.device == device for each in reversed(self.parameters)) and not self.is_seated:
             self.regroup()
 
+    def notice_moved(self) -> None:
+        """Take the values of what a user has put in the place of the shards' memory.
+
+        Raises:
+            WriteBackError: they are lost, or of another shape.
+        """
+        moved = [weights.group for weights in self.weights if not weights.group.seats.are_taken]
+        for group in moved:
+            group.seats.settle()
+        if moved:
+            self.reseat()  # if some are of another dtype, or elsewhere
+
     def notice_replaced(self) -> None:
         """Take the values of Parameters that the user has put in the place of shards, which have moved then if they
         were on the meta device.
@@ -310,7 +322,9 @@ class Unit:
 
         Raises:
             StateError: the unit is in the middle of a forward or backward, which needs the whole ones.
+            WriteBackError: shards were given other memory, and its values are lost.
         """
+        self.notice_moved()
         runtime = self.runtime
         if runtime is None:
             self.free()

@@ -89,6 +89,12 @@ def _in_order(kwargs: Kwargs) -> Kwargs:
     return {**kwargs, "memory_format": torch.contiguous_format}
 
 
+@answers("set_")
+def given_other_memory(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refused: at an owner too, for what is gathered is the memory that it has."""
+    raise unknown(func, layouts_in(args, kwargs)[0], "a run keeps its memory; write into it, tensor.data = value")
+
+
 @answers("view", "_unsafe_view", "expand", "reshape")
 def same_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A view in the tensor's own shape is the tensor; others need an owner."""

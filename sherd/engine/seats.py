@@ -1,0 +1,118 @@
+"""Do an optimizer's tensors still hold the memory that is gathered, or has a user given them other memory?
+
+    what a user does                                 what is left of it                     so
+    w.data -= ..., w.data.copy_(...), nn.init...     the seat, with other values            nothing
+    torch.utils.swap_tensors(w, other)               another local tensor                   its values are taken
+    w.data = whole, a plain tensor                   a shell with a storage that has bytes  this rank's part is taken
+    w.data = w.data - ..., a DTensor of torch's      a shell with another, empty storage    an error: values are lost
+    the same of a ragged tensor                      it copies them itself                  nothing
+
+A DTensor of torch's is a shell around its local tensor. To assign its `.data` changes the shell and leaves the local
+tensor as it is; only the shell's storage, which has no bytes, tells that it happened. What is done in place leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import dtensor, has_bytes, local_tensor, replace_local_tensor, spec_of
+from sherd.engine.parameter import ShardedParameter
+from sherd.errors import WriteBackError
+from sherd.tensor.moves import part_given
+from sherd.tensor.ragged import RaggedDTensor
+
+_storage_of = torch.Tensor.untyped_storage
+
+
+class Seats:
+    """Where the leaves of one group were put."""
+
+    def __init__(self, records: Sequence[ShardedParameter]) -> None:
+        self._records = records
+        self._note()
+
+    def _note(self) -> None:
+        self._leaves = [record.leaf for record in self._records]
+        self._locals = [record.resting for record in self._records]
+        # Held, so that no other storage can be where one of them was.
+        self._shells = [each for each in self._leaves if not isinstance(each, RaggedDTensor)]
+        self._storages = [_storage_of(each) for each in self._shells]
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether each leaf is where it was put; asked at each forward, so all of it runs in C where it can."""
+        try:
+            now = [local_tensor(record.leaf) for record in self._records]  # type: ignore[arg-type]  # else it raises
+        except AttributeError:  # it is no DTensor any more
+            return False
+        return all(map(is_, now, self._locals)) and all(map(is_, map(_storage_of, self._shells), self._storages))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the values of what was put in the leaves' places, and give them their memory again.
+
+        A leaf of another dtype or on another device is left as it is: the unit is grouped anew.
+
+        Raises:
+            WriteBackError: the values are lost, or are of another shape.
+        """
+        storages = dict(zip(map(id, self._shells), self._storages, strict=True))
+        lost = []
+        for record, local in zip(self._records, self._locals, strict=True):
+            leaf = record.leaf
+            _require_alike(record, leaf)
+            assert isinstance(leaf, DTensor), "that was looked at"
+            storage = storages.get(id(leaf))
+            if local_tensor(leaf) is not local:
+                _take_swapped(record, leaf, local)
+            elif storage is not None and _storage_of(leaf) is not storage:
+                if has_bytes(_storage_of(leaf)):
+                    _take_plain(record, leaf, local)
+                else:
+                    lost.append(record.name)
+        self._note()
+        if lost:
+            raise WriteBackError(
+                f".data of {', '.join(lost)} was assigned another DTensor, of which one of torch's takes nothing: the "
+                "values are lost. Write into the memory that it has, p.data.copy_(value) or p.data -= ...; or give "
+                "the module a new one, module.weight = nn.Parameter(value)"
+            )
+
+
+def _require_alike(record: ShardedParameter, leaf: torch.Tensor) -> None:
+    """Raise unless `leaf` is a DTensor of the parameter's layout still."""
+    ours = record.shard_spec if record.flat is None else None
+    is_alike = isinstance(leaf, DTensor) and (ours is None or spec_of(leaf).placements == ours.placements)
+    if not is_alike:
+        raise WriteBackError(
+            f"{record.name} was swapped with a {type(leaf).__name__} that is not sharded as it is "
+            f"({record.shard_spec.placements}); swap it with a parameter of the same layout, or give the module a new "
+            "one, module.weight = nn.Parameter(value)"
+        )
+
+
+def _take_swapped(record: ShardedParameter, leaf: DTensor, local: torch.Tensor) -> None:
+    given = local_tensor(leaf)
+    is_own = type(given) is type(local) is torch.Tensor and not local.is_meta
+    if is_own and (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
+        local.copy_(given)
+        replace_local_tensor(leaf, local)
+
+
+def _take_plain(record: ShardedParameter, leaf: torch.Tensor, local: torch.Tensor) -> None:
+    """The shell of `leaf` has become that of a plain tensor, with its memory: make it a DTensor's again."""
+    size, stride = tuple(leaf.shape), leaf.stride()
+    value = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    value.set_(_storage_of(leaf), leaf.storage_offset(), size, stride)
+    leaf.data = dtensor(local, record.shard_spec)
+    part = part_given(value, tuple(record.shape), local, record.part_of)
+    if part is None:
+        raise WriteBackError(
+            f".data of {record.name} was assigned a tensor of shape {size}; it is {tuple(record.shape)}, of which this "
+            f"rank holds {local.numel()} elements: give the whole tensor or this rank's part"
+        )
+    local.copy_(part)
