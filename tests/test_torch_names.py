@@ -140,6 +140,20 @@ def test_local_tensor__is_the_very_object_that_the_dtensor_holds(world):
     assert world(1).run(held_object) == [True]
 
 
+def storages_of_shells() -> list[bool]:
+    tensor = DTensor.from_local(torch.ones(2), mesh_of(1), (Replicate(),))
+    shell, own = tensor.untyped_storage(), torch.ones(2).untyped_storage()
+    same = tensor.untyped_storage() is shell
+    tensor.data = tensor.data.add_(1)
+    kept = tensor.untyped_storage() is shell
+    tensor.data = tensor + 1
+    return [_torch.has_bytes(shell), _torch.has_bytes(own), same, kept, tensor.untyped_storage() is shell]
+
+
+def test_has_bytes__tells_a_plain_tensors_storage_from_a_dtensors_which_only_an_assignment_exchanges(world):
+    assert world(1).run(storages_of_shells) == [[False, True, True, True, False]]
+
+
 def replaced() -> tuple[list[float], list[float], bool]:
     mesh = mesh_of(1)
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, (Shard(0),)))

@@ -343,9 +343,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
                 raise UnsupportedError(
                     "offload_to_cpu=True and NO_SHARD is not supported yet; copy the parameters, which every rank has"
                 )
-        if offload_to_cpu and not rank0_only:
-            advice.of_many_copies()
         with unsharded(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+            if offload_to_cpu and not rank0_only:
+                advice.of_many_copies()
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

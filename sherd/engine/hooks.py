@@ -19,6 +19,7 @@ making.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from sherd.engine.loading import after_load, before_load, require_names
 from sherd.engine.runtime import Runtime
 from sherd.engine.saved import source_of
 from sherd.engine.seal import RUNTIME, UNIT, runtime_of
+from sherd.engine.sharded_access import explain
 from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in, tensors_returned_in
 from sherd.engine.unit import Unit
 
@@ -108,6 +110,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
     output = map_tensors(_with_own_memory, output)
     differentiable = torch.is_grad_enabled()
     if not runtime.leave(module, differentiable, unit.is_viewed and _keeps_view(unit, output)):
+        explain(sys.exc_info()[1], runtime.units)
         return output
     if unit.precision.output_dtype is not None:
         output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)

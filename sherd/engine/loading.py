@@ -54,6 +54,8 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
             watcher.sharded_again()
     if any(moved):
         unit.reseat()
+    elif moved:
+        unit.note_leaves()
     unit.shards_written()
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor, has_bytes, local_tensor, replace_local_tensor, spec_of
+from sherd._torch import dtensor, has_bytes, local_tensor, local_tensors, replace_local_tensor, spec_of
 from sherd.engine.parameter import ShardedParameter
 from sherd.errors import WriteBackError
 from sherd.tensor.moves import part_given
@@ -33,10 +34,11 @@ class Seats:
 
     def __init__(self, records: Sequence[ShardedParameter]) -> None:
         self._records = records
-        self._note()
+        self.note()
 
-    def _note(self) -> None:
-        self._leaves = [record.leaf for record in self._records]
+    def note(self) -> None:
+        """Remember where the leaves are now, which may be other objects than before."""
+        self._leaves: list[Any] = [record.leaf for record in self._records]
         self._locals = [record.resting for record in self._records]
         # Held, so that no other storage can be where one of them was.
         self._shells = [each for each in self._leaves if not isinstance(each, RaggedDTensor)]
@@ -46,7 +48,7 @@ class Seats:
     def are_taken(self) -> bool:
         """Whether each leaf is where it was put; asked at each forward, so all of it runs in C where it can."""
         try:
-            now = [local_tensor(record.leaf) for record in self._records]  # type: ignore[arg-type]  # else it raises
+            now = local_tensors(self._leaves)
         except AttributeError:  # it is no DTensor any more
             return False
         return all(map(is_, now, self._locals)) and all(map(is_, map(_storage_of, self._shells), self._storages))
@@ -74,7 +76,7 @@ class Seats:
                     _take_plain(record, leaf, local)
                 else:
                     lost.append(record.name)
-        self._note()
+        self.note()
         if lost:
             raise WriteBackError(
                 f".data of {', '.join(lost)} was assigned another DTensor, of which one of torch's takes nothing: the "

@@ -255,6 +255,11 @@ class Unit:
         if all(each.resting.device == device for each in reversed(self.parameters)) and not self.is_seated:
             self.regroup()
 
+    def note_leaves(self) -> None:
+        """Other Parameters are the shards now, in the same memory."""
+        for weights in self.weights:
+            weights.group.seats.note()
+
     def notice_moved(self) -> None:
         """Take the values of what a user has put in the place of the shards' memory.
 
@@ -264,8 +269,8 @@ class Unit:
         moved = [weights.group for weights in self.weights if not weights.group.seats.are_taken]
         for group in moved:
             group.seats.settle()
-        if moved:
-            self.reseat()  # if some are of another dtype, or elsewhere
+        if moved and not self.is_seated:
+            self.reseat()  # some are of another dtype, or elsewhere
 
     def notice_replaced(self) -> None:
         """Take the values of Parameters that the user has put in the place of shards, which have moved then if they

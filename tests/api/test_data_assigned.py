@@ -212,6 +212,27 @@ def test_values_that_do_not_fit_are_named(world, way):
     assert all(world(2).run(misfit, way))
 
 
+def assigned_after_a_load():
+    model = fully_sharded(made(stack))
+    for give in (assigned, swapped):
+        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+        loss(model, 0, 0).backward()
+        weight = model[2].weight
+        expected = _whole(weight - RATE * weight.grad).detach()
+        give(weight)
+        if give is swapped:
+            with sherd.unsharded(model):
+                torch.testing.assert_close(model[2].weight.detach(), expected)
+        else:
+            with pytest.raises(WriteBackError, match=r"2\.weight was assigned"):
+                model.state_dict()
+    return True
+
+
+def test_so_are_parameters_that_a_load_has_exchanged(world):
+    assert all(world(2).run(assigned_after_a_load))
+
+
 def set_memory(ways):
     for way in ways:
         weight, *_ = WAYS[way](made(stack)).parameters()

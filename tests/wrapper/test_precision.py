@@ -159,6 +159,7 @@ def train_beside_norms():
     return isinstance(norm, FullyShardedDataParallel), norm.mixed_precision, seen
 
 
+@pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
 def test_batch_norms_compute_in_full_precision_in_a_unit_of_their_own(threads):
     for is_unit, precision, seen in threads(2).run(train_beside_norms):
         assert is_unit

@@ -300,6 +300,7 @@ def buffers_in_low_precision():
         assert model.state_dict()["scale"].tolist() == [3, 4]
 
 
+@pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
 def test_buffers_are_saved_in_the_dtype_that_the_user_gave_them(world):
     world(1).run(buffers_in_low_precision)
 
