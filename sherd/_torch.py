@@ -93,8 +93,8 @@ __all__ = [
     "strided_shard",
     "symmetric_memory",
     "timeout_of",
-    "transforms_take_off",
     "trace_nothing_in",
+    "transforms_take_off",
     "whole_of_sharded_tensor",
 ]
 
