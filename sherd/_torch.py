@@ -96,6 +96,7 @@ __all__ = [
     "trace_nothing_in",
     "transforms_take_off",
     "whole_of_sharded_tensor",
+    "will_get_gradient",
 ]
 
 DTensorKind = TypeVar("DTensorKind", bound=DTensor)
@@ -337,6 +338,17 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass; no public name (2.11 to 2.13)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def will_get_gradient(leaf: torch.Tensor) -> bool:
+    """Whether the present backward pass will accumulate a gradient in `leaf`: it is reached, and the pass is none of
+    `torch.autograd.grad`. Nothing public tells (2.11 to 2.13)."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        found: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # `torch.autograd.grad` for this very leaf
+        return False
+    return found
 
 
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

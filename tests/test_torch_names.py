@@ -970,6 +970,20 @@ def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule
     ]
 
 
+# Gradients to come
+
+
+def test_will_get_gradient__is_true_of_leaves_that_backward_accumulates_in():
+    used, unused, x = (torch.ones(2, requires_grad=True) for _ in range(3))
+    told = []
+    y = (used * x).exp()
+    y.grad_fn.register_prehook(lambda _: told.append([_torch.will_get_gradient(each) for each in (used, unused, x)]))
+    y.sum().backward(retain_graph=True)
+    torch.autograd.backward(y.sum(), inputs=[x], retain_graph=True)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert told == [[True, False, True], [False, False, True], [False, False, False]]
+
+
 # Saved tensors
 
 

@@ -82,7 +82,7 @@ class Runtime:
     which are not below the root, but own parameters that are used there.
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
-    raised.
+    raised. `_brings_gradients`: whether it does for any unit; None until somebody has asked.
     """
 
     def __init__(self, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
@@ -90,6 +90,7 @@ class Runtime:
         self.guests = frozenset(guests)
         self.in_backward = False
         self._is_last_backward = True
+        self._brings_gradients: bool | None = None
         self._calls: list[Call] = []
         self._step_event: Any = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
@@ -227,11 +228,13 @@ class Runtime:
 
     def _is_owed(self, unit: Unit) -> bool:
         """Whether backward has gone through `unit` without a gradient for it, which other ranks may have: they reduce
-        it, so this one takes part.
-
-        A backward that brings no gradients at all is one for other tensors (`torch.autograd.grad`).
+        it, so this one takes part, at this very moment: test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn.
         """
-        return unit.is_owed and any(each.has_received for each in self.units)
+        if not unit.is_owed:
+            return False
+        if self._brings_gradients is None:  # else it is one for other tensors: `torch.autograd.grad`
+            self._brings_gradients = any(each.has_received or each.awaits_gradients for each in self.units)
+        return self._brings_gradients
 
     def _gradients_complete(self, unit: Unit, group: int | None) -> None:
         index = self._index[unit.id]
@@ -255,7 +258,7 @@ class Runtime:
         for unit in self.units:
             unit.end_backward()
         self.on(EndBackward(self._is_last_backward))
-        self.in_backward = False
+        self.in_backward, self._brings_gradients = False, None
 
     def expect_last_backward(self, is_last: bool) -> None:
         """Whether the next backward is the last one before the optimizer step; reductions stay in flight till then."""
@@ -301,7 +304,7 @@ class Runtime:
         self.on(Reset(gradients))
         while self._calls:
             self._pop_call()
-        self.in_backward = False
+        self.in_backward, self._brings_gradients = False, None
         for unit in self.units:
             unit.end_backward()
             unit.run_ends()

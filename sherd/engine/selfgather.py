@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd._torch import dtensor, dtensor_spec
+from sherd._torch import dtensor, dtensor_spec, will_get_gradient
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Transport
@@ -124,6 +124,12 @@ class SelfGatheredWeights:
     def is_viewed(self) -> bool:
         """Unknown, likewise."""
         return False
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether the present backward will bring a gradient for the parameter."""
+        made = self._made
+        return made is not None and made.parameter.requires_grad and will_get_gradient(made.parameter)
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is the whole parameter itself, not a view of it."""

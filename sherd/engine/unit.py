@@ -486,6 +486,11 @@ class Unit:
         return any(gradients.has_received for gradients in self.gradients)
 
     @property
+    def awaits_gradients(self) -> bool:
+        """Whether the present backward will bring gradients for it."""
+        return any(weights.awaits_gradients for weights in self.weights)
+
+    @property
     def is_owed(self) -> bool:
         """Whether backward has reached it, no gradient has come, and its reduction allows for ranks that have none."""
         if self.has_reduced or not self.policy.reduce_gradients or not self.expects_gradients:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sherd._torch import will_get_gradient
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Land, Pending, Transport
@@ -189,6 +190,12 @@ class Weights:
         if made is None or not made.buffer.is_ours or self.group.mesh.keeps_whole:
             return False
         return made.buffer.uses > made.own_uses + made.copy_out.num_late_views + self.num_saved_views
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether the present backward will bring a gradient for one of the parameters."""
+        made = self._made
+        return made is not None and any(each.requires_grad and will_get_gradient(each) for each in made.parameters)
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the whole parameters itself, not a view of one."""

@@ -140,3 +140,42 @@ def after_a_gradient_by_its_input() -> int:
 
 def test_a_backward_for_an_input_alone_reduces_nothing(world):
     assert world(2).run(after_a_gradient_by_its_input) == [0, 0]
+
+
+class Square(nn.Module):
+    """A unit of as many bytes as its root's own parameters. Rank 1 uses none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x.tanh() if rank == 1 else (x @ self.weight + self.bias).tanh()
+
+
+class Rooted(Square):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = Square()
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.unit(x @ self.weight + self.bias, rank)
+
+
+def gradients_of_a_rooted_square() -> dict[str, torch.Tensor | None]:
+    torch.manual_seed(7)
+    model = Rooted()
+    fully_shard(model.unit)
+    fully_shard(model)
+    model(inputs(dist.get_rank()), dist.get_rank()).square().sum().backward()
+    return {name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn(world):
+    ranks = world(2).run(gradients_of_a_rooted_square)
+    torch.manual_seed(7)
+    plain = Rooted()
+    (sum(plain(inputs(rank), rank).square().sum() for rank in range(2)) / 2).backward()
+    for found in ranks:
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
