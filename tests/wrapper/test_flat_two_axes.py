@@ -148,7 +148,7 @@ def narrow():
     return net
 
 
-def test_a_rank_without_any_element_of_a_flat_parameter_takes_part(threads):
+def test_a_rank_without_any_element_of_a_flat_parameter_takes_part(world):
     net = narrow()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     (sum(net(torch.full((2, 3), 1.0 + rank)).square().mean() for rank in range(2)) / 2).backward()
@@ -156,7 +156,7 @@ def test_a_rank_without_any_element_of_a_flat_parameter_takes_part(threads):
     optimizer.step()
     names = [name for name, _ in net.named_parameters()]
     state = moments({names[number]: its for number, its in optimizer.state_dict()["state"].items()})
-    for its_norm, params, its_state in threads(4).run(trained_with_empty_vectors):
+    for its_norm, params, its_state in world(4).run(trained_with_empty_vectors):
         assert its_norm == pytest.approx(norm, rel=1e-5)
         close(params, wholes(net))
         close(its_state, state)
@@ -287,9 +287,9 @@ def one_process_in_two_batches():
     return norms, wholes(net)
 
 
-def test_offload_synchronized_values_no_sync_and_scaling_hold_for_flat_parameters_over_both_axes(threads):
+def test_offload_synchronized_values_no_sync_and_scaling_hold_for_flat_parameters_over_both_axes(world):
     norms, params = one_process_in_two_batches()
-    for its_norms, its_params in threads(4).run(trained_with_choices):
+    for its_norms, its_params in world(4).run(trained_with_choices):
         assert its_norms == pytest.approx(norms, rel=1e-4)
         close(its_params, params)
 
@@ -333,9 +333,9 @@ def of_one_process():
     return wholes(net), moments({names[number]: its for number, its in optimizer.state_dict()["state"].items()})
 
 
-def test_flat_parameters_over_both_axes_are_saved_and_loaded_in_every_kind(threads):
+def test_flat_parameters_over_both_axes_are_saved_and_loaded_in_every_kind(world):
     params, state = of_one_process()
-    for its_params, its_state, shown in threads(4).run(saved_in_every_kind):
+    for its_params, its_state, shown in world(4).run(saved_in_every_kind):
         close(its_params, params)
         close(its_state, state)
         assert all(shown.values()), "tensor parallel still"
