@@ -81,8 +81,10 @@ def _exchanged(pieces: list[list[Piece]], mesh: DeviceMesh, axes: Sequence[int])
 
 
 def _joined(pieces: list[Piece], like: DTensor) -> Tensor:
-    # What no rank holds is not a number, and equals nothing.
-    whole = torch.full(like.shape, torch.nan, dtype=like.dtype)
+    # What no rank holds is not a number, and equals nothing; among whole numbers it is the last one to be expected.
+    is_whole_number = not (like.dtype.is_floating_point or like.dtype.is_complex)
+    unknown = torch.iinfo(like.dtype).min if is_whole_number else torch.nan
+    whole = torch.full(like.shape, unknown, dtype=like.dtype)
     for piece in pieces:
         piece.write_to(whole)
     return whole.to(like.device)

@@ -1,0 +1,67 @@
+"""Many programs on live ranks: which fail, and the smallest program that fails in the same way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tests.ranks import Processes, RanksFailed
+from tests.random_programs.programs import Program, simpler
+from tests.random_programs.training import judged
+
+World = Callable[[int], Processes]
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A program and what came of it. `kind` is the same for failures that look alike."""
+
+    program: Program
+    kind: str
+    said: str
+
+
+def failing(world: World, programs: Sequence[Program], timeout: float = 60.0) -> Iterator[Failing]:
+    """Those of `programs`, all on equally many ranks, that fail; all together first, for speed."""
+    if not programs:
+        return
+    try:
+        verdicts = world(programs[0].num_ranks).run(judged, tuple(programs), timeout=timeout)
+    except RanksFailed as error:
+        if len(programs) == 1:
+            yield Failing(programs[0], _kind_of(error), str(error))
+            return
+        half = len(programs) // 2
+        yield from failing(world, programs[:half], timeout)
+        yield from failing(world, programs[half:], timeout)
+        return
+    for program, of_ranks in zip(programs, zip(*verdicts, strict=True), strict=True):
+        invalid = next((each.invalid for each in of_ranks if each.invalid), "")
+        wrong = [said for each in of_ranks for said in each.wrong]
+        if invalid:
+            yield Failing(program, "invalid", invalid)
+        elif wrong:
+            yield Failing(program, "wrong", "\n".join(wrong[:6]))
+
+
+def _kind_of(error: RanksFailed) -> str:
+    """By the first error that is not only another rank's echo."""
+    kinds = sorted({kind for kind, _ in error.errors.values()})
+    return "Died" if "Died" in kinds else "TimeoutError" if kinds == ["TimeoutError"] else "raised"
+
+
+def shrunk(world: World, found: Failing, seconds: float = 60.0) -> Failing:
+    """The smallest program that can be reached from this one, one feature fewer at a time, and that fails alike."""
+    until = time.monotonic() + seconds
+    smallest = found
+    while True:
+        for candidate in simpler(smallest.program):
+            if time.monotonic() > until:
+                return smallest
+            again = next(failing(world, [candidate], timeout=15.0), None)
+            if again is not None and again.kind == found.kind:
+                smallest = again
+                break
+        else:
+            return smallest
