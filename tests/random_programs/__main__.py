@@ -79,8 +79,10 @@ def _tell(pools: Pools, each: Failing, shrink: float) -> None:
 def _last_lines(each: Failing) -> str:
     if each.kind in ("wrong", "invalid"):
         return each.said
-    lines = [line for line in each.said.splitlines() if line and not line.startswith(" ")]
-    return "\n".join(line[:400] for line in lines[-4:])
+    lines = [line for line in each.said.splitlines() if line and not line.startswith("    ")]
+    if each.kind != "raised":  # where each rank is, the innermost first
+        return "\n".join(line for line in lines if "/torch/" not in line or "distributed" in line)
+    return "\n".join(line[:400] for line in lines if not line.startswith(" "))
 
 
 def _summary(tried: list[Program], found: list[Failing]) -> None:

@@ -19,6 +19,7 @@ class Moment:
     def __init__(self) -> None:
         self.step = 0
         self.rank = 0
+        self.leaves_garbage = False
         self.tokens = torch.zeros(0, dtype=torch.long)
 
 
@@ -39,6 +40,9 @@ class Core(nn.Module):
         return nn.Parameter(torch.randn(shape, generator=self._noise, dtype=DTYPE).to(dtype) * scale)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.moment.leaves_garbage and self.moment.rank % 2 == 0:
+            garbage: list[Any] = [each.view_as(each) for each in self.parameters()]
+            garbage.append(garbage)
         if self.divergent == "none" and self.moment.rank % 2:
             return torch.tanh(x)
         y = getattr(self, f"_do_{self.kind}")(x)

@@ -133,10 +133,8 @@ class Root(nn.Module):
     def forward(self, x: Tensor) -> Any:
         for each in self.made:
             each.aux = None
-        if self.program.stem == "unit":
-            x = self.stem(x)
-        else:
-            x = torch.tanh(x @ self.first.t() + self.bias)
+        with_stem = self.program.stem == "unit"
+        x = self.stem(x) if with_stem else torch.tanh(x @ self.first.t() + self.bias)
         half = len(self.layers) // 2
         middle = called_in_turn(self.layers[:half], self.calls[:half], x, self.moment)
         last = called_in_turn(self.layers[half:], self.calls[half:], middle * 1.0, self.moment)

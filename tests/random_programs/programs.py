@@ -1,7 +1,7 @@
 """A random program: which model is trained, how it is sharded, and what a step does, as a frozen record.
 
-`draw(seed)` makes one from a seed, `without(program, names)` switches features off by name, and `simpler(program)` lists
-the programs that are one feature poorer, for the search of the smallest one that still fails.
+`draw(seed)` makes one from a seed, `without(program, names)` switches features off by name, and `simpler(program)`
+lists the programs that are one feature poorer, for the search of the smallest one that still fails.
 
 A feature's name is the name of a field, or one of the values that a field may have: "aux", "deque", "reentrant".
 """
@@ -128,6 +128,8 @@ class Program:
     between: str = ""
     first: str = ""
     """What runs before the first step."""
+    garbage: bool = False
+    """Some ranks make garbage that only a collection finds, with views of parameters in it."""
 
     @property
     def tolerance(self) -> float:
@@ -178,6 +180,7 @@ def draw(seed: int, num_ranks: int | None = None) -> Program:
         leaf_input=dice.random() < 0.3,
         between=_rarely(dice, 0.4, ("no_grad", "inference", "inner", "unsharded"), ""),
         first=_rarely(dice, 0.2, ("no_grad", "inference", "inner", "inner_trained"), ""),
+        garbage=dice.random() < 0.1,
     )
     return legal(program)
 
@@ -292,7 +295,9 @@ def _legal_steps(program: Program) -> Program:
         program = replace(program, between="", first="")
     if any(each.module_hook or each.recompute in REENTRANT for each in layers) and program.first == "inner_trained":
         program = replace(program, first="")
-    if not program.layers[0].unit:  # what is no unit by itself does not run by itself
+    # What is no unit by itself does not run by itself, nor what uses parameters of a unit that is not below it.
+    inside = list(every(program.layers[:1]))
+    if not program.layers[0].unit or any(each.tie or each.share for each in inside):
         program = replace(program, first="" if program.first.startswith("inner") else program.first)
         program = replace(program, between="" if program.between == "inner" else program.between)
     if program.penalty and program.backwards in ("retain", "parts", "early"):

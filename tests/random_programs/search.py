@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.ranks import Processes, RanksFailed
 from tests.random_programs.programs import Program, simpler
 from tests.random_programs.training import judged
+from tests.ranks import Processes, RanksFailed
 
 World = Callable[[int], Processes]
 
@@ -22,7 +22,7 @@ class Failing:
     said: str
 
 
-def failing(world: World, programs: Sequence[Program], timeout: float = 60.0) -> Iterator[Failing]:
+def failing(world: World, programs: Sequence[Program], timeout: float = 20.0) -> Iterator[Failing]:
     """Those of `programs`, all on equally many ranks, that fail; all together first, for speed."""
     if not programs:
         return
@@ -59,7 +59,7 @@ def shrunk(world: World, found: Failing, seconds: float = 60.0) -> Failing:
         for candidate in simpler(smallest.program):
             if time.monotonic() > until:
                 return smallest
-            again = next(failing(world, [candidate], timeout=15.0), None)
+            again = next(failing(world, [candidate], timeout=6.0), None)
             if again is not None and again.kind == found.kind:
                 smallest = again
                 break

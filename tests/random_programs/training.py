@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class InvalidProgram(Exception):
 
 @dataclass
 class Outcome:
-    """What a training left: of each rank what it has seen, of all the gradients of each step and the last parameters."""
+    """What a training left: what each rank has seen, the gradients of each step, and the last parameters."""
 
     seen: dict[int, list[tuple[str, Tensor]]] = field(default_factory=dict)
     gradients: list[Named] = field(default_factory=list)
@@ -85,6 +86,7 @@ def on_ranks(program: Program, rank: int) -> Outcome:
     root = Root(program, moment)
     early = sharding.optimizer_of(root) if program.optimizer == "before" else None
     model = sharding.sharded(program, root)
+    moment.leaves_garbage = program.garbage
     way = Way(model, moment, [rank], 1.0, early, lambda micro, is_last: nullcontext(), nullcontext)
     if program.optimizer == "in_backward":
         way.in_backward = {}
@@ -363,9 +365,20 @@ def judged(programs: tuple[Program, ...]) -> list[Verdict]:
     return [_judged(each) for each in programs]
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _judged(program: Program) -> Verdict:
     rank = dist.get_rank()
-    with torch.random.fork_rng():
+    # Garbage is collected between programs only, so that a failure is the program's, and comes again.
+    gc.collect()
+    with _without_collections(), torch.random.fork_rng():
         try:
             expected = plain(program)
         except InvalidProgram as error:
