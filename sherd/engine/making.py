@@ -141,6 +141,8 @@ def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
 def _borrow(found: Belongings) -> None:
     """Hang other units' parameters on the places where this unit's modules use them too."""
     for each in found.borrowed:
+        if any(place.key == each.place.key for place in each.record.places):
+            continue  # a module that both units have: it hangs there
         each.record.places.append(each.place)
         each.place.show(each.record.shard)
         each.place.register(each.record.flat is None)

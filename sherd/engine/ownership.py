@@ -56,6 +56,9 @@ def belongings(
         modules[id(module)] = module
         for attribute, parameter in module._parameters.items():
             if parameter is None:
+                hidden = _hidden(module, attribute)
+                if hidden is not None:
+                    borrowed.append(Borrowed(hidden, Place(module, attribute)))
                 continue
             if id(parameter) in ignored_ids:
                 met.add(id(parameter))
@@ -68,6 +71,13 @@ def belongings(
             name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
             owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
     return Belongings(list(modules.values()), list(owned.values()), borrowed, frozenset(met))
+
+
+def _hidden(module: nn.Module, attribute: str) -> ShardedParameter | None:
+    """The parameter of `module` that a wrapper's flat one stands for: a module that is used in that wrapper and beside
+    it."""
+    shown = module.__dict__.get(attribute)
+    return record_of(shown) if isinstance(shown, nn.Parameter) else None
 
 
 def _walk(roots: Sequence[nn.Module], is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:

@@ -213,6 +213,36 @@ def test_ranks_may_use_different_parameters_of_a_unit(threads, orig):
             torch.testing.assert_close(found, expected)
 
 
+class RunsOneModuleInTwoUnits(nn.Module):
+    """A head that is a part of one unit, and is called beside it too."""
+
+    def __init__(self):
+        super().__init__()
+        head = nn.Linear(WIDTH, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), head)
+        self.head = head
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.block(x)))
+
+
+def loss_of_noise(model, step, rank):
+    return model(noise(step, rank)).square().mean()
+
+
+def wrap_first_child(model, **options):
+    model.block = FullyShardedDataParallel(model.block, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_a_module_may_be_used_in_a_unit_and_beside_it(threads, orig):
+    expected = averaged_plainly(RunsOneModuleInTwoUnits, loss_of_noise, 2)
+    expected = {name: each for name, each in expected.items() if not name.startswith("head")}
+    for found in threads(2).run(averaged_wrapped, RunsOneModuleInTwoUnits, loss_of_noise, wrap_first_child, orig):
+        torch.testing.assert_close({name: found[name] for name in expected}, expected)
+
+
 def loss_after_evaluation_and_an_error(model, step, rank):
     model.eval()
     with torch.no_grad():
