@@ -50,6 +50,24 @@ def test_a_weight_that_a_root_uses_before_the_block_that_owns_it_is_whole_until_
         assert_named_close(found, expected, "gradient", rtol=1e-5, atol=1e-6)
 
 
+def gradients_where_a_borrower_runs_before_the_model(sharded: bool) -> dict:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    if sharded:
+        for each in (*model, model):
+            fully_shard(each)
+    for runs in (model[1], model, model[1]):
+        runs(torch.ones(4, 8)).square().sum().backward()
+    return whole_grads(model)
+
+
+def test_a_unit_with_a_weight_of_another_unit_may_run_before_the_model_does(world):
+    expected = gradients_where_a_borrower_runs_before_the_model(sharded=False)
+    for found in world(2).run(gradients_where_a_borrower_runs_before_the_model, True):
+        assert_named_close(found, expected, "gradient", rtol=1e-5, atol=1e-6)
+
+
 def weight_after_a_step(by: str) -> tuple[Tensor, Tensor]:
     """What the module shows after an optimizer step, and what its shards hold."""
     model = fully_shard(nn.Linear(8, 8, bias=False))
