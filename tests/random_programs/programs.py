@@ -295,9 +295,7 @@ def _legal_steps(program: Program) -> Program:
         program = replace(program, between="", first="")
     if any(each.module_hook or each.recompute in REENTRANT for each in layers) and program.first == "inner_trained":
         program = replace(program, first="")
-    # What is no unit by itself does not run by itself, nor what uses parameters of a unit that is not below it.
-    inside = list(every(program.layers[:1]))
-    if not program.layers[0].unit or any(each.tie or each.share for each in inside):
+    if not program.layers[0].unit:  # what is no unit by itself does not run by itself
         program = replace(program, first="" if program.first.startswith("inner") else program.first)
         program = replace(program, between="" if program.between == "inner" else program.between)
     if program.penalty and program.backwards in ("retain", "parts", "early"):
