@@ -35,8 +35,6 @@ NOT_YET = (
     "iterator",
     "generator",
     "ndarray",
-    "distribution",
-    "attribute",
     "written",
     "aux",
     "parameter",
