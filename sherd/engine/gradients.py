@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import DTensorSpec, after_accumulation_hooks, dynamo_disabled, gradient_hooks, local_tensor
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
-from sherd.engine.group import Group
+from sherd.engine.group import Group, is_large
 from sherd.engine.rows import Collected, Rows
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
@@ -89,6 +89,7 @@ class Gradients:
         self._complete = complete
         self.is_expecting = self.has_received = False
         self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
+        self._has_large = any(is_large(each) for each in group.parameters)
         self._arrived: set[int] = set()
         self._collected = Collected(group)
         self._reduction: _Reduction | None = None
@@ -179,9 +180,10 @@ class Gradients:
         """Whether gradients that will be reduced wait as they are, and rows are allocated for the reduction only: after
         the whole parameters were freed, and the rows of the unit before.
 
-        Without streams rows are filled as gradients come, while these are in the cache; what is large is borrowed.
+        Without streams rows are filled as gradients come, while these are in the cache. A large gradient is not, and the
+        group's rows, which it is a part of, would stand beside all activations (a flat parameter's).
         """
-        return not self._streams.in_host_order
+        return self._has_large or not self._streams.in_host_order
 
     @property
     def _waits(self) -> bool:
