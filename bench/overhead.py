@@ -29,11 +29,14 @@ def measure_overhead(conditions: Conditions) -> Figure:
     """Over plain, on the fake group with 2 and with 16 ranks; in milliseconds, and in percent of the plain module."""
     laps = on_fake_ranks(conditions, MANY, lap_on_fake_group, conditions.quick, conditions.rounds)
     plain = median(lap.cpu_ms for lap in laps[PLAIN_STEP])
-    in_ms, in_percent = [], []
+    in_ms: list[Row] = []
+    in_percent: list[Row] = []
+    faults: list[Row] = []
     for num_ranks in (FEW, MANY):
         own = median(lap.cpu_ms for lap in laps[_label(GROUP, num_ranks)])
         over = over_plain(laps, num_ranks)
         title = f"engine overhead, {num_ranks} fake ranks"
+        faults.append(row_of_page_faults(f"page faults of a step, {num_ranks} fake ranks", laps, num_ranks))
         in_ms.append(
             row_of_differences(
                 title, "ms CPU", over, Aim(0.8), f"over plain; {own:.0f} are the fake group's own copies"
@@ -44,7 +47,14 @@ def measure_overhead(conditions: Conditions) -> Figure:
         in_percent.append(
             row_of_differences(f"{title}, of plain, no copies", "%", rest, Aim(5.0, of=FLAT.name), NO_COPIES)
         )
-    return Figure([*in_ms, *in_percent], {"laps": laps})
+    return Figure([*in_ms, *in_percent, *faults], {"laps": laps})
+
+
+def row_of_page_faults(title: str, laps: Mapping[str, list[Lap]], num_ranks: int) -> Row:
+    """Of forward and backward, the plain module's beside them."""
+    names = {PLAIN.name: PLAIN.name} | {each.name: _label(each.name, num_ranks) for each in COMPARED}
+    counts = {name: float(median(lap.page_faults for lap in laps[label])) for name, label in names.items()}
+    return Row(title, "faults", counts, remark="the median lap; activations and gradients are autograd's")
 
 
 def percent(over: Mapping[str, list[float]], plain: float, less: float = 0.0) -> dict[str, list[float]]:

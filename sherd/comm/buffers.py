@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sherd._torch import storage_uses
+from sherd.comm import pages
 
 
 class Buffer:
@@ -52,8 +53,14 @@ class Buffer:
 
     def allocate(self) -> None:
         """Have memory, its contents undefined. `resize_` copies what survives, so it must start from nothing."""
-        if self._storage.nbytes() != self._nbytes:
-            self._storage.resize_(self._nbytes)
+        if self._storage.nbytes() == self._nbytes:
+            return
+        on_host = self._storage.device.type == "cpu"
+        if on_host:
+            pages.prepare(self._nbytes)
+        self._storage.resize_(self._nbytes)
+        if on_host:
+            pages.advise(self._storage)
 
     def free(self) -> None:
         """Give the memory back; the views stay as they are and must not be read until the next `allocate`."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import DTensorSpec, after_accumulation_hooks, dynamo_disabled, gradient_hooks, local_tensor
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
-from sherd.engine.group import Group, is_large
+from sherd.engine.group import Group
 from sherd.engine.rows import Collected, Rows
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
@@ -89,7 +89,6 @@ class Gradients:
         self._complete = complete
         self.is_expecting = self.has_received = False
         self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
-        self._has_large = any(is_large(each) for each in group.parameters)
         self._arrived: set[int] = set()
         self._collected = Collected(group)
         self._reduction: _Reduction | None = None
@@ -180,10 +179,10 @@ class Gradients:
         """Whether gradients that will be reduced wait as they are, and rows are allocated for the reduction only: after
         the whole parameters were freed, and the rows of the unit before.
 
-        Without streams rows are filled as gradients come, while these are in the cache. A large gradient is not, and the
-        group's rows, which it is a part of, would stand beside all activations (a flat parameter's).
+        Without streams small rows are filled as gradients come, while these are in the cache. Large ones would stand
+        beside all activations of the unit (`test_large_rows_are_allocated_once_a_units_parameters_are_free`).
         """
-        return self._has_large or not self._streams.in_host_order
+        return self.group.has_large_rows or not self._streams.in_host_order
 
     @property
     def _waits(self) -> bool:

@@ -137,6 +137,7 @@ class Group:
     (`fetched`). `resident` is the whole buffer where that is not given up, and the rest buffer a part of it.
     `num_flags` travel with the gradients: one for each tensor, none for a large one that is alone, which is sent from
     where autograd has left its gradient.
+    It `has_large_rows` if all ranks' gradients, side by side, take as much as a tensor that travels alone.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Group:
         floating = self.dtype.is_floating_point
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
+        self.has_large_rows = self.packing.rows_numel * self.reduce_dtype.itemsize >= ALONE_BYTES
         self.grad_dtype = self._grad_dtype(precision.keep_low_precision_grads)
         self.device = mesh.device
         self.gathers_itself = kind_of(self.parameters[0]).gathers_itself

@@ -1,5 +1,9 @@
 """Do views of a buffer survive its memory going and coming back?"""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -78,3 +82,43 @@ def test_an_empty_buffer_comes_and_goes_like_any_other():
     buffer.free()
     buffer.allocate()
     assert buffer.tensor.numel() == buffer.nbytes == 0
+
+
+ROUNDS = """
+import json, resource, torch
+from sherd.comm.buffers import Buffer
+
+def round_of(buffers):
+    for buffer in buffers:
+        buffer.allocate()
+        buffer.tensor.fill_(1)
+    for buffer in buffers:
+        buffer.free()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def settled(*mebibytes):
+    buffers = [Buffer(each << 20, torch.uint8, torch.device("cpu")) for each in mebibytes]
+    for buffer in buffers:
+        buffer.free()
+    counts = [round_of(buffers) for _ in range(4)]
+    return counts[-1] - counts[-2]
+
+print(json.dumps([settled(12, 12, 12), settled(64)]))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is what is taught")
+def test_buffers_that_come_and_go_together_cost_no_page_faults():
+    answer = subprocess.run([sys.executable, "-c", ROUNDS], capture_output=True, text=True, check=True).stdout
+    together, larger_than_malloc_keeps = json.loads(answer)
+    assert together < 100, "three times 3,072 pages"
+    if _has_large_pages():
+        assert larger_than_malloc_keeps < 2048, "of 16,384 pages"
+
+
+def _has_large_pages():
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            return "[never]" not in file.read()
+    except OSError:
+        return False

@@ -186,6 +186,41 @@ def test_with_streams_a_step_takes_less_than_under_fsdp2(world, placement):
         assert ours < theirs
 
 
+def kinds_when_rows_are_there():
+    """What else a unit of four weights holds on a CPU while its gradients lie in rows, in a step after the first."""
+    torch.manual_seed(0)
+    block = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    model = nn.Sequential(block, nn.Linear(WIDTH, WIDTH))
+    with mock.patch.object(group, "ALONE_BYTES", 4 * 4 * WIDTH * WIDTH):
+        fully_shard(block, placement=Flat())
+        fully_shard(model)
+    step_of_linears(model)
+    found = []
+    with watched(model, unit_of(model)) as watch:
+        look, unit = watch.look, unit_of(block)
+
+        def looked(number, *turns):
+            held = look(number, *turns)
+            if watch.units[number] is unit:
+                found.append(frozenset(bytes_of(held)))
+            return held
+
+        with mock.patch.object(watch, "look", looked):
+            step_of_linears(model)
+    return [kinds for kinds in found if Kind.GRADIENT_ROWS in kinds]
+
+
+def step_of_linears(model):
+    model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+    drop_gradients(model)
+
+
+def test_large_rows_are_allocated_once_a_units_parameters_are_free(world):
+    for with_rows in world(2).run(kinds_when_rows_are_there):
+        assert with_rows
+        assert not any(Kind.WHOLE in kinds for kinds in with_rows)
+
+
 def accumulated(placement, **choices):
     """Peaks of three backwards of which the last one reduces."""
     model = sharded(placement=placement, **choices)

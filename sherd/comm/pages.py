@@ -1,0 +1,68 @@
+"""Memory pages on a CPU: buffers that come and go in every step are not to be mapped page by page each time.
+
+glibc gives freed memory back to the system: at once what is larger than a threshold, and the end of the heap when twice
+as much as that is free there. It costs a page fault for every 4 KiB to have it again, which takes longer than to fill
+it. The threshold adapts: it is the largest block that was freed, up to 32 MiB. `docs/decisions/027-page-faults.md`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable
+
+import torch
+
+MOST_KEPT = 32 << 20
+"""glibc maps each larger block anew, whatever was freed before."""
+
+LARGE = 1 << 20
+"""Below this, page faults are few."""
+
+
+def prepare(nbytes: int) -> None:
+    """A block of `nbytes` of host memory is going to come and go."""
+    if nbytes >= LARGE:
+        _raise_threshold()
+
+
+def advise(storage: torch.UntypedStorage) -> None:
+    """Let the system map `storage`, host memory that is about to be filled, in large pages, if it was mapped anew."""
+    advice = _advice()
+    nbytes = storage.nbytes()
+    if advice is None or nbytes <= MOST_KEPT:
+        return
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    advice(first, end - first)  # what it returns is of no use: without large pages, small ones do
+
+
+@functools.cache
+def _raise_threshold() -> None:
+    """Free one block of the largest size that the threshold adapts to. It is never written, so it takes no memory.
+
+    A user who has set thresholds (`MALLOC_TRIM_THRESHOLD_`, `mallopt`) has switched off the adapting, and keeps them.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    allocate, free = libc.malloc, libc.free
+    allocate.restype, allocate.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    # Not a tensor, which who counts the bytes of tensors would see.
+    free(allocate(MOST_KEPT - 16 * mmap.PAGESIZE))
+
+
+@functools.cache
+def _advice() -> Callable[[int, int], int] | None:
+    """The system's `madvise(first, nbytes)` for large pages; None where there is none."""
+    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def advice(first: int, nbytes: int) -> int:
+        return int(call(first, nbytes, mmap.MADV_HUGEPAGE))
+
+    return advice
