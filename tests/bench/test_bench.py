@@ -348,7 +348,9 @@ def test_json_holds_rows_circumstances_and_every_raw_lap() -> None:
     figure = Figure([row], {"ranks": [training({"sherd": [8.0]})]}, ["a note"])
     report = json.loads(as_json({"cores": 2}, {"steps": figure}, [row], took=1.0))
     assert report["rows"][0]["ratios"] == {"sherd": 0.5}
-    assert report["samples"]["steps"]["ranks"][0]["laps"]["sherd"] == [{"wall_ms": 1.0, "cpu_ms": 10.0}]
+    assert report["samples"]["steps"]["ranks"][0]["laps"]["sherd"] == [
+        {"wall_ms": 1.0, "cpu_ms": 10.0, "page_faults": 0}
+    ]
     assert report["circumstances"] == {"cores": 2}
 
 
