@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -54,7 +54,6 @@ __all__ = [
     "dtensor_of",
     "dtensor_spec",
     "dynamo_disabled",
-    "dynamo_skips",
     "flatten_mesh",
     "gradient_hooks",
     "gradients_of",
@@ -243,15 +242,6 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, and what it calls, never traced by Dynamo."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=True)
     return disabled
-
-
-def dynamo_skips(functions: Iterable[Callable[..., Any]]) -> None:
-    """Have Dynamo leave the frames of these functions alone where torch calls them, at no cost in each call, which
-    `dynamo_disabled` has. What they call it may trace. No public name (2.11 to 2.13)."""
-    from torch._dynamo.eval_frame import skip_code  # here: it takes long to import
-
-    for function in functions:
-        skip_code(function.__code__)
 
 
 def trace_nothing_in(*packages: str) -> None:

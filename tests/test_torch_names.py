@@ -987,20 +987,6 @@ def test_will_get_gradient__is_true_of_leaves_that_backward_accumulates_in():
 # Saved tensors
 
 
-def made_into_tensor(number):
-    return torch.tensor(float(number))
-
-
-def test_dynamo_skips__keeps_it_from_compiling_a_function_that_torch_calls():
-    counted = torch._dynamo.testing.CompileCounter()
-    for expected, before in ((1, lambda: None), (0, lambda: _torch.dynamo_skips([made_into_tensor]))):
-        torch._dynamo.reset()
-        counted.clear()
-        before()
-        torch.compile(made_into_tensor, backend=counted)(3)
-        assert counted.frame_count == expected
-
-
 def kept(tensor):
     return tensor
 

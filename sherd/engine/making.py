@@ -78,7 +78,7 @@ def make_unit(
 def _hide_from_dynamo() -> None:
     """Nothing in sherd is for Dynamo to trace, not even what an operation on a ragged tensor, or a compiled optimizer
     step, calls; but in `api` there are functions around the user's own."""
-    layers = ("layout", "schedule", "comm", "tensor", "engine", "checkpoint", "optim", "clip", "grad_scaler")
+    layers = ("_torch", "layout", "schedule", "comm", "tensor", "engine", "checkpoint", "optim", "clip", "grad_scaler")
     trace_nothing_in(*(f"sherd.{layer}" for layer in layers))
 
 

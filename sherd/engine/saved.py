@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import (
     SavingHooks,
-    dynamo_skips,
     in_backward,
     local_tensor,
     may_hook_saving,
@@ -160,19 +159,16 @@ def _is_ours(hooks: SavingHooks) -> bool:
 
 
 @functools.cache
-def _prepare() -> None:
-    """Once in a process. A forward may call `torch.func.grad`, which refuses to run inside of hooks like ours. And
-    where a model is compiled with graph breaks, Dynamo would take the hooks for the user's functions."""
+def _let_transforms_in() -> None:
+    """A forward may call `torch.func.grad`, which refuses to run inside of hooks like ours."""
     transforms_take_off(_is_ours)
-    hooks = (_pack, _unpack, _pack_through, _unpack_through)
-    dynamo_skips((*hooks, source_of, local_tensor, _Part.__init__, _Part.__del__, _Part.read))
 
 
 def begin_watching() -> bool:
     """Have autograd tell us what it saves from here on; whether somebody has to `end_watching`."""
     if not torch.is_grad_enabled() or not may_hook_saving():
         return False
-    _prepare()
+    _let_transforms_in()
     outer = saving_hooks()
     if outer is None:
         push_saving_hooks(_HOOKS)
