@@ -84,6 +84,7 @@ __all__ = [
     "say_fully_sharded",
     "set_timeout",
     "sharded_tensor_of_rows",
+    "share_saving_hooks",
     "spec_of",
     "specs_of",
     "splitting_stage",
@@ -93,7 +94,6 @@ __all__ = [
     "symmetric_memory",
     "timeout_of",
     "trace_nothing_in",
-    "transforms_take_off",
     "whole_of_sharded_tensor",
     "will_get_gradient",
 ]
@@ -333,7 +333,8 @@ def in_backward() -> bool:
 def will_get_gradient(leaf: torch.Tensor) -> bool:
     """Whether the present backward pass will accumulate a gradient in `leaf`: it is reached, and the pass is none of
     `torch.autograd.grad`. Nothing public tells (2.11 to 2.13)."""
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    with outside_transforms():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         found: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # `torch.autograd.grad` for this very leaf
@@ -360,10 +361,13 @@ def may_hook_saving() -> bool:
     return enabled
 
 
+_push = _saved._push_saved_tensors_default_hooks
+
+
 def push_saving_hooks(hooks: SavingHooks) -> None:
     """What entering `torch.autograd.graph.saved_tensors_hooks` does, which has no use without a `with` (2.11 to
     2.13)."""
-    _saved._push_saved_tensors_default_hooks(*hooks)
+    _push(*hooks)
 
 
 def pop_saving_hooks() -> None:
@@ -371,18 +375,23 @@ def pop_saving_hooks() -> None:
     _saved._pop_saved_tensors_default_hooks()
 
 
-def transforms_take_off(hooks: Callable[[SavingHooks], bool]) -> None:
-    """Have `torch.func.grad` and its kin take those default hooks off, for as long as they run, for which `hooks` is
-    true: they refuse to run inside any, which nothing public changes (2.11 to 2.13).
+def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable[[SavingHooks], SavingHooks]) -> None:
+    """Let default hooks on saved tensors for which `are_ours` is true share the stack with other users of it.
 
-    It replaces the two functions of torch that they call at their begin and end, for the whole process.
+    Others that are pushed over them become what `around` makes of them. And `torch.func.grad` and its kin, which refuse
+    to run inside of any, take them off for as long as they run. Nothing public does either (2.11 to 2.13): three
+    functions of torch are replaced, for the whole process, by such that do what they did where no hooks are ours.
     """
-    disable, enable = _saved._saved_tensors_hooks_disable, _saved._saved_tensors_hooks_enable
+    push, disable, enable = (getattr(_saved, name) for name in _SHARED)
     off = threading.local()
+
+    def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        top = saving_hooks()
+        push(*(around((pack, unpack)) if top is not None and are_ours(top) else (pack, unpack)))
 
     def disabled(*args: Any, **kwargs: Any) -> None:
         top = saving_hooks()
-        if top is not None and hooks(top):
+        if top is not None and are_ours(top):
             pop_saving_hooks()
             off.hooks = top
         disable(*args, **kwargs)
@@ -391,9 +400,13 @@ def transforms_take_off(hooks: Callable[[SavingHooks], bool]) -> None:
         enable()
         top, off.hooks = getattr(off, "hooks", None), None
         if top is not None:
-            push_saving_hooks(top)
+            push(*top)
 
-    _saved._saved_tensors_hooks_disable, _saved._saved_tensors_hooks_enable = disabled, enabled
+    for name, function in zip(_SHARED, (pushed, disabled, enabled), strict=True):
+        setattr(_saved, name, function)
+
+
+_SHARED = ("_push_saved_tensors_default_hooks", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
 
 
 def in_functional_call() -> bool:

@@ -1024,20 +1024,34 @@ def test_may_hook_saving__is_false_where_a_transform_forbids_it():
     assert _torch.may_hook_saving()
 
 
-def test_transforms_take_off__lets_transforms_run_inside_of_hooks_and_puts_them_back():
-    torch_s_own = _torch._saved._saved_tensors_hooks_disable, _torch._saved._saved_tensors_hooks_enable
+def restored(monkeypatch):
+    for name in _torch._SHARED:
+        monkeypatch.setattr(_torch._saved, name, getattr(_torch._saved, name))
+
+
+def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms(monkeypatch):
+    restored(monkeypatch)
+    seen = []
     ours = (lambda tensor: tensor, kept)
-    _torch.transforms_take_off(lambda hooks: hooks == ours)
+    _torch.share_saving_hooks(
+        lambda hooks: hooks == ours, lambda hooks: (lambda tensor: seen.append("ours") or hooks[0](tensor), hooks[1])
+    )
     _torch.push_saving_hooks(ours)
     try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append("theirs") or tensor, kept):
+            torch.tensor([2.0], requires_grad=True).square()
         inner = torch.func.grad(torch.func.grad(torch.sin))(torch.tensor(0.5))
         assert _torch.saving_hooks() == ours
     finally:
         _torch.pop_saving_hooks()
-        _torch._saved._saved_tensors_hooks_disable, _torch._saved._saved_tensors_hooks_enable = torch_s_own
+    assert seen == ["ours", "theirs"]
     torch.testing.assert_close(inner, -torch.sin(torch.tensor(0.5)))
-    with (
-        torch.autograd.graph.saved_tensors_hooks(kept, kept),
-        pytest.raises(RuntimeError, match="saved tensor hooks"),
-    ):
-        torch.func.grad(torch.sin)(torch.tensor(0.5))
+
+
+def test_share_saving_hooks__changes_nothing_where_there_are_only_others(monkeypatch):
+    restored(monkeypatch)
+    _torch.share_saving_hooks(lambda hooks: False, lambda hooks: hooks)
+    with torch.autograd.graph.saved_tensors_hooks(kept, kept):
+        assert _torch.saving_hooks() == (kept, kept)
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            torch.func.grad(torch.sin)(torch.tensor(0.5))

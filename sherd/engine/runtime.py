@@ -64,7 +64,7 @@ class Call:
     """A forward under way. `opens_run`: it is the first of its unit's modules to run in this pass.
 
     `handling` is the exception that was being handled when it began, to tell a new one from. `under_way`: of the first
-    of the calls under way, whether it still is. `watches`: it has begun to watch what autograd saves.
+    of the calls under way, whether it still is. `watches`: what `end_watching` is to be told.
     """
 
     unit: Unit
@@ -146,7 +146,7 @@ class Runtime:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
         handling, opens_run = sys.exc_info()[1], unit.module_begins()
-        call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching())
+        call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit))
         self._calls.append(call)
         if recomputing:
             unit.recomputes()
@@ -173,8 +173,7 @@ class Runtime:
 
     def _pop_call(self) -> Call:
         call = self._calls.pop()
-        if call.watches:
-            end_watching()
+        end_watching(call.watches)
         return call
 
     def _begin_forward(self, unit: Unit) -> None:

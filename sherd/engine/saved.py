@@ -1,20 +1,22 @@
-"""Which parameters will backward read? It is known where autograd saves them, and where it is about to read them again.
+"""What will backward read of a unit? It is known where autograd saves it, and where it is about to read it again.
 
-    forward     autograd saves a weight, or a view of one     pack      notes whose memory that is
-    backward    a node is about to read it                    unpack    has the unit gathered, if it was freed since
+    forward     autograd saves a tensor                 pack      notes whose forward is running, and of a weight, or a
+                                                                  view of one, whose memory that is
+    backward    a node is about to read it              unpack    tells the unit that backward is in it; has the weight
+                                                                  gathered, if it was freed since
 
 That covers every way from a loss into a unit: through what its forward returned, whatever that was wrapped in, through
 what it has left on a module, and through gradients of gradients. Hooks on outputs (`engine/hooks.py`) only have the
-unit gathered before the first of its nodes asks.
+unit gathered before the first of its nodes asks, and the next one behind it.
 
-Hooks on saved tensors are stacked, and autograd calls the innermost ones only: ours hand on to those they are put over.
-Activation checkpointing and `save_on_cpu` inside of a unit's forward are put over ours. What these save they make
-again, or have copied.
+Hooks on saved tensors are stacked, and autograd calls the innermost ones only. Ours hand on to those they are put over,
+and those that are put over ours (activation checkpointing inside of a unit) are called by ours.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -30,7 +32,7 @@ from sherd._torch import (
     pop_saving_hooks,
     push_saving_hooks,
     saving_hooks,
-    transforms_take_off,
+    share_saving_hooks,
 )
 from sherd.errors import GradientError
 
@@ -48,6 +50,15 @@ class Source(Protocol):
 
     def require_unsharded(self) -> None:
         """Backward is about to read them: have them unsharded; raise if they cannot be."""
+
+
+class Reader(Protocol):
+    """Whose forward saves tensors. `is_entered`: it knows that the present backward has come to it."""
+
+    is_entered: bool
+
+    def enter_backward(self) -> None:
+        """Backward has come to it."""
 
 
 _sources: dict[int, weakref.ref[Source]] = {}
@@ -75,22 +86,52 @@ def source_of(tensor: torch.Tensor) -> weakref.ref[Source] | None:
         return None
 
 
+class _Running(threading.local):
+    """The units whose forwards are under way in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.units: list[Reader] = []
+
+
+_running = _Running()
+
 # What is saved
 
 
-class _Part:
-    """A parameter that was saved, or a view of one. `kept`: what is kept of it: itself at `version`, or what the hooks
-    below ours have made of it."""
+class _Saved:
+    """A tensor that was saved. `kept`: what is kept of it, itself at `version`, or what other hooks have made of it.
+    `unit`: whose forward was running."""
 
-    __slots__ = ("_counts", "_source", "_was_read", "kept", "shape", "version")
+    __slots__ = ("kept", "unit", "version")
 
-    def __init__(self, tensor: torch.Tensor, kept: Any, source: weakref.ref[Source]) -> None:
+    def __init__(self, kept: Any, version: int, unit: Reader | None) -> None:
         self.kept = kept
+        self.version = version
+        self.unit = unit
+
+    def read(self) -> Any:
+        """What was kept, now that a node is about to read it."""
+        unit = self.unit
+        if unit is not None and not unit.is_entered and in_backward():
+            unit.enter_backward()
+        if torch.is_grad_enabled() and in_backward() and saving_hooks() is None:
+            # With `create_graph` a backward saves what the next one will read. The engine restores the stack of hooks
+            # after each node, so what is pushed here ends with the node that reads.
+            push_saving_hooks((functools.partial(_pack_for, unit), _unpack))
+        return self.kept
+
+
+class _SavedPart(_Saved):
+    """A parameter that was saved, or a view of one."""
+
+    __slots__ = ("_counts", "_source", "_was_read", "shape")
+
+    def __init__(self, tensor: torch.Tensor, kept: Any, unit: Reader | None, source: weakref.ref[Source]) -> None:
+        super().__init__(kept, tensor._version, unit)
         self.shape = tensor.shape
-        self.version = tensor._version
         self._source = source
-        owner = source()
         self._was_read = False
+        owner = source()
         self._counts = owner is not None and not owner.is_parameter(tensor)
         if owner is not None and self._counts:
             owner.num_saved_views += 1
@@ -109,45 +150,48 @@ class _Part:
                 f"backward needs a parameter of shape {tuple(self.shape)} of a sharded model that was deleted, moved "
                 "or cast since its forward; keep the model as it is until backward is done"
             )
+        kept = super().read()
         owner.require_unsharded()
         if self._counts and not self._was_read:
             self._was_read = True
             owner.num_unread_views -= 1
-        if torch.is_grad_enabled() and in_backward():
-            # With `create_graph` a backward saves what the next one will read. The engine restores the stack of hooks
-            # after each node, so what is pushed here ends with the node that reads.
-            begin_watching()
-        return self.kept
+        return kept
 
 
-def _pack(tensor: torch.Tensor) -> _Part | tuple[torch.Tensor, int]:
+def _pack_for(unit: Reader | None, tensor: torch.Tensor) -> _Saved:
     source = source_of(tensor)
     if source is not None:
-        return _Part(tensor, tensor, source)
+        return _SavedPart(tensor, tensor, unit, source)
     # Not itself, unless it is a leaf: it may be the result of the very node that saves it, and the two would keep each
     # other alive. test_a_graph_without_a_backward_is_freed_at_once.
     kept = tensor if tensor.is_leaf else tensor.detach()
-    return kept, kept._version
+    return _Saved(kept, kept._version, unit)
 
 
-def _unpack(saved: _Part | tuple[torch.Tensor, int]) -> torch.Tensor:
-    tensor, version = (saved.read(), saved.version) if isinstance(saved, _Part) else saved
-    if tensor._version != version:
+def _pack(tensor: torch.Tensor) -> _Saved:
+    units = _running.units
+    return _pack_for(units[-1] if units else None, tensor)
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    tensor: torch.Tensor = saved.read()
+    if tensor._version != saved.version:
         raise GradientError(
             f"a tensor of shape {tuple(tensor.shape)} that backward needs has been modified by an inplace operation "
-            f"since it was saved in forward: it is at version {tensor._version} instead of {version}"
+            f"since it was saved in forward: it is at version {tensor._version} instead of {saved.version}"
         )
     return tensor
 
 
-def _pack_through(outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    source = source_of(tensor)
-    packed = outer(tensor)
-    return packed if source is None else _Part(tensor, packed, source)
+def _pack_through(other: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> _Saved:
+    units, source = _running.units, source_of(tensor)
+    unit = units[-1] if units else None
+    kept = other(tensor)
+    return _Saved(kept, 0, unit) if source is None else _SavedPart(tensor, kept, unit, source)
 
 
-def _unpack_through(outer: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:
-    return outer(saved.read() if type(saved) is _Part else saved)
+def _unpack_through(other: Callable[[Any], torch.Tensor], saved: _Saved) -> torch.Tensor:
+    return other(saved.read())
 
 
 _HOOKS: SavingHooks = (_pack, _unpack)
@@ -155,33 +199,38 @@ _HOOKS: SavingHooks = (_pack, _unpack)
 
 def _is_ours(hooks: SavingHooks) -> bool:
     pack = hooks[0]
-    return pack is _pack or (isinstance(pack, functools.partial) and pack.func is _pack_through)
+    return pack is _pack or (isinstance(pack, functools.partial) and pack.func in (_pack_for, _pack_through))
+
+
+def _around(hooks: SavingHooks) -> SavingHooks:
+    """Hooks of ours that call others."""
+    pack, unpack = hooks
+    return functools.partial(_pack_through, pack), functools.partial(_unpack_through, unpack)
 
 
 @functools.cache
-def _let_transforms_in() -> None:
-    """A forward may call `torch.func.grad`, which refuses to run inside of hooks like ours."""
-    transforms_take_off(_is_ours)
+def _share_the_stack() -> None:
+    """A forward may push hooks of its own, and call `torch.func.grad`, which refuses to run inside of any."""
+    share_saving_hooks(_is_ours, _around)
 
 
-def begin_watching() -> bool:
-    """Have autograd tell us what it saves from here on; whether somebody has to `end_watching`."""
+def begin_watching(unit: Reader) -> bool:
+    """The forward of `unit` begins: have autograd tell us what it saves from here on. Returns what `end_watching` is to
+    be told."""
+    _running.units.append(unit)
     if not torch.is_grad_enabled() or not may_hook_saving():
         return False
-    _let_transforms_in()
+    _share_the_stack()
     outer = saving_hooks()
-    if outer is None:
-        push_saving_hooks(_HOOKS)
-    elif _is_ours(outer):
+    if outer is not None and _is_ours(outer):
         return False
-    else:
-        pack, unpack = outer
-        push_saving_hooks((functools.partial(_pack_through, pack), functools.partial(_unpack_through, unpack)))
+    push_saving_hooks(_HOOKS if outer is None else _around(outer))
     return True
 
 
-def end_watching() -> None:
-    """Undo what `begin_watching` has done; nothing, where somebody has left hooks of his own behind."""
-    top = saving_hooks()
-    if top is not None and _is_ours(top):
+def end_watching(has_pushed: bool) -> None:
+    """The forward that began last is over."""
+    _running.units.pop()
+    top = saving_hooks() if has_pushed else None
+    if top is not None and _is_ours(top):  # else somebody has left hooks of his own behind
         pop_saving_hooks()

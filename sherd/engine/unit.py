@@ -48,7 +48,7 @@ class Unit:
     """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too;
     `surrounds`: there are units below its modules. `found` is what it is made of.
 
-    `has_reduced`: in the present backward.
+    `has_reduced`, `is_entered`: in the present backward.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -82,7 +82,7 @@ class Unit:
         self._runtime: weakref.ref[Runtime] | None = None
         self._on_gradients: Callable[[Unit, int | None], None] | None = None
         self._completed = 0
-        self.has_reduced = False
+        self.has_reduced = self.is_entered = False
         self._to_run: set[int] = set()
         self.loan: Loan | None = None
         self._flat_place: Place | None = None
@@ -493,7 +493,7 @@ class Unit:
     @property
     def is_owed(self) -> bool:
         """Whether backward has reached it, no gradient has come, and its reduction allows for ranks that have none."""
-        if self.has_reduced or not self.policy.reduce_gradients or not self.expects_gradients:
+        if self.has_reduced or not self.policy.reduce_gradients or not self.is_entered:
             return False
         return any(gradients.may_lack(self.policy) for gradients in self.gradients)
 
@@ -524,6 +524,7 @@ class Unit:
     def expect_gradients(self, when_complete: Callable[[Unit, int | None], None]) -> None:
         """A backward is about to reach the unit; call back with each group whose trainable parameters all have their
         gradient, and with None when that is the last one."""
+        self.is_entered = True
         self._on_gradients = when_complete
         self._completed = 0
         divide_by, policy = self.divide_by, self.policy
@@ -532,12 +533,7 @@ class Unit:
                 divide_by, policy.reduce_scatter is None, policy.reduce_gradients, policy.accumulation is not None
             )
 
-    @property
-    def expects_gradients(self) -> bool:
-        """Whether backward has reached it."""
-        return any(gradients.is_expecting for gradients in self.gradients)
-
-    def begin_backward(self) -> None:
+    def enter_backward(self) -> None:
         """Backward has reached it, and none of its outputs on the way: through a loss that a module has kept for
         itself, a weight that was used after `unshard()`, a gradient of a gradient."""
         runtime = self.runtime
@@ -555,7 +551,7 @@ class Unit:
                 f"what autograd has saved of the parameters of unit {self.name} was read outside of backward, when "
                 "they are sharded; read it between unshard() and reshard()"
             )
-        self.begin_backward()
+        self.enter_backward()
         if self.live is not Live.WHOLE:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
@@ -575,7 +571,7 @@ class Unit:
 
     def end_backward(self) -> None:
         """What has not come will not come."""
-        self.has_reduced = False
+        self.has_reduced = self.is_entered = False
         self._on_gradients = None
         self._completed = 0
         if self._seen:
@@ -599,7 +595,7 @@ class Unit:
 def _surprised(unit: weakref.ref[Unit]) -> None:
     alive = unit()
     if alive is not None:
-        alive.begin_backward()
+        alive.enter_backward()
 
 
 def _needed(unit: weakref.ref[Unit]) -> None:

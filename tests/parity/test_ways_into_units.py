@@ -106,6 +106,38 @@ class LateLosses(nn.Module):
         return x.square().mean() + sum(unit.aux for unit in self.units)
 
 
+class Attributes(torch.autograd.Function):
+    """It keeps its operands as attributes, not among the saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight.t()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient @ ctx.weight, ctx.x.t() @ gradient
+
+
+class KeptApart(Auxiliary):
+    """Its loss is made inside of a function that is recomputed, of a weight that is kept apart from saved tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: Tensor) -> Tensor:
+        y = Attributes.apply(self.main(x), self.gate.weight)
+        if self.step > 0:
+            self.aux = y.tanh().square().mean()
+        return y
+
+
+class LateLossesKeptApart(LateLosses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(KeptApart() for _ in range(3))
+
+
 class Positions(nn.Module):
     """A unit that returns its own parameter, whole or a part of it."""
 
@@ -250,6 +282,7 @@ def normed() -> nn.Module:
 WAYS = {
     **{f"in a {name}": (functools.partial(Carried, name), mean_square) for name in CARRIERS},
     "losses from the second step on": (LateLosses, with_late_losses),
+    "losses kept apart": (LateLossesKeptApart, with_late_losses),
     "a parameter": (functools.partial(Positioned, slice(None)), mean_square),
     "a part of a parameter": (functools.partial(Positioned, slice(0, 4)), mean_square),
     "an argument": (Written, mean_square),
