@@ -55,11 +55,12 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """An all-gather under way. `rows` is None when it writes the whole buffer itself; `land`, if given, puts this
+    """An all-gather under way, of the shards as of `version`. `rows` is None when it writes the whole buffer itself; `land`, if given, puts this
     rank's own part there."""
 
     handoff: Handoff
     source: torch.Tensor
+    version: int
     rows: torch.Tensor | None = None
     land: Land | None = None
 
@@ -258,7 +259,7 @@ class Weights:
         if self.live is Live.SHRUNK:
             self._gather_part()
         elif self._is_up_to_date():
-            self._flight = _Flight(self._streams.gather.run(lambda async_op: None), self.group.rest)
+            self._flight = _Flight(self._streams.gather.run(lambda async_op: None), self.group.rest, self.group.version)
         elif transport.shares_memory:
             self._gather_onto(transport)
         else:
@@ -266,14 +267,11 @@ class Weights:
         self._position.move(Live.GATHERING)
 
     def _is_up_to_date(self) -> bool:
-        """Whether the whole parameters are there still, or are the shards; if not, they will be, as of now."""
+        """Whether the whole parameters are there still, or are the shards."""
         group = self.group
         if group.is_one_piece and group.resident is not None:
             return True
-        if not group.mesh.keeps_whole:
-            return False
-        before, self._versions[self._dtype] = self._versions.get(self._dtype), group.version
-        return before == self._versions[self._dtype]
+        return group.mesh.keeps_whole and self._versions.get(self._dtype) == group.version
 
     def _gather_rows(self, transport: Transport) -> None:
         """Into rows, that are copied out later; into the whole buffer itself where they are the same thing."""
@@ -296,7 +294,7 @@ class Weights:
 
         handoff = self._streams.gather.run(start)
         source, rows = flight
-        self._flight = _Flight(handoff, source, None if in_place else rows)
+        self._flight = _Flight(handoff, source, group.version, None if in_place else rows)
 
     def _gather_onto(self, transport: Transport) -> None:
         """Copied into the whole buffer from where the ranks have it, which happens as late as in `wait`: a gather that
@@ -315,7 +313,7 @@ class Weights:
         handoff = self._streams.gather.run(
             lambda async_op: transport.all_gather_onto(land_others, source, self.group.shard_sizes, async_op)
         )
-        self._flight = _Flight(handoff, source, land=land)
+        self._flight = _Flight(handoff, source, self.group.version, land=land)
 
     def _gather_part(self) -> None:
         """Equal parts of the whole buffer itself were kept, so they are gathered straight into place."""
@@ -333,7 +331,7 @@ class Weights:
 
         # The part is compute's memory, and so may be the buffer.
         self._streams.gather.follow_compute()
-        self._flight = _Flight(self._streams.gather.run(start), part)
+        self._flight = _Flight(self._streams.gather.run(start), part, self.group.version)
         self._part = self._part_group = None
 
     @torch.no_grad()
@@ -350,6 +348,9 @@ class Weights:
             # `rows` is the gather lane's memory and goes back to its pool below: not before compute has copied it out.
             # test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             self._streams.gather.follow_compute()
+        # Not when it was started: one that is freed while it is under way has brought nothing.
+        # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
+        self._versions[self._dtype] = flight.version
         self._flight = None
         self._position.move(Live.WHOLE)
         for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):

@@ -552,3 +552,38 @@ def trained_with_garbage_on_one_rank() -> Any:
 
 def test_when_garbage_is_collected_does_not_say_when_ranks_gather(world):
     world(2).run(trained_with_garbage_on_one_rank)
+
+
+class ForcesFirst(nn.Module):
+    """A backward inside the root's forward ends while the unit that comes next is gathered ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.units = nn.Parameter(torch.eye(WIDTH)), nn.ModuleList((Block(), Block()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad((x @ self.weight).square().sum(), x, create_graph=True)
+        for unit in self.units:
+            forces = unit(forces)
+        return forces
+
+
+def trained_with(placements: str) -> Any:
+    plain = made(ForcesFirst).double()
+    for unit in (*plain.units, plain):
+        fully_shard(unit, placements=placements)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    for step in range(3):
+        plain(noise(step, dist.get_rank()).double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_params(plain)
+
+
+@pytest.mark.parametrize("placements", ["zero1", "zero2", "ddp"])
+def test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for(world, placements):
+    plain = made(ForcesFirst).double()
+    wanted = train_plain(plain, lambda model, rank, step: model(noise(step, rank).double()).square().mean(), 2)
+    for params in world(2).run(trained_with, placements):
+        assert_named_close(params, wanted, "parameter", 1e-9, 1e-10)
