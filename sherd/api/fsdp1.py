@@ -240,10 +240,17 @@ class Choices:
 
         Raises:
             MeshError: groups or axes that do not fit the strategy.
+            PolicyError: a flat parameter, with nothing sharded over any of two axes.
         """
         mesh = self._mesh(has_policy)
         if self._placements is None or self.strategy is ShardingStrategy.NO_SHARD:
             return mesh
+        if self._placements.cut is None and mesh.replicate_axis is not None and not self.use_orig_params:
+            raise PolicyError(
+                "sharding_strategy=Placements(...) that replicates everything over two axes, with "
+                "use_orig_params=False: there is no axis for a flat parameter to lie on; pass use_orig_params=True, or "
+                "a device_mesh of one axis"
+            )
         return arranged(mesh, self._placements.levels)
 
     def _mesh(self, has_policy: bool) -> DataMesh:

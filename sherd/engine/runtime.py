@@ -224,6 +224,7 @@ class Runtime:
         if self.in_backward:
             unreduced = unit.awaits_reduction or self._is_owed(unit)
             self.on(AfterBackward(self._index[unit.id], unreduced))
+            unit.leave_backward()
 
     def _is_owed(self, unit: Unit) -> bool:
         """Whether backward has gone through `unit` without a gradient for it, which other ranks may have: they reduce

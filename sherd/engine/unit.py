@@ -540,6 +540,10 @@ class Unit:
         if runtime is not None:
             runtime.before_backward(self)
 
+    def leave_backward(self) -> None:
+        """Backward has passed it; it may come again, to what another forward of the unit has saved."""
+        self.is_entered = False
+
     def unshard_for_backward(self) -> None:
         """A node of backward is about to read its parameters, which are not there.
 

@@ -55,8 +55,8 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """An all-gather under way, of the shards as of `version`. `rows` is None when it writes the whole buffer itself; `land`, if given, puts this
-    rank's own part there."""
+    """An all-gather under way, of the shards as of `version`. `rows` is None when it writes the whole buffer itself;
+    `land`, if given, puts this rank's own part there."""
 
     handoff: Handoff
     source: torch.Tensor

@@ -265,7 +265,8 @@ def _legal_front(program: Program) -> Program:
     if program.mesh != "2d" and program.strategy not in ("", "zero1", "zero2", "zero3", "ddp"):
         program = replace(program, strategy="")
     if program.front == "wrapper_flat":
-        program = replace(program, placement="flat")
+        strategy = "" if program.strategy == "ddp" and program.mesh == "2d" else program.strategy  # it has no axis then
+        program = replace(program, placement="flat", strategy=strategy)
     if program.front != "fully_shard":
         # The wrapper cuts as Flat() unless its strategy says otherwise, and has no say in how bytes travel.
         placement = program.placement if program.strategy and program.placement != "shard1" else "flat"
@@ -352,6 +353,9 @@ def _legal_layer(layer: Layer, program: Program) -> Layer:
         layer = replace(layer, inplace=False)
     if layer.output == "written" and (layer.forces or layer.call == "twice"):
         layer = replace(layer, output="tensor")
+    if layer.core == "stash" and program.penalty:
+        # What an autograd Function keeps as attributes no hook sees, and no gradient of a gradient finds again.
+        layer = replace(layer, core="linear")
     if layer.call == "twice" and layer.output == "attribute":
         layer = replace(layer, call="")
     return layer

@@ -25,25 +25,9 @@ from tests.random_programs.training import InvalidProgram, plain
 NUM_SEEDS = 200
 TOGETHER = 10
 
-NOT_YET = (
-    "garbage",
-    "deque",
-    "partial",
-    "closure",
-    "deep",
-    "values",
-    "iterator",
-    "generator",
-    "ndarray",
-    "written",
-    "aux",
-    "parameter",
-    "slice",
-    "none",
-    "penalty",
-    "forces",
-)
-"""Features that are known to fail."""
+NOT_YET = ("none",)
+"""Features that are known to fail. A rank that uses none of a unit takes part in its reduction, but not where that unit
+is reached on other ranks alone: by a gradient of a gradient, a loss left on a module, a recomputation."""
 
 
 def batches():

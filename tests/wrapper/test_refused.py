@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 from sherd import (
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
+    Placements,
     ShardingStrategy,
     SherdError,
     fully_shard,
     unsharded,
 )
-from sherd.errors import UnsupportedError
+from sherd.errors import PolicyError, UnsupportedError
 from sherd.wrap import ModuleWrapPolicy
 from tests.models import Block
 from tests.wrapper.nets import assert_equal, made, own, sharded, values, wholes, words
@@ -383,6 +385,18 @@ def values_for_nested_wrappers(use_orig_params):
             torch.testing.assert_close(torch.vmap(model)(x), plain(x))
     own = dict(model.named_parameters())
     torch.testing.assert_close(torch.func.functional_call(model, own, (x,)), plain(x))
+
+
+def flat_without_an_axis():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    copies = Placements((Replicate(),) * 2, (Replicate(),) * 2, (Replicate(),) * 2)
+    with pytest.raises(PolicyError, match="no axis for a flat parameter to lie on; pass use_orig_params=True"):
+        FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies)
+    FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies, use_orig_params=True)
+
+
+def test_a_flat_parameter_that_nothing_shards_over_two_axes_is_refused(threads):
+    threads(4).run(flat_without_an_axis)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
