@@ -209,7 +209,7 @@ class Runtime:
 
     def before_backward(self, unit: Unit) -> None:
         """Autograd has reached an output of `unit`."""
-        unit.require_own_gradients()
+        unit.require_not_lent()
         if not self.in_backward:
             if self.root.policy.accumulation is not None:
                 self.root.policy.accumulation.begin_backward(self.units)

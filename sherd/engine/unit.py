@@ -306,14 +306,14 @@ class Unit:
                 "parameters will be written over its shards; step outside, or enter the context with writeback=False"
             )
 
-    def require_own_gradients(self) -> None:
-        """Raise if gradients that a backward is about to reduce will be written over by those that are lent."""
+    def require_not_lent(self) -> None:
+        """Raise if its parameters, or those it borrows, are lent: a backward belongs before or after that, as in FSDP1.
+        It would give gradients to shards that nobody sees meanwhile, and that lent ones may be written over."""
         for each in (self, *self.companions):
-            if each.loan is not None and each.loan.lends_gradients:
+            if each.loan is not None:
                 raise WrapperStateError(
                     f"backward of unit {self.name} inside an unshard context (unsharded, summon_full_params) that "
-                    f"lends the gradients of unit {each.name}, which will be written over what it reduces at the end; "
-                    "call backward before or after, or enter the context with with_grads=False"
+                    f"lends the parameters of unit {each.name}; call backward before or after it"
                 )
 
     def outdate(self) -> None:
