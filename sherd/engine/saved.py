@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -35,21 +36,39 @@ from sherd._torch import (
     share_saving_hooks,
 )
 from sherd.errors import GradientError
+from sherd.schedule.state import Live
 
 
-class Source(Protocol):
-    """Parameters in memory that comes and goes. `num_saved_views`: how many views of them autograd holds;
-    `num_unread_views`: how many it has saved and not read since. The second is the same on all ranks, for it does not
-    depend on when garbage is collected: test_when_garbage_is_collected_does_not_say_when_ranks_gather."""
+class Source(ABC):
+    """Parameters in memory that comes and goes. `unshard()` is called when backward is about to read them and they were
+    freed.
 
-    num_saved_views: int
-    num_unread_views: int
+    `num_saved_views`: how many views of them autograd holds; `num_unread_views`: how many it has saved and not read
+    since. The second is the same on all ranks, for it does not depend on when garbage is collected:
+    test_when_garbage_is_collected_does_not_say_when_ranks_gather.
+    """
 
+    def __init__(self, unshard: Callable[[], None]) -> None:
+        self.num_saved_views = self.num_unread_views = 0
+        self._unshard = unshard
+
+    @property
+    @abstractmethod
+    def live(self) -> Live:
+        """Where the parameters are."""
+
+    @abstractmethod
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the parameters itself, not a view of one."""
 
     def require_unsharded(self) -> None:
-        """Backward is about to read them: have them unsharded; raise if they cannot be."""
+        """Backward is about to read the parameters: have them gathered if they were freed.
+
+        Raises:
+            StateError: there is no backward, or the user has said that it does not need them.
+        """
+        if self.live is not Live.WHOLE:
+            self._unshard()
 
 
 class Reader(Protocol):

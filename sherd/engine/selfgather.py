@@ -79,7 +79,7 @@ class _Made:
     inner: tuple[Buffer, ...]
 
 
-class SelfGatheredWeights:
+class SelfGatheredWeights(saved.Source):
     """The weights of a group of one such parameter; to the unit it is like any other group's."""
 
     def __init__(
@@ -90,14 +90,13 @@ class SelfGatheredWeights:
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
     ) -> None:
+        super().__init__(unshard)
         self.group = group
-        self.num_saved_views = self.num_unread_views = 0
         (self._record,) = group.parameters
         self._position = Position(group.name)
         self._streams = streams
         self._precision = precision
         self._watch = watch
-        self._unshard = unshard
         self._gathered: tuple[Buffer, ...] = ()
         self._flight: _Flight | None = None
         self._arrived: _Arrived | None = None
@@ -134,15 +133,6 @@ class SelfGatheredWeights:
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is the whole parameter itself, not a view of it."""
         return self._made is not None and tensor is self._made.parameter
-
-    def require_unsharded(self) -> None:
-        """Backward is about to read the parameter: have it gathered if it was freed.
-
-        Raises:
-            StateError: there is no backward, or the user has said that it does not need it.
-        """
-        if self.live is not Live.WHOLE:
-            self._unshard()
 
     def end_backward(self) -> None:
         """Nothing to do: it is never taken for unread."""

@@ -119,12 +119,8 @@ def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.d
     return slot.whole.start * dtype.itemsize if is_plain and slot.cut.numel else None
 
 
-class Weights:
-    """One group's parameters. `watch(index, parameter)` is told of each whole parameter once, when it is made;
-    `unshard()` is called when backward is about to read them and they were freed.
-
-    `num_saved_views`: of the views that share the whole buffer, those that autograd has saved.
-    """
+class Weights(saved.Source):
+    """One group's parameters. `watch(index, parameter)` is told of each whole parameter once, when it is made."""
 
     def __init__(
         self,
@@ -133,12 +129,11 @@ class Weights:
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
     ) -> None:
+        super().__init__(unshard)
         self.group = group
-        self.num_saved_views = self.num_unread_views = 0
         self._position = Position(group.name)
         self._streams = streams
         self._watch = watch
-        self._unshard = unshard
         self._wholes: dict[torch.dtype, _Whole] = {}
         self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
@@ -201,15 +196,6 @@ class Weights:
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the whole parameters itself, not a view of one."""
         return any(id(tensor) in whole.ids for whole in self._wholes.values())
-
-    def require_unsharded(self) -> None:
-        """Backward is about to read the parameters: have them gathered if they were freed.
-
-        Raises:
-            StateError: there is no backward, or the user has said that it does not need them.
-        """
-        if self.live is not Live.WHOLE:
-            self._unshard()
 
     def end_backward(self) -> None:
         """What backward has not read by now it will not read: it was not on the way from the loss."""
