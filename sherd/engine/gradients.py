@@ -80,7 +80,7 @@ class _Reduction:
 class Gradients:
     """One group's gradients. `begin()` is called when one comes though nobody has said `expect`, `complete()` when
     every trainable parameter has had its gradient. `is_expecting`: it was said, and the backward is not over;
-    `has_received`: one has come since."""
+    `has_received`: one has come since; `came_twice`: two of one parameter have."""
 
     def __init__(self, group: Group, streams: Streams, begin: Callable[[], None], complete: Callable[[], None]) -> None:
         self.group = group
@@ -90,6 +90,8 @@ class Gradients:
         self.is_expecting = self.has_received = False
         self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
         self._arrived: set[int] = set()
+        self._came: set[int] = set()
+        self.came_twice = False
         self._collected = Collected(group)
         self._reduction: _Reduction | None = None
         self._partial: torch.Tensor | None = None
@@ -209,6 +211,8 @@ class Gradients:
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
             self._copy_batch()
+        self.came_twice |= index in self._came
+        self._came.add(index)
         self._arrived.add(index)
         if self._can_borrow(gradient):
             self._collected.borrow(gradient)
@@ -467,9 +471,10 @@ class Gradients:
     def end_backward(self) -> None:
         """The pass is over: gradients that did not come will not come. Those that no reduction has taken wait in the
         rows, where the next backward's are added to them."""
-        self.is_expecting = self.has_received = False
+        self.is_expecting = self.has_received = self.came_twice = False
         self._copy_batch()
         self._arrived.clear()
+        self._came.clear()
 
 
 @torch.no_grad()

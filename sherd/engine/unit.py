@@ -579,7 +579,8 @@ class Unit:
         self._on_gradients = None
         self._completed = 0
         if self._seen:
-            self._is_gone_through_once = len(set(self._seen)) == len(self._seen)
+            came_twice = any(gradients.came_twice for gradients in self.gradients)
+            self._is_gone_through_once = len(set(self._seen)) == len(self._seen) and not came_twice
             self._seen.clear()
         for gradients in self.gradients:
             gradients.end_backward()

@@ -235,6 +235,18 @@ class Recomputed(nn.Module):
         return x
 
 
+class RecomputedByTheRoot(nn.Module):
+    """A backward inside recomputes what uses the root's own parameters, in each of two forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList((Block(),))
+        self.inner, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(lambda x: self.inner(x).tanh(), self.units[0](x), use_reentrant=True))
+
+
 def mean_square(model: Any, rank: int, step: int) -> Tensor:
     return model(noise(step, rank)).square().mean()
 
@@ -248,6 +260,10 @@ def with_late_losses(model: Any, rank: int, step: int) -> Tensor:
 
 def input_is_a_leaf(model: Any, rank: int, step: int) -> Tensor:
     return model(noise(step, rank).requires_grad_()).square().mean()
+
+
+def of_two_forwards(model: Any, rank: int, step: int) -> Tensor:
+    return mean_square(model, rank, step) + 0.5 * mean_square(model, rank, step + 10)
 
 
 def gradient_penalty(model: Any, rank: int, step: int) -> Tensor:
@@ -291,6 +307,7 @@ WAYS = {
     "forces in evaluation": (Forces, evaluated_between),
     "recomputed": (functools.partial(Recomputed, False), mean_square),
     "recomputed by a backward inside": (functools.partial(Recomputed, True), input_is_a_leaf),
+    "recomputed by the root": (RecomputedByTheRoot, of_two_forwards),
     "recomputed inside": (OfRecomputedInside, mean_square),
     "saved on the CPU": (functools.partial(Carried, "deque"), of_saved_on_cpu),
     "other hooks": (functools.partial(Carried, "closure"), seen_by_other_hooks),
