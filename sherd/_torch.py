@@ -343,7 +343,8 @@ def will_get_gradient(leaf: torch.Tensor) -> bool:
 
 
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""What autograd calls with each tensor that it saves, and with what that gave when backward reads it."""
+"""A pair of hooks: autograd calls the first with each tensor that it saves, and the second with what the first returned
+when backward reads the tensor."""
 
 _saved: Any = torch._C._autograd
 
@@ -365,13 +366,13 @@ _push = _saved._push_saved_tensors_default_hooks
 
 
 def push_saving_hooks(hooks: SavingHooks) -> None:
-    """What entering `torch.autograd.graph.saved_tensors_hooks` does, which has no use without a `with` (2.11 to
-    2.13)."""
+    """Push default hooks as `torch.autograd.graph.saved_tensors_hooks` does, which is only to be had by a `with` (2.11
+    to 2.13)."""
     _push(*hooks)
 
 
 def pop_saving_hooks() -> None:
-    """What leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
+    """Pop the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
     _saved._pop_saved_tensors_default_hooks()
 
 
@@ -727,8 +728,11 @@ def is_tensor_parallel(module: torch.nn.Module) -> bool:
 
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """What a user has written on a Parameter (`weight.no_decay = True`), and not its class, torch.nn or Dynamo, which
-    write there under names of their own (2.11 to 2.13). Hooks and gradients are not among it."""
+    """Returns the attributes that a user has written on a Parameter (`weight.no_decay = True`).
+
+    Not those of its class, torch.nn and Dynamo, which write there under names of their own (2.11 to 2.13); nor hooks
+    and gradients.
+    """
     written = {
         name: value for name, value in vars(parameter).items() if name != "_is_param" and not name.startswith("_dynamo")
     }

@@ -1,5 +1,5 @@
-"""What FSDP1 warns of, and so does the wrapper: what works, and is probably not meant, and names that are on their way
-out. Conditions and categories are those of torch 2.13."""
+"""Warnings that the wrapper gives where FSDP1 does: of programs that work and are probably not meant, and of deprecated
+names. Conditions and categories are those of torch 2.13."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def of_old_name(old: str, new: str) -> None:
 
 
 def of_optim_input(optim_input: object) -> None:
-    """What the optimizer was made of was given."""
+    """Warn of `optim_input`, the parameters that the optimizer was made of, if it was given."""
     if optim_input is not None:
         _warn_of_old("the argument `optim_input` is deprecated, as in torch; give the optimizer, as optim, instead")
 

@@ -1,5 +1,5 @@
-"""Which blocks does a model repeat? Lists of modules of one class, for a model that does not say itself what its units
-are."""
+"""The blocks that a model repeats: its largest lists of modules of one class, for a model that does not name its units
+itself."""
 
 from __future__ import annotations
 

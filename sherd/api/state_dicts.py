@@ -403,8 +403,8 @@ def _clean(texts: list[str], cleaned: Callable[[str], str]) -> None:
 def named_for_checkpointing(
     wrapper: nn.Module, own: Iterator[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """What torch's checkpointing is to find on `wrapper`, which has `own` parameters: in the place of a flat one those
-    that it stands for.
+    """Returns the parameters that torch's checkpointing is to find on `wrapper`, which has `own`: in the place of a
+    flat one those that it stands for.
 
     It walks over modules to learn which names there are, and what a value under each of them is distributed like.
     """

@@ -230,7 +230,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return wrapped(*args, **kwargs)
 
     def _sherd_before_forward(self) -> None:
-        """What is due on the wrapper before the wrapped module's forward."""
+        """Do all that the wrapper has to before the wrapped module's forward."""
         state_dicts.settle(self)
         unit = self._sherd_own_unit
         if self._sherd_is_new:

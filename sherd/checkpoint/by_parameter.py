@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint.state_dict` sees of flat parameters: the parameters that were merged into them.
+"""`torch.distributed.checkpoint.state_dict` sees, instead of flat parameters, those that were merged into them.
 
     the user's optimizer      flat | head.weight                     state of two
     what stands for it        a.weight | a.bias | head.weight        state of three, views of the same memory

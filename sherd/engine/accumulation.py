@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ class Accumulation:
 
     def __init__(self, num_backwards: int) -> None:
         self.num_backwards = num_backwards
-        self._ended: dict[int, int] = {}
+        self._ended: Counter[int] = Counter()
         self._forwarded: set[int] = set()
 
     @property
@@ -41,7 +42,7 @@ class Accumulation:
         Raises:
             StateError: it is one more than announced, after gradients were reduced for the last time.
         """
-        number = self._ended.get(units[0].id, 0) + 1
+        number = self._ended[units[0].id] + 1
         if number > self.num_backwards:
             raise StateError(
                 f"backward number {number} of {units[0].name} inside accumulate(model, {self.num_backwards}); leave "
@@ -54,5 +55,4 @@ class Accumulation:
     def end_backward(self, units: Sequence[Unit]) -> None:
         """A backward is over of the model that `units` are. It counts if it has brought gradients, as
         `torch.autograd.grad` for other tensors does not."""
-        received = any(unit.has_received for unit in units)
-        self._ended[units[0].id] = self._ended.get(units[0].id, 0) + received
+        self._ended[units[0].id] += any(unit.has_received for unit in units)

@@ -80,14 +80,14 @@ class _Reduction:
 class Gradients:
     """One group's gradients. `begin()` is called when one comes though nobody has said `expect`, `complete()` when
     every trainable parameter has had its gradient. `is_expecting`: it was said, and the backward is not over;
-    `has_received`: one has come since; `came_twice`: two of one parameter have."""
+    `came_twice`: two of one parameter have come since."""
 
     def __init__(self, group: Group, streams: Streams, begin: Callable[[], None], complete: Callable[[], None]) -> None:
         self.group = group
         self._streams = streams
         self._begin = begin
         self._complete = complete
-        self.is_expecting = self.has_received = False
+        self.is_expecting = False
         self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
         self._arrived: set[int] = set()
         self._came: set[int] = set()
@@ -139,6 +139,11 @@ class Gradients:
     def expects_any(self) -> bool:
         """Whether the group has a trainable parameter."""
         return self._expected > 0
+
+    @property
+    def has_received(self) -> bool:
+        """Whether one has come in the present backward."""
+        return bool(self._came)
 
     @property
     def expects_all(self) -> bool:
@@ -198,7 +203,6 @@ class Gradients:
         whole.grad = None
         if not self.is_expecting:
             self._begin()
-        self.has_received = True
         if isinstance(gradient, DTensor):
             gradient = self._local_gradient(index, gradient)
         if gradient.layout is not torch.strided:
@@ -471,7 +475,7 @@ class Gradients:
     def end_backward(self) -> None:
         """The pass is over: gradients that did not come will not come. Those that no reduction has taken wait in the
         rows, where the next backward's are added to them."""
-        self.is_expecting = self.has_received = self.came_twice = False
+        self.is_expecting = self.came_twice = False
         self._copy_batch()
         self._arrived.clear()
         self._came.clear()

@@ -4,7 +4,8 @@
     module call                   forward pre-hook, first of all          enter
     module return, or raise       forward hook, always called             leave
     first node behind an output   prehook on its grad_fn                  before_backward
-    a node reads a parameter      hook on saved tensors (saved.py)        before_backward, if the unit was freed
+    a node reads what was saved   hook on saved tensors (saved.py)        before_backward, if that was not said, or the
+                                                                          parameter was freed since
     node that made an input       prehook on its grad_fn                  after_backward
     a parameter's gradient        post-accumulate hook (gradients.py)     before_backward, likewise; gradients complete
     end of backward               engine callback (runtime.py)            end of backward
@@ -34,7 +35,7 @@ from sherd.engine.runtime import Runtime
 from sherd.engine.saved import source_of
 from sherd.engine.seal import RUNTIME, UNIT, runtime_of
 from sherd.engine.sharded_access import explain
-from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in, tensors_returned_in
+from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
 from sherd.engine.unit import Unit
 
 _BORDERS = "sherd_borders"
@@ -169,7 +170,7 @@ class _Border:
 
 def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
     """Tell the runtime when backward reaches the first node behind an output of `unit`."""
-    for node in _nodes_of(tensors_returned_in(output)):
+    for node in _nodes_of(tensors_in(output, in_any_object=True)):
         _borders_of(node).append(_Border(unit, True, runtime))
 
 

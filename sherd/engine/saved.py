@@ -1,4 +1,4 @@
-"""What will backward read of a unit? It is known where autograd saves it, and where it is about to read it again.
+"""Hooks on saved tensors tell a unit that backward is in it, and have its parameters gathered before they are read.
 
     forward     autograd saves a tensor                 pack      notes whose forward is running, and of a weight, or a
                                                                   view of one, whose memory that is
@@ -72,7 +72,7 @@ class Source(ABC):
 
 
 class Reader(Protocol):
-    """Whose forward saves tensors. `is_entered`: it knows that the present backward has come to it."""
+    """A unit, whose forward saves tensors. `is_entered`: it knows that the present backward has come to it."""
 
     is_entered: bool
 
@@ -96,7 +96,7 @@ def watch(storage: torch.UntypedStorage, source: Source) -> None:
 
 
 def source_of(tensor: torch.Tensor) -> weakref.ref[Source] | None:
-    """Whose memory `tensor` lies in; None for all that is no parameter of a unit."""
+    """Returns the parameters in whose memory `tensor` lies; None for a tensor that is no part of a unit's."""
     try:
         if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
             tensor = local_tensor(tensor)
@@ -106,10 +106,10 @@ def source_of(tensor: torch.Tensor) -> weakref.ref[Source] | None:
 
 
 class _Running(threading.local):
-    """The units whose forwards are under way in this thread, innermost last."""
+    """The units whose forwards are under way in this thread, innermost last, above None for there being none."""
 
     def __init__(self) -> None:
-        self.units: list[Reader] = []
+        self.units: list[Reader | None] = [None]
 
 
 _running = _Running()
@@ -188,8 +188,7 @@ def _pack_for(unit: Reader | None, tensor: torch.Tensor) -> _Saved:
 
 
 def _pack(tensor: torch.Tensor) -> _Saved:
-    units = _running.units
-    return _pack_for(units[-1] if units else None, tensor)
+    return _pack_for(_running.units[-1], tensor)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
@@ -203,9 +202,7 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 
 
 def _pack_through(other: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> _Saved:
-    units, source = _running.units, source_of(tensor)
-    unit = units[-1] if units else None
-    kept = other(tensor)
+    unit, source, kept = _running.units[-1], source_of(tensor), other(tensor)
     return _Saved(kept, 0, unit) if source is None else _SavedPart(tensor, kept, unit, source)
 
 

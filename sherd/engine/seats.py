@@ -1,4 +1,4 @@
-"""Do an optimizer's tensors still hold the memory that is gathered, or has a user given them other memory?
+"""Notice where a user has given an optimizer's tensors other memory than that which is gathered, and take the values.
 
     what a user does                                 what is left of it                     so
     w.data -= ..., w.data.copy_(...), nn.init...     the seat, with other values            nothing

@@ -1,4 +1,4 @@
-"""An operation in a forward has met a shard where it needed the whole parameter: which one, and what helps?
+"""Say which parameter an operation in a forward has met as a shard, where it needed the whole, and what helps.
 
     self.block.forward(x)                   past the hooks that would gather
     fused_loss(x, self.head.weight, y)      the weight of a unit that is not running

@@ -1,4 +1,4 @@
-"""Which optimizers of torch.optim shards are no parameters for. The step says so by name, before torch does by the
+"""Refuse, by name and before the step, optimizers of torch.optim that cannot step shards: torch would name only the
 operation that it has no answer for."""
 
 from __future__ import annotations

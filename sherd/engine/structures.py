@@ -16,38 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for each in value:
-            yield from tensors_in(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-
-
 _CLOSED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 """What holds no tensor."""
 
 
-def tensors_returned_in(value: Any) -> Iterator[torch.Tensor]:
-    """As `tensors_in`, and every tensor that is held by what is none of these containers."""
+def tensors_in(value: Any, in_any_object: bool = False) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`, in order; `in_any_object`: also what is held by objects that are no container."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from tensors_returned_in(each)
+            yield from tensors_in(each, in_any_object)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for each in value:
-            yield from tensors_returned_in(each)
-    elif not isinstance(value, _CLOSED):
+            yield from tensors_in(each, in_any_object)
+    elif in_any_object and not isinstance(value, _CLOSED):
         yield from tensors_held_by(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 MOST_OBJECTS = 10_000

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sherd._torch import dynamo_disabled, in_backward
+from sherd._torch import in_backward
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
@@ -175,7 +175,7 @@ class Unit:
             completed = partial(_completed, this, len(self.gradients))
             gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
             self.gradients.append(gradients)
-            unshard = dynamo_disabled(partial(_needed, this))
+            unshard = partial(_needed, this)
             self.weights.append(
                 SelfGatheredWeights(group, self.streams, self.precision, gradients.watch, unshard)
                 if group.gathers_itself

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in, tensors_returned_in
+from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
@@ -103,12 +103,13 @@ HOLDERS = {
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_tensors_are_found_in_objects_of_any_class(holder):
     held = HOLDERS[holder]([torch.ones(()), torch.full((), 2.0)])
-    for found in (tensors_held_by(held), tensors_returned_in({"a": (held, "text")})):
+    for found in (tensors_held_by(held), tensors_in({"a": (held, "text")}, in_any_object=True)):
         assert sorted({tensor.item() for tensor in found}) == [1, 2]
 
 
 def test_tensors_are_not_looked_for_in_modules_classes_and_globals():
-    assert list(tensors_returned_in([nn.Linear(1, 1), Plain, test_a_lone_tensor_is_found_and_changed, "text"])) == []
+    value = [nn.Linear(1, 1), Plain, test_a_lone_tensor_is_found_and_changed, "text"]
+    assert list(tensors_in(value, in_any_object=True)) == []
 
 
 def test_a_lone_tensor_is_found_and_changed():
