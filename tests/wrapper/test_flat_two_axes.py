@@ -52,6 +52,7 @@ from tests.wrapper.test_two_axes import (
     axes_of,
     moments,
     net_on,
+    one_process_in_two_batches,
     size_of,
     step,
     zeroed,
@@ -272,19 +273,6 @@ def trained_with_choices():
     scaler.step(optimizer)
     close(model.state_dict(), before, " after a step that was skipped")
     return norms, before
-
-
-def one_process_in_two_batches():
-    net, norms = built(ODD), []
-    optimizer = optimizer_of(net)
-    for number in range(2):
-        for rank in (0, 1):
-            for at in (number, number + 2):
-                (whole_loss_of(net, tokens(ODD, at, rank)) / 4).backward()
-        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, wholes(net)
 
 
 def test_offload_synchronized_values_no_sync_and_scaling_hold_for_flat_parameters_over_both_axes(world):
