@@ -1,104 +1,29 @@
 """Fully sharded data parallel training for PyTorch. The names mirror `torch.distributed.fsdp`, so a changed import is a
 port."""
 
-from sherd.api.accumulate import accumulate
-from sherd.api.auto_shard import auto_shard
-from sherd.api.extensions import DTensorExtensions, FSDPExtensions
-from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from sherd.api.fully_shard import fully_shard
-from sherd.api.memory import memory_report, track_memory
-from sherd.api.migration import explain_migration
-from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from sherd.api.placements import OnMesh, Placements
-from sherd.api.replicate import replicate
-from sherd.api.state_dict_type import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedForm,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from sherd.api.unsharded import unsharded
-from sherd.api.wrapper import FullyShardedDataParallel
-from sherd.checkpoint.rekeying import OptimStateKeyType
-from sherd.clip import clip_grad_norm_
-from sherd.engine.flat import FlatParameter
-from sherd.errors import SherdError
-from sherd.grad_scaler import ShardedGradScaler
-from sherd.layout.runs import Blocks, Flat, Whole
-from sherd.optim import flatten_optimizer
-from sherd.policy import (
-    AllGather,
-    Comm,
-    CommPolicy,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    PrefetchPolicy,
-    ReduceScatter,
-)
-from sherd.tensor.ragged import RaggedDTensor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AllGather",
-    "BackwardPrefetch",
-    "Blocks",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "Comm",
-    "CommPolicy",
-    "DTensorExtensions",
-    "DataParallelMeshDims",
-    "FSDPExtensions",
-    "FSDPModule",
-    "Flat",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OnMesh",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "Placements",
-    "PrefetchPolicy",
-    "RaggedDTensor",
-    "ReduceScatter",
-    "ShardedForm",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "SherdError",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
-    "Whole",
-    "__version__",
-    "accumulate",
-    "auto_shard",
-    "clip_grad_norm_",
-    "explain_migration",
-    "flatten_optimizer",
-    "fully_shard",
-    "memory_report",
-    "register_fsdp_forward_method",
-    "replicate",
-    "share_comm_ctx",
-    "track_memory",
-    "unsharded",
-]
+if TYPE_CHECKING:
+    from sherd._public import *
+    from sherd._public import __all__ as __all__
+
+
+# The names are loaded when the first of them is asked for, because torch takes seconds to load: the command `sherd`
+# reads its words, and refuses bad ones, before that (test_a_refusal_loads_no_torch).
+def __getattr__(name: str) -> Any:
+    if name == "__all__" or not name.startswith("__"):
+        public = vars(import_module("sherd._public"))
+        names = public.get("__all__", ())  # empty while the file is being loaded
+        globals().update({each: public[each] for each in names})
+        if names:
+            globals()["__all__"] = sorted([*names, "__version__"])
+        if name in globals():  # also a module that has been loaded by now, such as sherd.wrap
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("sherd._public").__all__})

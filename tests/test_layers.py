@@ -10,10 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "sherd"
 
 # `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
-# `sherd` is the package's own __init__, the public names.
+# `sherd` is the package's own __init__, `_public` the public names.
 RULE = """
 errors, policy, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
-< checkpoint, optim, clip, grad_scaler < api < sherd < interop, train, __main__
+< checkpoint, optim, clip, grad_scaler < api < _public, sherd < interop, train, __main__
 """
 SIMULATE_KNOWS = {"layout", "schedule", "policy"}
 KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,114 +26,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
-from sherd import __version__
 from sherd.train.config import Config, InputError
+from sherd.train.manifest import MANIFEST, Checkpoint, Manifest
 
-__all__ = ["Checkpoint", "Manifest", "NoCheckpoint", "load", "newest", "save", "shapes"]
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint is of."""
-
-    step: int
-    ranks: int
-    config: dict[str, dict[str, Any]]
-    text: str  # digest of the corpus
-    parameters: str  # digest of their names and shapes
-    files: dict[str, int]  # name -> bytes
-    sherd: str = __version__
-    torch: str = torch.__version__
-    format: int = FORMAT
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint, and a note for each newer one that was left half-written."""
-
-    path: Path
-    manifest: Manifest
-    notes: tuple[str, ...] = ()
-
-    def check_model(self, config: Config) -> None:
-        """Raises InputError when it is of another model than `config`'s."""
-        # Through a Config: a field that is newer than the checkpoint has its default there.
-        saved, wanted = Config.of(self.manifest.config).tree()["model"], config.tree()["model"]
-        differ = [f"model.{k} is {saved[k]!r} there and {v!r} here" for k, v in wanted.items() if saved[k] != v]
-        if differ:
-            raise InputError(f"{self.path} is a checkpoint of another model: {', '.join(differ)}; use another --out")
-
-    def check_text(self, digest: str, source: str) -> None:
-        """Raises InputError when it was trained on another text than this one, read from `source`."""
-        if digest != self.manifest.text:
-            raise InputError(
-                f"{self.path} was trained on another text than {source} holds now; give the same text, "
-                "or use another --out"
-            )
-
-    def changes(self, config: Config) -> list[str]:
-        """Fields that decide the losses and differ from the saved run's, as `section.field: old -> new`."""
-        free = {"out", "ranks", "mesh", "timeout", "eval_every", "save_every", "keep", "path"}
-        free |= {"prompt", "sample", "temperature"}
-        saved = Config.of(self.manifest.config).tree()
-        return [
-            f"{section}.{name}: {saved[section][name]} -> {value}"
-            for section, values in config.tree().items()
-            for name, value in values.items()
-            if name not in free and saved[section][name] != value
-        ]
-
-
-class NoCheckpoint(InputError):
-    """A folder without a whole checkpoint."""
-
-
-def newest(out: Path) -> Checkpoint:
-    """The last whole checkpoint of the run in `out`.
-
-    Raises:
-        NoCheckpoint: there is none.
-        InputError: it is of another format.
-    """
-    notes: list[str] = []
-    # Names sort as steps do: they have leading zeros, and "step-00000250.part" comes after "step-00000250".
-    for path in sorted((out / "checkpoints").glob("step-*"), reverse=True):
-        try:
-            return Checkpoint(path, _read_manifest(path), tuple(notes))
-        except _Half as reason:
-            notes.append(f"{path} is half-written ({reason})")
-    if notes:
-        raise NoCheckpoint(f"{notes[0]}, and there is no older whole checkpoint; start anew with another --out")
-    raise NoCheckpoint(f"{out} holds no checkpoint to resume from; start without --resume, or name the run's --out")
-
-
-class _Half(Exception):
-    """Why a folder is no whole checkpoint."""
-
-
-def _read_manifest(path: Path) -> Manifest:
-    if path.suffix:
-        raise _Half("it was never finished")
-    try:
-        values = json.loads((path / MANIFEST).read_text())
-        if values.get("format") != FORMAT:
-            raise InputError(f"{path} has format {values.get('format')}; this version reads format {FORMAT}")
-        manifest = Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
-    except FileNotFoundError:
-        raise _Half(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise _Half(f"{MANIFEST} is damaged") from None
-    for name, size in manifest.files.items():
-        if not (path / name).is_file():
-            raise _Half(f"{name} is missing")
-        if (found := (path / name).stat().st_size) != size:
-            raise _Half(f"{name} has {found} of {size} bytes")
-    return manifest
+__all__ = ["load", "save", "shapes"]
 
 
 def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: Config, text: str) -> Path:

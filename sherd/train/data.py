@@ -1,36 +1,14 @@
-"""Which bytes a step trains on, and which are kept to judge the model.
-
-Text is bytes, a token is a byte. Every document begins with a NUL, which no text holds, so 256 tokens are
-enough.
-Documents stand in the order of their hashes, and the tail of that row is held out:
-
-    | NUL doc NUL doc ... NUL doc NUL do | c NUL doc NUL doc |
-      training                             held out
-
-The order is a fair draw that no file name decides, equal documents come to stand side by side and so on one
-side, and a text of a single file needs no rule of its own.
-"""
+"""The samples of a run: which bytes of a text each step trains on, and each evaluation scores."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sherd.train.config import Data, InputError
-
-__all__ = ["VOCABULARY", "Corpus", "Windows", "batch", "read_corpus", "seeded"]
-
-VOCABULARY = 256
-SEPARATOR = b"\0"
-NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+__all__ = ["Windows", "batch", "seeded", "tokens"]
 
 
 def seeded(*key: object) -> torch.Generator:
@@ -39,66 +17,9 @@ def seeded(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Text, cut in two. `train` and `held_out` are 1-D, uint8, on the CPU; `digest` names their content."""
-
-    train: Tensor
-    held_out: Tensor
-    num_documents: int
-    digest: str
-    source: str
-
-
-def read_corpus(data: Data) -> Corpus:
-    """The text at `data.path`: a file, the text files of a folder, or the standard library's sources.
-
-    Raises:
-        InputError: nothing readable there, or too little for one sample on either side of the cut.
-    """
-    source = data.path or sysconfig.get_path("stdlib")
-    documents = sorted(_documents(Path(source), sources_only=not data.path), key=lambda d: hashlib.sha256(d).digest())
-    row = b"".join(SEPARATOR + document for document in documents)
-    cut = len(row) - int(len(row) * data.held_out)
-    for share, size in (("training", cut), ("held-out", len(row) - cut)):
-        if size <= data.context:
-            raise InputError(
-                f"{source} holds {len(row)} bytes of text in {len(documents)} documents, which leaves {size} "
-                f"{share} bytes; a sample needs {data.context + 1}: give more text, or a smaller data.context"
-            )
-    whole = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    digest = hashlib.sha256(row).hexdigest()[:16]
-    return Corpus(whole[:cut], whole[cut:], len(documents), digest, source)
-
-
-def _documents(path: Path, sources_only: bool) -> Iterator[bytes]:
-    """Every text under `path`: not hidden, not empty, without a NUL."""
-    try:
-        if path.is_file():
-            text = path.read_bytes()
-            if SEPARATOR in text:
-                raise InputError(f"{path} holds NUL bytes, so it is no text; give a text file or a folder")
-            yield text
-            return
-        for file in _files(path):
-            if sources_only and (file.suffix != ".py" or NOT_SOURCES.intersection(file.relative_to(path).parts)):
-                continue
-            text = file.read_bytes()
-            if text and SEPARATOR not in text:
-                yield text
-    except OSError as error:
-        raise InputError(f"cannot read the text {error.filename}: {error.strerror}") from error
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """The files under `folder`, but for hidden ones. A folder that cannot be listed raises OSError."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path))
-        elif entry.is_file():
-            yield Path(entry.path)
+def tokens(text: bytes) -> Tensor:
+    """Returns `text` as tokens: 1-D, uint8, on the CPU."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def batch(text: Tensor, context: int, seed: int, first: int, num: int) -> tuple[Tensor, Tensor]:

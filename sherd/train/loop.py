@@ -11,19 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from sherd import clip_grad_norm_
 from sherd.train import checkpoint as checkpoints
-from sherd.train.checkpoint import Checkpoint
+from sherd.train.axes import Axes
 from sherd.train.config import Config, InputError, Optimizer
-from sherd.train.data import SEPARATOR, Corpus, Windows, batch, seeded
-from sherd.train.mesh import Axes, Grid
+from sherd.train.data import Windows, batch, seeded, tokens
+from sherd.train.manifest import Checkpoint
+from sherd.train.mesh import Grid
 from sherd.train.parallel import build
 from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
+from sherd.train.text import SEPARATOR, Corpus
 
 __all__ = ["Step", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
 
@@ -45,14 +47,13 @@ def learning_rate(step: int, num_steps: int, choice: Optimizer) -> float:
     return choice.lr * (choice.final_lr + (1 - choice.final_lr) * cosine)
 
 
-def lzma_bits(text: Tensor) -> float | None:
+def lzma_bits(text: bytes) -> float | None:
     """Bits per byte lzma needs for `text` alone, at its highest preset; None where Python has no lzma."""
     try:
         import lzma
     except ImportError:
         return None
-    raw = text.numpy().tobytes()
-    return 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
+    return 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Trainer:
         self.model = build(config, grid)
         self.passes = passes(self.model, grid, config)
         self.optimizer = _adamw(self.model, config.optimizer)
-        self.windows = Windows(corpus.held_out, config.data.context)
+        self.text, self.windows = tokens(corpus.train), Windows(tokens(corpus.held_out), config.data.context)
         self.done = 0
         self.seconds = 0.0  # spent in steps by this process
         self._latest: deque[float] = deque(maxlen=PLANNED_AFTER)  # of them, one by one
@@ -140,7 +141,7 @@ class Trainer:
         config, size = self.config, self.config.optimizer.micro_batch
         first = self.done * config.optimizer.batch + self.grid.data_rank * size * self.accumulation
         for at in range(first, first + size * self.accumulation, size):
-            yield batch(self.corpus.train, config.data.context, config.run.seed, at, size)
+            yield batch(self.text, config.data.context, config.run.seed, at, size)
 
     @torch.no_grad()
     def evaluate(self, num_windows: int | None = None) -> float:

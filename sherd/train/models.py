@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sherd.train.config import InputError, Model
-from sherd.train.data import VOCABULARY, seeded
+from sherd.train.data import seeded
 from sherd.train.experts import MixtureOfExperts
 from sherd.train.sequence import WholeSequence
+from sherd.train.text import VOCABULARY
 
 __all__ = ["Block", "Decoder", "Elsewhere", "Head", "HuggingFace", "rotate", "rotation"]
 

@@ -11,9 +11,9 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from sherd.interop.pipelining import PipelineStage
 from sherd.train.config import Config
-from sherd.train.data import VOCABULARY
 from sherd.train.mesh import Grid
 from sherd.train.passes import Batch, Passes
+from sherd.train.text import VOCABULARY
 
 __all__ = ["Pipelined"]
 

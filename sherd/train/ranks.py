@@ -1,12 +1,8 @@
-"""How ranks are started, how they agree, and how they are stopped."""
+"""How the ranks of a run agree, and how they are stopped."""
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
-import sys
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,71 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sherd.train.config import InputError
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 
-__all__ = ["BAD_INPUT", "STOPPED", "Stop", "group", "on_rank_0", "start", "together"]
+__all__ = ["Stop", "group", "on_rank_0", "together"]
 
 T = TypeVar("T")
-BAD_INPUT, STOPPED = 2, 128 + signal.SIGTERM
 STARTING = timedelta(minutes=10)  # by which one rank may be ready later than another
-
-
-def start(num_ranks: int, module: str, words: list[str]) -> int:
-    """Run `python -m module words` on `num_ranks` ranks of this machine, through torchrun's own agent.
-
-    Returns:
-        0 when all went well; BAD_INPUT or STOPPED when ranks left with it or we were told to stop; else the
-        exit code of the rank that failed first, whose traceback is on stderr.
-    """
-    _set_environment(num_ranks)
-    config = LaunchConfig(
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
-    try:
-        with _quiet():
-            elastic_launch(config, sys.executable)("-m", module, *words)
-    except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        code = failure.exitcode
-        if code not in (BAD_INPUT, STOPPED):
-            how = f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-            print(f"sherd train: rank {rank} ended, {how}", file=sys.stderr)
-        return code if code > 0 else 128 - code
-    except SignalException:
-        return STOPPED
-    return 0
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No log lines from the agent: it tells at length that a rank left with 2, which has itself said why."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def _set_environment(num_ranks: int) -> None:
-    """What the agent and the ranks read from the environment, where the user has not set it himself."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    # Asked for by name, loopback works where gloo's own search does not: on a laptop without a network.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # At SIGTERM a rank finishes its step and saves, which with a large model takes more than the usual 30 s.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
 
 
 @contextmanager

@@ -7,10 +7,12 @@ import torch
 from torch import distributed as dist
 
 from sherd.errors import CommError
-from sherd.train import cli
+from sherd.train import rank as ranks
 from sherd.train.config import InputError
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
+from sherd.train.manifest import newest
 from sherd.train.ranks import together
+from sherd.train.words import configure, parse
 from tests.train.test_checkpoint import break_it, put
 
 # The same command, started again and again
@@ -18,7 +20,7 @@ from tests.train.test_checkpoint import break_it, put
 
 def begun(*words):
     """The step that the command goes on from; None if it starts."""
-    _, resumed = cli.configure(cli._parser().parse_args(["train", *words]))
+    _, resumed = configure(parse(["train", *words]))
     return resumed and resumed.manifest.step
 
 
@@ -55,12 +57,12 @@ def told_by(action):
 
 def on_ranks(shared, folders, steps, tmp_path):
     rank = dist.get_rank()
-    checkpoint = cli.newest(put(tmp_path / str(steps[rank]), steps[rank]).parent.parent) if steps[rank] else None
+    checkpoint = newest(put(tmp_path / str(steps[rank]), steps[rank]).parent.parent) if steps[rank] else None
     (tmp_path / folders[rank]).mkdir(exist_ok=True)
     return [
-        told_by(lambda: cli._seen_by_all(tmp_path / shared)),
-        told_by(lambda: cli._seen_by_all(tmp_path / folders[rank])),
-        told_by(lambda: cli._same_start(checkpoint)),
+        told_by(lambda: ranks._seen_by_all(tmp_path / shared)),
+        told_by(lambda: ranks._seen_by_all(tmp_path / folders[rank])),
+        told_by(lambda: ranks._same_start(checkpoint)),
     ]
 
 

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from sherd.train import checkpoint
-from sherd.train.checkpoint import Checkpoint, Manifest, newest
 from sherd.train.config import Config, InputError
+from sherd.train.manifest import Checkpoint, Manifest, newest
 
 
 def manifest(step=3, **fields):

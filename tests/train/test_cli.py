@@ -2,13 +2,15 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 
 import pytest
 
-from sherd.train import cli
+from sherd.train import cli, launch
 from sherd.train.config import Config
+from sherd.train.words import configure, parse
 from tests.forked import start
 from tests.train.test_checkpoint import break_it, put
 from tests.train.test_loop import TREE, run
@@ -26,7 +28,7 @@ def _no_ranks(monkeypatch, tmp_path):
 def started(monkeypatch):
     """What would have been started: (number of ranks, words)."""
     calls = []
-    monkeypatch.setattr(cli, "start", lambda num_ranks, module, words: calls.append((num_ranks, words)) or 0)
+    monkeypatch.setattr(launch, "start", lambda num_ranks, module, words: calls.append((num_ranks, words)) or 0)
     return calls
 
 
@@ -79,6 +81,12 @@ def test_no_command_is_refused_too(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_refusal_loads_no_torch():
+    program = "import sys; from sherd.train.cli import main; assert main(['train', '--data', 'absent']) == 2; "
+    program += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
 def test_help_names_the_fields(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "--help"])
@@ -108,8 +116,8 @@ def test_the_number_of_ranks_is_the_words_the_configs_or_the_default(started):
 
 def test_words_go_before_the_config_file_and_options_before_words(started, tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text('[run]\nsteps = 5\nseed = 6\n[data]\npath = "text.txt"\n')
-    args = cli._parser().parse_args(["train", "--config", "run.toml", "--steps", "7", "run.keep=3"])
-    config, _ = cli.configure(args)
+    args = parse(["train", "--config", "run.toml", "--steps", "7", "run.keep=3"])
+    config, _ = configure(args)
     assert (config.run.steps, config.run.seed, config.run.keep, config.data.path) == (7, 6, 3, "text.txt")
 
 
@@ -123,8 +131,8 @@ def test_a_folder_that_holds_anything_is_not_written_to(capsys, started, tmp_pat
 def test_resuming_takes_the_config_of_the_run_changed_by_the_words_but_not_its_ranks(tmp_path):
     saved = Config.of(TREE, {"run": {"ranks": 4}}).tree()
     put(tmp_path / "run", 3, config=saved)
-    args = cli._parser().parse_args(["train", "--resume", "--out", "run", "optimizer.lr=0.5"])
-    config, resumed = cli.configure(args)
+    args = parse(["train", "--resume", "--out", "run", "optimizer.lr=0.5"])
+    config, resumed = configure(args)
     assert resumed is not None
     assert resumed.manifest.step == 3
     assert config.run.ranks == 0
@@ -135,7 +143,7 @@ def test_resuming_takes_the_config_of_the_run_changed_by_the_words_but_not_its_r
 def test_resuming_without_a_folder_takes_the_last_numbered_run(tmp_path):
     for number in (2, 10, 9):
         put(tmp_path / "runs" / str(number), number)
-    config, resumed = cli.configure(cli._parser().parse_args(["train", "--resume"]))
+    config, resumed = configure(parse(["train", "--resume"]))
     assert resumed is not None
     assert resumed.manifest.step == 10
     assert config.run.out == "runs/10"

@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 from sherd.train import loop
-from sherd.train.checkpoint import newest
+from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError, Optimizer
-from sherd.train.data import batch, read_corpus
+from sherd.train.data import batch, tokens
 from sherd.train.loop import Trainer, introduce, learning_rate, lzma_bits, train
-from sherd.train.mesh import Grid, axes_of
+from sherd.train.manifest import newest
+from sherd.train.mesh import Grid
 from sherd.train.models import Decoder
 from sherd.train.report import Report, Silent
+from sherd.train.text import read_corpus
 
 TREE = {
     "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 24},
@@ -92,7 +94,7 @@ def plain_losses(chosen):
     optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2))
     losses = []
     for step in range(chosen.run.steps):
-        inputs, targets = batch(corpus.train, chosen.data.context, chosen.run.seed, step * o.batch, o.batch)
+        inputs, targets = batch(tokens(corpus.train), chosen.data.context, chosen.run.seed, step * o.batch, o.batch)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -270,4 +272,4 @@ def test_lzma_bits_are_those_of_the_bytes_alone():
 
     raw = bytes(range(256)) * 4
     packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
-    assert lzma_bits(torch.frombuffer(bytearray(raw), dtype=torch.uint8)) == 8 * len(packed) / 1024
+    assert lzma_bits(raw) == 8 * len(packed) / 1024

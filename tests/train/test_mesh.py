@@ -3,8 +3,9 @@
 import pytest
 from torch import distributed as dist
 
+from sherd.train.axes import Axes, axes_of, usual_ranks
 from sherd.train.config import Config, InputError
-from sherd.train.mesh import Axes, Grid, axes_of, usual_ranks
+from sherd.train.mesh import Grid
 
 TREE = {
     "model": {"layers": 2, "width": 24, "heads": 4, "kv_heads": 2, "hidden": 24, "experts": 6},

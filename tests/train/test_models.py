@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from sherd import FSDPModule
 from sherd.train import parallel
+from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError, Model
-from sherd.train.mesh import Grid, axes_of
+from sherd.train.mesh import Grid
 from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
 from sherd.train.parallel import build
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from sherd.train.axes import axes_of
 from sherd.train.config import Config
-from sherd.train.data import read_corpus
 from sherd.train.loop import Trainer
-from sherd.train.mesh import axes_of
+from sherd.train.text import read_corpus
 from tests.train.test_loop import TREE, grid, plain_losses, run, text  # noqa: F401  a fixture
 
 MODELS = {

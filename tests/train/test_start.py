@@ -7,7 +7,8 @@ import pytest
 from torch import distributed as dist
 
 from sherd.train.config import InputError
-from sherd.train.ranks import Stop, on_rank_0, start, together
+from sherd.train.launch import start
+from sherd.train.ranks import Stop, on_rank_0, together
 
 
 @pytest.fixture(autouse=True)

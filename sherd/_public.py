@@ -1,0 +1,100 @@
+"""The public names, and where each is defined. `import sherd` offers them all, and loads this file at the first one."""
+
+from sherd.api.accumulate import accumulate
+from sherd.api.auto_shard import auto_shard
+from sherd.api.extensions import DTensorExtensions, FSDPExtensions
+from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from sherd.api.fully_shard import fully_shard
+from sherd.api.memory import memory_report, track_memory
+from sherd.api.migration import explain_migration
+from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from sherd.api.placements import OnMesh, Placements
+from sherd.api.replicate import replicate
+from sherd.api.state_dict_type import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedForm,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from sherd.api.unsharded import unsharded
+from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.checkpoint.rekeying import OptimStateKeyType
+from sherd.clip import clip_grad_norm_
+from sherd.engine.flat import FlatParameter
+from sherd.errors import SherdError
+from sherd.grad_scaler import ShardedGradScaler
+from sherd.layout.runs import Blocks, Flat, Whole
+from sherd.optim import flatten_optimizer
+from sherd.policy import (
+    AllGather,
+    Comm,
+    CommPolicy,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PrefetchPolicy,
+    ReduceScatter,
+)
+from sherd.tensor.ragged import RaggedDTensor
+
+__all__ = [
+    "AllGather",
+    "BackwardPrefetch",
+    "Blocks",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "Comm",
+    "CommPolicy",
+    "DTensorExtensions",
+    "DataParallelMeshDims",
+    "FSDPExtensions",
+    "FSDPModule",
+    "Flat",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OnMesh",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "Placements",
+    "PrefetchPolicy",
+    "RaggedDTensor",
+    "ReduceScatter",
+    "ShardedForm",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "SherdError",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "UnshardHandle",
+    "Whole",
+    "accumulate",
+    "auto_shard",
+    "clip_grad_norm_",
+    "explain_migration",
+    "flatten_optimizer",
+    "fully_shard",
+    "memory_report",
+    "register_fsdp_forward_method",
+    "replicate",
+    "share_comm_ctx",
+    "track_memory",
+    "unsharded",
+]
