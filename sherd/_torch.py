@@ -70,6 +70,7 @@ __all__ = [
     "local_tensors",
     "may_hook_saving",
     "move_hooks",
+    "move_versions",
     "named_group",
     "not_traced",
     "outside_transforms",
@@ -340,6 +341,11 @@ def will_get_gradient(leaf: torch.Tensor) -> bool:
     except RuntimeError:  # `torch.autograd.grad` for this very leaf
         return False
     return found
+
+
+def move_versions(tensors: Sequence[torch.Tensor], by: int) -> None:
+    """Count `by` writes more, or fewer, to each of `tensors`. Public is only `increment_version` (2.11 to 2.13)."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(each._version + by for each in tensors))
 
 
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

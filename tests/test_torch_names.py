@@ -984,6 +984,18 @@ def test_will_get_gradient__is_true_of_leaves_that_backward_accumulates_in():
     assert told == [[True, False, True], [False, False, True], [False, False, False]]
 
 
+def test_move_versions__counts_writes_that_nobody_made():
+    x = torch.ones(2, requires_grad=True)
+    y = x * x
+    _torch.move_versions([x], 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    _torch.move_versions([x], -1)
+    y = x * x
+    y.sum().backward()
+    assert x._version == 0
+
+
 # Saved tensors
 
 

@@ -19,7 +19,7 @@ import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from sherd._torch import (
     in_backward,
     local_tensor,
     may_hook_saving,
+    move_versions,
     pop_saving_hooks,
     push_saving_hooks,
     saving_hooks,
@@ -69,6 +70,32 @@ class Source(ABC):
         """
         if self.live is not Live.WHOLE:
             self._unshard()
+
+
+class Guard:
+    """Has autograd raise where it reads one of `parameters` while their memory is gone.
+
+    Where autograd has saved a parameter and a hook of ours saw it, reading it has it gathered first. Without a hook
+    autograd compares versions, so these are one ahead for as long as the memory is gone. That is what becomes of a
+    `ctx.weight` that was not kept by `save_for_backward`, in a gradient of a gradient:
+    test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._is_up = False
+
+    def raise_up(self) -> None:
+        """Their memory is about to go."""
+        if not self._is_up:
+            torch.autograd.graph.increment_version(self._parameters)
+            self._is_up = True
+
+    def take_down(self) -> None:
+        """Their memory and values are there again."""
+        if self._is_up:
+            move_versions(self._parameters, -1)
+            self._is_up = False
 
 
 class Reader(Protocol):

@@ -77,6 +77,7 @@ class _Made:
     parameter: nn.Parameter
     tensor: torch.Tensor
     inner: tuple[Buffer, ...]
+    guard: saved.Guard
 
 
 class SelfGatheredWeights(saved.Source):
@@ -233,6 +234,7 @@ class SelfGatheredWeights(saved.Source):
                 buffer.allocate()
             self._finish(gathered, flight.terms.metadata, out=self._made.tensor)
         self._position.move(Live.WHOLE)
+        self._made.guard.take_down()
         parameter = self._made.parameter
         if parameter.requires_grad != self._record.requires_grad:
             parameter.requires_grad_(self._record.requires_grad)
@@ -255,7 +257,7 @@ class SelfGatheredWeights(saved.Source):
         self._record.share_attributes(parameter)
         self._record.claim(parameter)
         self._watch(0, parameter)
-        return _Made(parameter, whole, tuple(Buffer.of(tensor) for tensor in inner))
+        return _Made(parameter, whole, tuple(Buffer.of(tensor) for tensor in inner), saved.Guard([parameter]))
 
     def _finish(self, gathered: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor) -> Any:
         local: Any = self._record.local
@@ -290,6 +292,8 @@ class SelfGatheredWeights(saved.Source):
                 handoff.wait()
             self._flight = None
         self._arrived = None
+        if self._made is not None:
+            self._made.guard.raise_up()
         for buffer in (*self._gathered, *(self._made.inner if self._made is not None else ())):
             buffer.free()
 

@@ -90,11 +90,13 @@ class _Whole:
             if offset is not None
         ]
         self.ids = frozenset(id(each) for each in self.parameters)
+        self.guard = saved.Guard(self.parameters)
         self.own_uses = self.buffer.uses
 
     def free(self) -> None:
         """Give the memory back, unless the shards are in it."""
         if self.buffer.is_ours:
+            self.guard.raise_up()
             self.buffer.free()
 
     def moved(self) -> list[int]:
@@ -339,6 +341,7 @@ class Weights(saved.Source):
         self._versions[self._dtype] = flight.version
         self._flight = None
         self._position.move(Live.WHOLE)
+        whole.guard.take_down()
         for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):
             if parameter.requires_grad != record.requires_grad:
                 parameter.requires_grad_(record.requires_grad)

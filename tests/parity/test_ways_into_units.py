@@ -295,6 +295,24 @@ def normed() -> nn.Module:
     return nn.Sequential(Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
+class Bare(nn.Module):
+    """Nothing in it is saved by autograd: its function keeps all as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Attributes.apply(x, self.weight)
+
+
+class Surrounded(Bare):
+    """Autograd saves something else in it, by which a second backward is seen to come, before it reads the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(torch.tanh(x)))
+
+
 WAYS = {
     **{f"in a {name}": (functools.partial(Carried, name), mean_square) for name in CARRIERS},
     "losses from the second step on": (LateLosses, with_late_losses),
@@ -303,6 +321,7 @@ WAYS = {
     "a part of a parameter": (functools.partial(Positioned, slice(0, 4)), mean_square),
     "an argument": (Written, mean_square),
     "a gradient penalty": (normed, gradient_penalty),
+    "a gradient penalty on what is kept apart": (lambda: nn.Sequential(Surrounded(), Surrounded()), gradient_penalty),
     "forces": (Forces, mean_square),
     "forces in evaluation": (Forces, evaluated_between),
     "recomputed": (functools.partial(Recomputed, False), mean_square),
@@ -371,6 +390,22 @@ def test_training_is_that_of_one_process_whatever_way_backward_takes(world, fron
                 assert_named_close(params, expected(name), "parameter", 1e-9, 1e-10)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
+
+
+def penalized_while_bare(front: str) -> str:
+    model = sharded(nn.Sequential(Bare(), Bare()), front)
+    try:
+        gradient_penalty(model, 0, 0).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("front", [*PLACEMENTS, "wrapper", "flat parameters"])
+def test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient(world, front):
+    # Right where the unit has saved something else on the way: among WAYS. Here nothing tells of the second backward.
+    for said in world(2).run(penalized_while_bare, front):
+        assert "modified by an inplace operation" in said or "has been modified inplace" in said
 
 
 # What is saved

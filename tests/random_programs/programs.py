@@ -354,7 +354,8 @@ def _legal_layer(layer: Layer, program: Program) -> Layer:
     if layer.output == "written" and (layer.forces or layer.call == "twice"):
         layer = replace(layer, output="tensor")
     if layer.core == "stash" and program.penalty:
-        # What an autograd Function keeps as attributes no hook sees, and no gradient of a gradient finds again.
+        # What an autograd Function keeps as attributes no hook sees; a gradient of a gradient is right or raises, as
+        # the rest of the unit has it: tests/parity/test_ways_into_units.py.
         layer = replace(layer, core="linear")
     if layer.call == "twice" and layer.output == "attribute":
         layer = replace(layer, call="")
