@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
+from sherd.comm.at_exit import wait_for_gloo_at_exit
 from sherd.comm.groups import group_beside
 from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
@@ -76,6 +77,7 @@ class DataMesh:
         self.piece = self.pieces_of(self.shard_rank)[self.replica if self.spreads else 0]
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
+        wait_for_gloo_at_exit()
 
     def with_axes(self, shard: int | None, replicate: int | None, spreads: bool, keeps_whole: bool) -> DataMesh:
         """The same mesh, otherwise used."""
