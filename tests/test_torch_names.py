@@ -4,6 +4,7 @@ One test a name, called after it: a new torch that breaks one says which.
 """
 
 import logging
+import pickle
 import re
 import sys
 import warnings
@@ -912,6 +913,26 @@ def timeouts_adopted() -> list[float]:
         return [timeout_of(each) for each in groups]
     finally:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=before))
+
+
+def objects_read() -> list[list[object]]:
+    """What a gather of objects finds, in torch's own way and read in another."""
+    found: list[list[object]] = []
+    before = dist.distributed_c10d._tensor_to_object
+    try:
+        for _ in range(2):
+            told: list[object] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, "x" * (dist.get_rank() + 1))
+            found.append(told)
+            _torch.read_objects_with(lambda tensor: (tensor.dtype, pickle.loads(bytes(tensor.tolist()))))
+    finally:
+        dist.distributed_c10d._tensor_to_object = before
+    return found
+
+
+def test_read_objects_with__is_what_turns_bytes_into_objects(world):
+    byte = torch.uint8
+    assert world(2).run(objects_read) == [[["x", "xx"], [(byte, "x"), (byte, "xx")]]] * 2
 
 
 def timeouts_told() -> list[float | None]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
 from sherd.comm.groups import group_beside
+from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
@@ -329,8 +330,7 @@ def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, devi
     if replicate is None:
         return DeviceMesh.from_group(shard, device_type)
     row = dist.get_process_group_ranks(shard)
-    rows: list[list[int]] = [[]] * dist.get_world_size(replicate)
-    dist.all_gather_object(rows, row, group=replicate)
+    rows: list[list[int]] = all_gather_objects(row, "the comparison of shard groups", replicate)
     column = dist.get_process_group_ranks(replicate)
     at = row.index(dist.get_rank())
     if len({len(each) for each in rows}) > 1 or [each[at] for each in rows] != column:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from sherd import clip_grad_norm_
+from sherd.comm.objects import raw_bytes
 from sherd.train import checkpoint as checkpoints
 from sherd.train.checkpoint import Checkpoint
 from sherd.train.config import Config, InputError, Optimizer
@@ -51,7 +52,7 @@ def lzma_bits(text: Tensor) -> float | None:
         import lzma
     except ImportError:
         return None
-    raw = text.numpy().tobytes()
+    raw = raw_bytes(text)
     return 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
 
 
