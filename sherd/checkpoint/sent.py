@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from sherd.comm.failures import named
 from sherd.comm.mesh import default_device_type
 from sherd.comm.objects import broadcast_object
 from sherd.errors import OptimStateError
@@ -30,7 +31,8 @@ class Sent:
             here = torch.empty(self.shape, dtype=self.dtype, device=device)
         else:
             here = self.tensor.detach().to(device).contiguous()
-        dist.broadcast(here, group=self.group, group_src=0)
+        with named("rank 0's broadcast of optimizer state", self.group):
+            dist.broadcast(here, group=self.group, group_src=0)
         return here if self.shape else here.cpu()  # a count of steps, which optimizers read
 
 
