@@ -1,5 +1,9 @@
 """Fully sharded data parallel training for PyTorch. The names mirror `torch.distributed.fsdp`, so a changed import is a
-port."""
+port.
+
+Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`, `sherd.comm_hooks` and `sherd.interop`;
+the others may change without notice.
+"""
 
 from sherd.api.accumulate import accumulate
 from sherd.api.auto_shard import auto_shard
@@ -102,3 +106,9 @@ __all__ = [
     "track_memory",
     "unsharded",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, without the modules that its parts were imported from."""
+    own = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *own, "errors", "wrap"})
