@@ -4,14 +4,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BARE := .venv-bare
 
-.PHONY: help test train lint bench clean
+.PHONY: help test train lint bare bench clean
 .NOTPARALLEL:
 
 help:
 	@echo "make test    run the tests; ARGS='-k name' picks some"
 	@echo "make train   train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
 	@echo "make lint    ruff (lint and format) and mypy --strict"
+	@echo "make bare    what a newcomer does first, with torch and nothing else installed (in .venv-bare)"
 	@echo "make bench   sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
 	@echo "make clean   remove .venv, caches and builds"
 
@@ -28,11 +30,17 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict sherd
 
+# Installed anew each time, and not from the sources: what is tried is what `pip install .` gives.
+bare: $(BARE)/bin/python
+	rm -rf build
+	$(BARE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
+	$(BARE)/bin/python .ci/bare.py
+
 bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BARE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.
@@ -45,3 +53,6 @@ $(VENV)/.test $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(B
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(BARE)/bin/python:
+	$(PYTHON) -m venv $(BARE)

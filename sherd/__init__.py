@@ -1,5 +1,9 @@
 """Fully sharded data parallel training for PyTorch. The names mirror `torch.distributed.fsdp`, so a changed import is a
-port."""
+port.
+
+Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`, `sherd.comm_hooks` and `sherd.interop`;
+the others may change without notice.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,4 +30,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *import_module("sherd._public").__all__})
+    """What is public, without the modules that its parts were imported from."""
+    own = [name for name in globals() if name.startswith("__")]
+    return sorted({*import_module("sherd._public").__all__, *own, "errors", "wrap"})

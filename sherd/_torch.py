@@ -61,6 +61,7 @@ __all__ = [
     "hooked_step",
     "in_backward",
     "in_functional_call",
+    "is_fsdp_of_torch",
     "is_replicated",
     "is_sharded_tensor",
     "is_tensor_parallel",
@@ -68,6 +69,7 @@ __all__ = [
     "local_gradients",
     "local_tensor",
     "local_tensors",
+    "manage",
     "may_hook_saving",
     "move_hooks",
     "move_versions",
@@ -76,6 +78,7 @@ __all__ = [
     "outside_transforms",
     "pop_saving_hooks",
     "push_saving_hooks",
+    "read_objects_with",
     "reduce_scatter_single",
     "register_foreach_type",
     "register_optimizer_step_post_hook",
@@ -227,6 +230,17 @@ def named_group(
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
+
+
+def read_objects_with(read: Callable[[torch.Tensor], Any]) -> None:
+    """Let torch's own calls for objects (`gather_object` and its kin, which its checkpointing makes) turn the bytes
+    that have arrived, 1-D and uint8, into an object by `read`, from now on. Their own way goes through numpy, and
+    nothing public gives them another (2.11 to 2.13)."""
+
+    def to_object(tensor: torch.Tensor, numel: Any, *_: Any) -> Any:
+        return read(tensor[: int(numel)])
+
+    distributed_c10d._tensor_to_object = to_object
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
@@ -717,6 +731,26 @@ def is_replicated(module: torch.nn.Module) -> bool:
     and what was applied is in a registry without one (2.0 to 2.13)."""
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
+def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
+    """Whether torch's own FSDP has `module`: it is a wrapper of its first, its second has exchanged the module's class,
+    or one of the two looks after it from further out, and has said so to Dynamo.
+
+    By the names of packages, none of which is imported; what they tell Dynamo has no public name (2.0 to 2.13).
+    """
+    if any(each.__module__.startswith("torch.distributed.fsdp.") for each in type(module).__mro__):
+        return True
+    return bool(module.__dict__.get("_is_fsdp_managed_module")) and _MANAGED not in module.__dict__
+
+
+_MANAGED = "_sherd_managed"
+
+
+def manage(module: torch.nn.Module) -> None:
+    """Let Dynamo take the parameters of `module` as inputs of the graph, as it takes those of torch's FSDP, instead of
+    guarding each object, which changes on every gather. Nothing public does this (2.0 to 2.13)."""
+    module.__dict__.update({"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True, _MANAGED: True})
 
 
 def say_fully_sharded(module: torch.nn.Module) -> None:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
+from sherd.comm.failures import named
+from sherd.comm.groups import group_of
 from sherd.engine.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.moves import counted_here
@@ -73,7 +75,8 @@ def clip_grad_norm_(
 
     Raises:
         GradientError: a gradient with a Partial placement; the norm is not finite and `error_if_nonfinite` is set.
-        MeshError: a parameter lies on a mesh that this rank is not in.
+        CommError: a rank has died, or did not come before the group's timeout.
+        MeshError: a parameter lies on a mesh that this rank is not in, or whose process group was destroyed.
         PolicyError: `norm_type` is negative or nan.
     """
     given = _listed(parameters)
@@ -179,7 +182,7 @@ def _enter(found: _Found, groups_of: dict[Sort, Groups], tensor: Tensor, paramet
             "reduce it before clipping: p.grad = p.grad.redistribute(placements=p.placements)"
         )
     axes = _sharding_axes(spec, parameter, index)
-    groups = tuple(spec.mesh.get_group(axis) for axis in axes)
+    groups = tuple(group_of(spec.mesh, axis) for axis in axes)
     found.enter(groups, [device_of(spec.mesh)] * len(groups))
     groups_of[sort] = groups
     return groups
@@ -248,7 +251,8 @@ class _Order:
 
     def join(self, parts: Tensor, group: dist.ProcessGroup) -> None:
         """The same parts of all ranks of `group`, in place."""
-        dist.all_reduce(parts, op=dist.ReduceOp.MAX if self.is_max else dist.ReduceOp.SUM, group=group)
+        with named("the norm of the gradients", group):
+            dist.all_reduce(parts, op=dist.ReduceOp.MAX if self.is_max else dist.ReduceOp.SUM, group=group)
 
     def norm(self, part: Tensor) -> Tensor:
         """The norm that a part amounts to, without dimensions."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of, local_tensor
+from sherd.comm.failures import named
 from sherd.errors import PolicyTypeError
 
 
@@ -92,7 +93,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         worst = torch.stack([each.reshape(()).to(found_inf.device) for each in flags.values()]).amax()
         for group, device in self._groups(parameters, found_inf.device):
             on_device = worst.to(device)
-            dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
+            with named("the comparison of gradients that overflowed", group):
+                dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
             worst = on_device.to(worst.device)
         for each in flags.values():
             each.copy_(worst)

@@ -29,6 +29,48 @@ def require_int(where: str, value: Any, least: int) -> None:
         raise PolicyError(f"{where.format(value)}: expected {least} or more")
 
 
+def require_floating_dtype(where: str, value: Any) -> None:
+    """Raise `PolicyTypeError` if `value` is neither None nor a torch.dtype, `PolicyError` if it is one that numbers are
+    rounded to integers in. `where` it was given, as "Policy(argument={})"."""
+    if value is None:
+        return
+    # By its words, for there is no torch here; without one of them in hand nobody has a dtype.
+    kind = type(value)
+    if (kind.__module__, kind.__name__) != ("torch", "dtype"):
+        meant = _DTYPES.get(value.lower()) if isinstance(value, str) else None
+        raise PolicyTypeError(
+            f"{where.format(repr(value))}: expected a torch.dtype or None, got a {kind.__name__}; write "
+            f"torch.{meant or 'bfloat16'}"
+        )
+    if not (value.is_floating_point or value.is_complex):
+        raise PolicyError(
+            f"{where.format(value)}: expected a floating-point dtype; parameters, gradients and outputs would be "
+            "rounded to integers. Write torch.bfloat16, torch.float16 or torch.float32"
+        )
+
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "torch.bfloat16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "torch.float16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "float32": "float32",
+    "torch.float32": "float32",
+    "fp64": "float64",
+    "double": "float64",
+    "float64": "float64",
+    "torch.float64": "float64",
+}
+"""What a user may have meant by a string."""
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """In which dtypes a unit computes and reduces; shards, and so the optimizer, keep the dtype they came with.
@@ -44,6 +86,10 @@ class MixedPrecisionPolicy:
             are in eval mode. Beyond torch.
         keep_low_precision_grads: leave gradients in `param_dtype`, for an optimizer that wants them so; under pure
             data parallelism in `reduce_dtype`. Beyond torch.
+
+    Raises:
+        PolicyTypeError: a dtype by a string, say; a switch that is no bool.
+        PolicyError: an integer dtype, or bool.
     """
 
     param_dtype: torch.dtype | None = None
@@ -53,6 +99,14 @@ class MixedPrecisionPolicy:
     cast_root_forward_inputs: bool | None = None
     full_precision_in_eval: bool = False
     keep_low_precision_grads: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            require_floating_dtype(f"MixedPrecisionPolicy({name}={{}})", getattr(self, name))
+        for name in ("cast_forward_inputs", "full_precision_in_eval", "keep_low_precision_grads"):
+            require_bool(f"MixedPrecisionPolicy({name}={{}})", getattr(self, name))
+        if self.cast_root_forward_inputs is not None:
+            require_bool("MixedPrecisionPolicy(cast_root_forward_inputs={})", self.cast_root_forward_inputs)
 
     def casts_inputs(self, is_root: bool) -> bool:
         """Whether a unit's inputs are cast to `param_dtype`."""
@@ -77,6 +131,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        require_bool("CPUOffloadPolicy(pin_memory={})", self.pin_memory)
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,12 @@ def test_these_are_the_public_names():
     assert all(hasattr(sherd, name) for name in sherd.__all__)
 
 
+def test_dir_lists_the_public_names_and_modules_and_no_others():
+    shown = {name for name in dir(sherd) if not name.startswith("__")}
+    assert shown == set(sherd.__all__) - {"__version__"} | {"errors", "wrap"}
+    assert all(hasattr(sherd, name) for name in dir(sherd))
+
+
 def test_every_name_of_torchs_composable_front_end_is_here_under_the_same_name():
     assert set(torch_fsdp.__all__) - OF_THE_WRAPPER == MIRRORED - {"FlatParameter"}
     assert hasattr(torch_fsdp, "FlatParameter")

@@ -4,6 +4,7 @@ One test a name, called after it: a new torch that breaks one says which.
 """
 
 import logging
+import pickle
 import re
 import sys
 import warnings
@@ -798,6 +799,29 @@ def test_is_replicated__is_what_ddp_was_composed_with(threads):
     assert threads(1).run(modules_replicated) == [[True, False, False]]
 
 
+def modules_of_torchs_fsdp() -> list[list[bool]]:
+    from torch.distributed import fsdp
+
+    def told(module):
+        return [_torch.is_fsdp_of_torch(each) for each in module.modules()]
+
+    first = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2)), device_id=CPU)
+    plain, ours = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    _torch.manage(ours)
+    return [told(first), told(fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))), told(plain), told(ours)]
+
+
+def test_is_fsdp_of_torch__is_what_either_of_torchs_has_in_hand(world):
+    assert world(2).run(modules_of_torchs_fsdp) == [[[True] * 3, [True] * 2, [False] * 2, [False]]] * 2
+
+
+def test_manage__says_what_dynamo_asks_for():
+    module = nn.Linear(2, 2)
+    _torch.manage(module)
+    assert module._is_fsdp_managed_module
+    assert module._fsdp_use_orig_params
+
+
 def test_say_fully_sharded__is_what_replicate_asks_for():
     from torch.distributed._composable import replicate
 
@@ -912,6 +936,26 @@ def timeouts_adopted() -> list[float]:
         return [timeout_of(each) for each in groups]
     finally:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=before))
+
+
+def objects_read() -> list[list[object]]:
+    """What a gather of objects finds, in torch's own way and read in another."""
+    found: list[list[object]] = []
+    before = dist.distributed_c10d._tensor_to_object
+    try:
+        for _ in range(2):
+            told: list[object] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, "x" * (dist.get_rank() + 1))
+            found.append(told)
+            _torch.read_objects_with(lambda tensor: (tensor.dtype, pickle.loads(bytes(tensor.tolist()))))
+    finally:
+        dist.distributed_c10d._tensor_to_object = before
+    return found
+
+
+def test_read_objects_with__is_what_turns_bytes_into_objects(world):
+    byte = torch.uint8
+    assert world(2).run(objects_read) == [[["x", "xx"], [(byte, "x"), (byte, "xx")]]] * 2
 
 
 def timeouts_told() -> list[float | None]:

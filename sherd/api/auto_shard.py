@@ -16,6 +16,8 @@ from torch import nn
 from sherd.api.blocks import in_words, repeated_blocks
 from sherd.api.fully_shard import fully_shard
 from sherd.api.module import FSDPModule
+from sherd.engine.making import is_taken
+from sherd.engine.ownership import belongings
 from sherd.engine.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import WrapPolicy, choose, is_container, post_order
@@ -244,6 +246,7 @@ def _check_arguments(arguments: Mapping[str, Any], who: str) -> None:
 
 
 def _check_none_sharded(model: nn.Module, units: list[_Unit]) -> None:
+    belongings([model], (), is_taken)  # raises if torch's own FSDP has a part
     asked = {module for unit in units for module in unit.modules} | {model}
     sharded = [name or "the model" for name, each in model.named_modules() if each in asked and unit_of(each)]
     if sharded:

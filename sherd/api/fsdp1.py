@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.api.placements import Placements, Strategy
-from sherd.comm.groups import one_rank_group
+from sherd.comm.groups import default_group, one_rank_group
 from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups
 from sherd.errors import MeshError, PolicyError, PolicyTypeError
 from sherd.layout.runs import Flat, RunPlacement
@@ -37,6 +37,8 @@ from sherd.policy import (
     OffloadPolicy,
     PrefetchPolicy,
     UnitPolicy,
+    require_bool,
+    require_floating_dtype,
 )
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
@@ -92,6 +94,10 @@ class MixedPrecision:
         cast_root_forward_inputs: cast those of the root's forward, whatever is done with other units'.
         _module_classes_to_ignore: modules of these classes become units of their own, in full precision, when there
             is an `auto_wrap_policy`.
+
+    Raises:
+        PolicyTypeError: a dtype by a string, say; a switch that is no bool.
+        PolicyError: an integer dtype, or bool.
     """
 
     param_dtype: torch.dtype | None = None
@@ -102,12 +108,21 @@ class MixedPrecision:
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
 
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            require_floating_dtype(f"MixedPrecision({name}={{}})", getattr(self, name))
+        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+            require_bool(f"MixedPrecision({name}={{}})", getattr(self, name))
+
 
 @dataclass
 class CPUOffload:
     """Whether shards, gradients and so the optimizer's state rest in host memory."""
 
     offload_params: bool = False
+
+    def __post_init__(self) -> None:
+        require_bool("CPUOffload(offload_params={})", self.offload_params)
 
 
 @dataclass(frozen=True)
@@ -258,7 +273,7 @@ class Choices:
             return self._hybrid_mesh(has_policy)
         if self.device_mesh is not None:
             return self._mesh_of_axis(self.device_mesh)
-        group = self.process_group if self.process_group is not None else _default_group()
+        group = self.process_group if self.process_group is not None else default_group()
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(
                 f"{self.strategy.name} expects one process group, got {group!r}; a pair (shard group, replicate group) "
@@ -307,14 +322,14 @@ class Choices:
 
     def _mesh_of_nodes(self) -> DataMesh:
         """Shards within each node, copies on the others."""
-        world = dist.get_world_size(_default_group())
+        world = dist.get_world_size(default_group())
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or _devices_here() or world
         if world % per_node:
             raise MeshError(
                 f"{self.strategy.name}: {world} ranks are not a multiple of the {per_node} of a node "
                 "(LOCAL_WORLD_SIZE); pass process_group=(shard group, replicate group) or a 2-D device_mesh"
             )
-        device_type = self._device_type(_default_group())
+        device_type = self._device_type(default_group())
         mesh = init_device_mesh(device_type, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
         return DataMesh(mesh, shard_axis=1, replicate_axis=0, comm=self.comm)
 
@@ -330,14 +345,6 @@ def _is_on(variable: str) -> bool:
 
 def _is_group(value: Any) -> bool:
     return isinstance(value, dist.ProcessGroup)
-
-
-def _default_group() -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup), "it is initialized"
-    return group
 
 
 def _devices_here() -> int:

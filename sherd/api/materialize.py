@@ -13,6 +13,7 @@ from torch import nn
 from sherd._torch import attributes_of
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
+from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
 from sherd.engine.seal import unit_of
 from sherd.engine.structures import map_tensors
@@ -110,7 +111,8 @@ def take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
         for tensor in tensors.values():
             here = local_part(tensor)
             sent = here.detach().contiguous()
-            dist.broadcast(sent, group_src=0, group=group)
+            with named("rank 0's broadcast of parameters and buffers (sync_module_states)", group):
+                dist.broadcast(sent, group_src=0, group=group)
             if sent.data_ptr() != here.data_ptr():
                 here.copy_(sent)
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -38,7 +38,13 @@ class UnshardHandle:
             runtime.finish_unshard(unit)
 
 
-class FSDPModule:
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object  # the class of the user's own module, which follows, brings nn.Module along
+
+
+class FSDPModule(_Module):
     """The base that `fully_shard` puts in front of a module's class. Not to be made by hand.
 
     Setters replace one field of the unit's policy; what they change holds from the next forward or backward on. Those
@@ -232,16 +238,16 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's, and on the shards even while whole parameters are shown: kept ones, or left by an error."""
-        modules = {id(each) for each in cast(nn.Module, self).modules()}
+        modules = {id(each) for each in self.modules()}
         for unit in self._sherd_units(recurse=True):
             unit.zero_grad(set_to_none, modules)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, on the shards, which then go back into one buffer."""
         unit = self._sherd_own_unit
         unit.show_shards()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         unit.reseat()
         unit.shards_written()
         return result
@@ -250,18 +256,18 @@ class FSDPModule:
 
     @property
     def _sherd_own_unit(self) -> Unit:
-        unit = unit_of(cast(nn.Module, self))
+        unit = unit_of(self)
         assert unit is not None, "an FSDPModule has a unit from its making on"
         return unit
 
     @property
     def _sherd_own_runtime(self) -> Runtime:
         """The runtime of its unit; if there is none yet, this is a root."""
-        return runtime_of(self._sherd_own_unit, cast(nn.Module, self))
+        return runtime_of(self._sherd_own_unit, self)
 
     def _sherd_units(self, recurse: bool) -> list[Unit]:
         """This module's unit, and those below it if `recurse`, each once."""
-        return units_below(cast(nn.Module, self)) if recurse else [self._sherd_own_unit]
+        return units_below(self) if recurse else [self._sherd_own_unit]
 
     def _sherd_change(self, recurse: bool, **fields: Any) -> None:
         for unit in self._sherd_units(recurse):

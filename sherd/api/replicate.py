@@ -3,18 +3,41 @@ module."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sherd.api.fully_shard import fully_shard
+from sherd.api.module import FSDPModule
 from sherd.errors import PolicyError
 from sherd.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `replicate`, for the type checker."""
+
+    mesh: DeviceMesh | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    comm_policy: CommPolicy
+
+
+@overload
+def replicate(module: nn.Module, **options: Unpack[Options]) -> FSDPModule: ...
+
+
+@overload
+def replicate(module: list[nn.Module], **options: Unpack[Options]) -> list[FSDPModule]: ...
+
 
 def replicate(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from sherd.checkpoint.names import Owned
 from sherd.checkpoint.parts import around, local_shape
 from sherd.comm.mesh import DataMesh
+from sherd.comm.objects import all_gather_objects
 from sherd.engine.parameter import record_of
 from sherd.errors import OptimStateError
 
@@ -85,8 +86,7 @@ def _mesh_of(owned: Owned) -> DataMesh | None:
 
 def _told_by_all(told: list[list[Outline]], group: dist.ProcessGroup) -> list[list[Outline]]:
     """What each rank of `group` was told, one after the other."""
-    by_rank: list[list[list[Outline]]] = [told] * group.size()
-    dist.all_gather_object(by_rank, told, group=group)
+    by_rank: list[list[list[Outline]]] = all_gather_objects(told, "the comparison of optimizer states", group)
     return [each for its in by_rank for each in its]
 
 

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from sherd.comm.failures import named
 from sherd.comm.mesh import default_device_type
+from sherd.comm.objects import broadcast_object
 from sherd.errors import OptimStateError
 
 
@@ -29,7 +31,8 @@ class Sent:
             here = torch.empty(self.shape, dtype=self.dtype, device=device)
         else:
             here = self.tensor.detach().to(device).contiguous()
-        dist.broadcast(here, group=self.group, group_src=0)
+        with named("rank 0's broadcast of optimizer state", self.group):
+            dist.broadcast(here, group=self.group, group_src=0)
         return here if self.shape else here.cpu()  # a count of steps, which optimizers read
 
 
@@ -40,9 +43,8 @@ def from_rank0(state_dict: dict[str, Any] | None, group: dist.ProcessGroup | Non
         OptimStateError: it has no "state", or DTensors in it, of which rank 0 has only a part. On all ranks.
     """
     is_source = dist.get_rank(group) == 0
-    outline = [_outlined(state_dict) if is_source else None]
-    dist.broadcast_object_list(outline, group=group, group_src=0)
-    (told,) = outline
+    outline = _outlined(state_dict) if is_source else None
+    told = broadcast_object(outline, "rank 0's broadcast of optimizer state", group)
     if isinstance(told, str):
         raise OptimStateError(told)
     assert isinstance(told, dict), "rank 0 sends an outline or what is wrong"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from sherd._torch import adopt_timeout
 from sherd.comm import sums
+from sherd.comm.failures import unfinished
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.errors import CommError
 
@@ -229,17 +230,8 @@ class _Call:
             raise self._named(error, peer) from error
 
     def _named(self, error: RuntimeError, peer: int | None) -> CommError:
-        if peer is None and len(self._link.peers) == 1:
-            peer = self._link.peers[0]
-        ranks = dist.get_process_group_ranks(self._link.group)
-        among = f"ranks {ranks}" if len(ranks) <= 16 else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
-        with_whom, who = ("", "A rank") if peer is None else (f" with rank {ranks[peer]}", f"Rank {ranks[peer]}")
-        self._failure = CommError(
-            f"{self._what} of {self._nbytes:,} bytes among {among} over gloo failed on rank {ranks[self._link.rank]}"
-            f"{with_whom}: {error}. {who} has died, has left, or is late: look for the first error in the logs of all "
-            "ranks and start them again from the last checkpoint; this group is of no more use. If a rank was only "
-            "late, give init_process_group a longer timeout"
-        )
+        what = f"{self._what} of {self._nbytes:,} bytes over gloo"
+        self._failure = unfinished(what, self._link.group, error, peer)
         return self._failure
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from sherd._torch import named_group, timeout_of
+from sherd.errors import MeshError
 
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
@@ -35,8 +38,59 @@ def group_beside(
     return groups[key]
 
 
+def default_group() -> dist.ProcessGroup:
+    """The default process group; made of the environment that torchrun sets, if there is none yet.
+
+    Raises:
+        MeshError: there is no such environment either.
+    """
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise MeshError(
+                "no process group: start with torchrun --nproc-per-node N, or call "
+                "torch.distributed.init_process_group() before the model is sharded, and destroy_process_group() after "
+                f"its last use (of what torchrun sets, the environment lacks {', '.join(missing)})"
+            )
+        dist.init_process_group()
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup), "it is initialized"
+    return group
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows `group` no longer."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return True
+    return False
+
+
+def require_alive(group: dist.ProcessGroup, whose: str) -> None:
+    """Raise MeshError if `group`, which is that of `whose`, was destroyed."""
+    if is_destroyed(group):
+        raise MeshError(_DESTROYED.format(whose=whose))
+
+
+def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    """The process group of one axis of `mesh`.
+
+    Raises:
+        MeshError: it was destroyed.
+    """
+    try:
+        return mesh.get_group(axis)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise MeshError(_DESTROYED.format(whose=f"the mesh {mesh}")) from error
+
+
+_DESTROYED = (
+    "no process group: that of {whose} was destroyed (destroy_process_group()); destroy it after the last use of the "
+    "model, or make group, mesh and model anew"
+)
+
+
 def one_rank_group() -> dist.ProcessGroup:
     """A group of this rank alone; the same one each time."""
-    default = dist.group.WORLD
-    assert default is not None, "the default group was initialized"
-    return group_beside(default, "alone", [dist.get_rank()], torch.device("cpu"))
+    return group_beside(default_group(), "alone", [dist.get_rank()], torch.device("cpu"))

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
 from sherd.comm.at_exit import wait_for_gloo_at_exit
-from sherd.comm.groups import group_beside
+from sherd.comm.groups import default_group, group_beside, group_of, require_alive
+from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import Still, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
@@ -64,8 +65,8 @@ class DataMesh:
         self.comm = comm
         self.copies = copies
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
-        self.shard_group = None if shard_axis is None else mesh.get_group(shard_axis)
-        self.replicate_group = None if replicate_axis is None else mesh.get_group(replicate_axis)
+        self.shard_group = None if shard_axis is None else group_of(mesh, shard_axis)
+        self.replicate_group = None if replicate_axis is None else group_of(mesh, replicate_axis)
         self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
         self.num_replicas = 1 if replicate_axis is None else mesh.size(replicate_axis)
         self.shard_rank = 0 if shard_axis is None else mesh.get_local_rank(shard_axis)
@@ -209,7 +210,8 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
     Without a mesh it is one axis over all ranks of the default process group, on the device of its backend.
 
     Raises:
-        MeshError: another number of axes, a 2-D mesh without names, or a name that the mesh does not have.
+        MeshError: no process group; another number of axes, a 2-D mesh without names, or a name that the mesh does not
+            have.
     """
     mesh = mesh if mesh is not None else _default_mesh()
     return _read(mesh, comm) if dims is None else _pick(mesh, dims, comm)
@@ -284,14 +286,15 @@ def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
 
 
 def _default_mesh() -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    group = default_group()
+    return init_device_mesh(default_device_type(group), (group.size(),))
 
 
 def default_device_type(group: dist.ProcessGroup | None = None) -> str:
     """The accelerator if the group (None: the default one) can reach it, else the CPU: a gloo-only group on a machine
-    with GPUs is CPU."""
+    with GPUs is CPU. Raises `MeshError` if the group was destroyed."""
+    if group is not None:
+        require_alive(group, "a given group")
     backend = str(dist.get_backend(group))
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or backend == "gloo":
@@ -316,8 +319,10 @@ def mesh_of_groups(
     Collective over `replicate`, the first time it is given with `shard`.
 
     Raises:
-        MeshError: the two groups are not the row and the column of one grid of ranks.
+        MeshError: the two groups are not the row and the column of one grid of ranks, or one was destroyed.
     """
+    if replicate is not None:
+        require_alive(replicate, "a given group")
     known = _meshes.setdefault(shard, {})
     key = (id(replicate), device_type)
     if key not in known:
@@ -331,8 +336,7 @@ def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, devi
     if replicate is None:
         return DeviceMesh.from_group(shard, device_type)
     row = dist.get_process_group_ranks(shard)
-    rows: list[list[int]] = [[]] * dist.get_world_size(replicate)
-    dist.all_gather_object(rows, row, group=replicate)
+    rows: list[list[int]] = all_gather_objects(row, "the comparison of shard groups", replicate)
     column = dist.get_process_group_ranks(replicate)
     at = row.index(dist.get_rank())
     if len({len(each) for each in rows}) > 1 or [each[at] for each in rows] != column:

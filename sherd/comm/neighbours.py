@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from sherd.comm.objects import all_gather_objects
 from sherd.comm.segments import Segment
 from sherd.errors import CommError
 
@@ -290,9 +291,7 @@ class _Rendezvous:
 
     def exchanged(self, mine: Any) -> list[Any]:
         """Everybody's."""
-        theirs: list[Any] = [None] * self._size
-        dist.all_gather_object(theirs, mine, group=self._group)
-        return theirs
+        return all_gather_objects(mine, "the meeting of ranks that may share memory", self._group)
 
     def succeeds(self, step: Callable[[], None]) -> bool:
         """Whether `step` did its work on all ranks."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import all_gather_coalesced, all_gather_single, reduce_scatter_single
+from sherd.comm.failures import named
 
 Land = Callable[[int, torch.Tensor], None]
 """Puts `sizes[rank]` elements, rank's part, where they belong: `land(rank, part)`."""
@@ -165,11 +166,28 @@ class Still(Transport):
         return None
 
 
+class _Named:
+    """A call of torch's under way, over a group whose ranks its error is to name."""
+
+    __slots__ = ("_group", "_pending", "_what")
+
+    def __init__(self, pending: Pending, what: str, group: dist.ProcessGroup) -> None:
+        self._pending, self._what, self._group = pending, what, group
+
+    def wait(self) -> None:
+        """As the call's own. Raises CommError."""
+        with named(self._what, self._group):
+            self._pending.wait()
+
+
 class SingleCalls(Transport):
     """torch's own collectives, one call each: NCCL, and every backend that nothing better is known for.
 
     Parts of unequal length go through the list forms, which NCCL serves with grouped broadcasts and reductions; where a
     backend refuses them, through the transport `for_uneven`.
+
+    Raises, from a call or its `wait()`:
+        CommError: torch's call has raised: a peer has died or is late, as far as the backend notices.
     """
 
     def __init__(self, group: dist.ProcessGroup, for_uneven: Transport | None = None) -> None:
@@ -180,26 +198,42 @@ class SingleCalls(Transport):
         self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call into one buffer, or into its parts."""
-        if are_even(sizes):
-            return all_gather_single(rows, rest, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
-        if self._for_uneven is not None:
+        if not are_even(sizes) and self._for_uneven is not None:
             return self._for_uneven.all_gather(rows, rest, sizes, async_op)
-        return dist.all_gather(parts(rows, sizes), rest, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+
+        def call() -> Any:
+            if are_even(sizes):
+                return all_gather_single(rows, rest, group=self._group, async_op=async_op)
+            return dist.all_gather(parts(rows, sizes), rest, group=self._group, async_op=async_op)
+
+        return self._called(call, f"all-gather of {rows.nbytes:,} bytes")
 
     def reduce_scatter(
         self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call from one buffer, or from its parts."""
-        op = dist.ReduceOp.SUM
-        if are_even(sizes):
-            return reduce_scatter_single(rest, rows, op=op, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
-        if self._for_uneven is not None:
+        if not are_even(sizes) and self._for_uneven is not None:
             return self._for_uneven.reduce_scatter(rest, rows, sizes, async_op)
-        return dist.reduce_scatter(rest, parts(rows, sizes), op=op, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+        op = dist.ReduceOp.SUM
+
+        def call() -> Any:
+            if are_even(sizes):
+                return reduce_scatter_single(rest, rows, op=op, group=self._group, async_op=async_op)
+            return dist.reduce_scatter(rest, parts(rows, sizes), op=op, group=self._group, async_op=async_op)
+
+        return self._called(call, f"reduce-scatter of {rows.nbytes:,} bytes")
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """One call, in place."""
-        return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=async_op)  # type: ignore[no-any-return]
+        return self._called(
+            lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=async_op),
+            f"all-reduce of {tensor.nbytes:,} bytes",
+        )
+
+    def _called(self, call: Callable[[], Any], what: str) -> Pending | None:
+        with named(what, self._group):
+            pending = call()
+        return None if pending is None else _Named(pending, what, self._group)
 
 
 class CoalescedCalls(SingleCalls):
@@ -212,4 +246,7 @@ class CoalescedCalls(SingleCalls):
         self, targets: Sequence[torch.Tensor], rests: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
         """One coalesced call."""
-        return all_gather_coalesced(targets, rests, self._group, async_op)  # type: ignore[no-any-return]
+        return self._called(
+            lambda: all_gather_coalesced(targets, rests, self._group, async_op),
+            f"all-gather of {len(targets)} tensors at once",
+        )

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from sherd.comm.gloo import Gloo
+from sherd.comm.groups import is_destroyed, require_alive
 from sherd.comm.shared_memory import SharedMemory
 from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls, Transport
 from sherd.errors import MeshError
@@ -21,7 +22,7 @@ def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: 
     """The transport of `group`, made at the first call, in which all its ranks must take part.
 
     Raises:
-        MeshError: `policy` asks for one that cannot serve these ranks.
+        MeshError: `policy` asks for one that cannot serve these ranks, or `group` was destroyed.
     """
     if group is None or group.size() == 1:
         return _ALONE
@@ -30,16 +31,14 @@ def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: 
         _forget_destroyed_groups()
         known = _known[group] = {}
     if policy.transport not in known:
+        require_alive(group, "a sharded model")
         known[policy.transport] = _made(group, device, policy.transport)
     return known[policy.transport]
 
 
 def _forget_destroyed_groups() -> None:
-    for group in list(_known):
-        try:
-            dist.get_process_group_ranks(group)
-        except (KeyError, ValueError, RuntimeError):
-            _known.pop(group, None)
+    for group in [each for each in _known if is_destroyed(each)]:
+        _known.pop(group, None)
 
 
 def check_transport(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> None:

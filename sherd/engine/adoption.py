@@ -57,7 +57,7 @@ class _Watcher:
         for ref in self.adopt(optimizer):
             owner = ref()
             if owner is not None:
-                owner.require_own_shards()
+                owner.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         known = self._known.get(optimizer)

@@ -57,9 +57,11 @@ def forms_of(
 
     Raises:
         ModuleError: a parameter that has no shape yet.
+        ModuleError: a parameter has no shape yet; or some are on the meta device, and others not.
         PlacementError: a parameter that cannot be cut as asked, or a DTensor that does not fit the mesh.
     """
     _require_shapes(found)
+    _require_memory(found)
     wishes = [wish_of(each) for each in found]
     planned = _planned(found, streams, wishes, surrounds)
     forms = [
@@ -156,6 +158,27 @@ def _require_shapes(found: Sequence[Found]) -> None:
             f"{lazy[0]} has no shape yet, which a lazy module learns in its first forward; run the model once, on one "
             "batch, before it is sharded"
         )
+
+
+def _require_memory(found: Sequence[Found]) -> None:
+    """Raise if some of the parameters that are to share a buffer have memory and values, and others have none."""
+    by_kind: dict[tuple[torch.dtype, bool], list[Found]] = {}
+    for each in found:
+        by_kind.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
+    for members in by_kind.values():
+        on_meta = [each.name for each in members if each.parameter.is_meta]
+        others = [each.name for each in members if not each.parameter.is_meta]
+        if on_meta and others:
+            raise ModuleError(
+                f"parameters of one unit are partly on the meta device: {_in_short(on_meta)} are, {_in_short(others)} "
+                "are not, and they are to share a buffer. Give the former memory and values before (to_empty(device="
+                "...) and reset_parameters() on their modules), or have all on the meta device, and fill them after "
+                "fully_shard"
+            )
+
+
+def _in_short(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _planned(

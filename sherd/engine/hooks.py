@@ -37,6 +37,7 @@ from sherd.engine.seal import RUNTIME, UNIT, runtime_of
 from sherd.engine.sharded_access import explain
 from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
 from sherd.engine.unit import Unit
+from sherd.errors import CommError
 
 _BORDERS = "sherd_borders"
 """In an autograd node's metadata: a list of `_Border`."""
@@ -110,8 +111,16 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
         return output
     output = map_tensors(_with_own_memory, output)
     differentiable = torch.is_grad_enabled()
-    if not runtime.leave(module, differentiable, unit.is_viewed and _keeps_view(unit, output)):
-        explain(sys.exc_info()[1], runtime.units)
+    error = sys.exc_info()[1]
+    try:
+        returned = runtime.leave(module, differentiable, unit.is_viewed and _keeps_view(unit, output))
+    except CommError:
+        if not isinstance(error, CommError):
+            raise
+        # What was under way cannot be finished either, which the first error says. From here torch would warn of it.
+        returned = False
+    if not returned:
+        explain(error, runtime.units)
         return output
     if unit.precision.output_dtype is not None:
         output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from sherd._torch import attributes_of, is_replicated, move_hooks, trace_nothing_in
+from sherd._torch import attributes_of, is_replicated, manage, move_hooks, trace_nothing_in
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
 from sherd.engine import hooks
 from sherd.engine.adoption import watcher
 from sherd.engine.forms import Wish, forget_loads, forms_of, loads_balance
 from sherd.engine.ownership import Belongings, Found
-from sherd.engine.parameter import ShardedParameter
+from sherd.engine.parameter import WRAPPED, ShardedParameter
 from sherd.engine.pieces import piece_of
 from sherd.engine.seal import attach, unit_of
 from sherd.engine.unit import Unit
-from sherd.errors import OwnershipError
+from sherd.errors import ModuleError, OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.ragged import as_dtensor
 
@@ -44,10 +44,12 @@ def make_unit(
     gradients are divided.
 
     Raises:
+        ModuleError: a unit around `modules` was made before, and has taken all their parameters.
         PlacementError: a parameter that cannot be cut as asked.
         OwnershipError: a parameter of another unit under another mesh.
     """
     owners = _owners(found, mesh)
+    _require_something_left(modules, found, owners)
     streams = streams_for(mesh.device)
     surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
     # What is below has owners that need nothing beside it to balance, so it may be a model of its own: the next unit is
@@ -65,9 +67,7 @@ def make_unit(
     for each in modules:
         attach(each, unit)
     for each in found.modules:
-        # Dynamo then takes parameters as inputs of the graph instead of guarding each object, which changes on every
-        # gather.
-        each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+        manage(each)
     _hide_from_dynamo()
     watcher.install()
     watcher.sharded_again()
@@ -136,6 +136,25 @@ def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
             )
         owners[owner.id] = owner
     return list(owners.values())
+
+
+def _require_something_left(modules: Sequence[nn.Module], found: Belongings, owners: Sequence[Unit]) -> None:
+    """Raise ModuleError if units were made from the outside in. Modules that have no parameters, or whose parameters
+    are all tied to those of a unit beside them, are units like any other."""
+    if found.owned:
+        return
+    wrapped = [each for module in modules for each in (module, module._modules.get(WRAPPED)) if each is not None]
+    for owner in owners:
+        within = {id(below) for module in owner.modules for below in module.modules()}
+        inner = next((each for each in wrapped if id(each) in within), None)
+        if inner is not None:
+            taken = [each.record.name for each in found.borrowed if each.record.owner is owner]
+            shown = ", ".join(taken[:4]) + (f" and {len(taken) - 4} more" if len(taken) > 4 else "")
+            raise ModuleError(
+                f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
+                f"taken all of its parameters ({shown}). Go from the inside out: fully_shard, or the wrapper, on the "
+                "blocks first and on the model last; build the model anew"
+            )
 
 
 def _borrow(found: Belongings) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from sherd.comm.groups import group_beside
 from sherd.comm.mesh import DataMesh
+from sherd.comm.objects import all_gather_objects
 from sherd.engine.parameter import ShardedParameter
 from sherd.engine.unit import Unit
 from sherd.errors import CommError
@@ -121,9 +122,7 @@ def _exchange(group: dist.ProcessGroup, deed: Deed) -> list[Deed]:
     dist.all_gather(digests, own, group=group)
     if all(each.item() == deed.digest for each in digests):
         return [deed] * len(digests)
-    deeds: list[Deed] = [deed] * len(digests)
-    dist.all_gather_object(deeds, deed, group=group)
-    return deeds
+    return all_gather_objects(deed, "the comparison of what ranks do", group)
 
 
 def _compared(ranks: Sequence[int], deeds: Sequence[Deed]) -> str:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from sherd._torch import is_fsdp_of_torch
 from sherd.engine.parameter import Place, ShardedParameter, plain_name, record_of
+from sherd.errors import ModuleError
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,18 @@ class Belongings:
 def belongings(
     roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_taken: Callable[[nn.Module], bool]
 ) -> Belongings:
-    """Walk the modules below `roots`, not into those that are taken already, and sort their parameters."""
+    """Walk the modules below `roots`, not into those that are taken already, and sort their parameters.
+
+    Raises:
+        ModuleError: torch's own FSDP has one of the modules.
+    """
     ignored_ids = {id(parameter) for parameter in ignored}
     modules: dict[int, nn.Module] = {}
     owned: dict[int, Found] = {}
     borrowed: list[Borrowed] = []
     met: set[int] = set()
     for prefix, module in _walk(roots, is_taken):
+        require_not_torchs(prefix, module)
         modules[id(module)] = module
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -71,6 +78,18 @@ def belongings(
             name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
             owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
     return Belongings(list(modules.values()), list(owned.values()), borrowed, frozenset(met))
+
+
+def require_not_torchs(path: str, module: nn.Module) -> None:
+    """Raise ModuleError if torch's own FSDP has `module`, which is no unit, and which `path` leads to."""
+    if is_fsdp_of_torch(module):
+        name = plain_name(path)
+        raise ModuleError(
+            f"{name + ', ' if name else ''}a {type(module).__name__}: torch's own FSDP has it already "
+            "(torch.distributed.fsdp, its fully_shard or its FullyShardedDataParallel). Neither knows the units of the "
+            "other, so some parameters would not train: use one library for the whole model, and take fully_shard or "
+            "FullyShardedDataParallel from sherd throughout"
+        )
 
 
 def _hidden(module: nn.Module, attribute: str) -> ShardedParameter | None:

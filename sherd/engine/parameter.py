@@ -162,8 +162,8 @@ class Owner(Protocol):
     def shards_written(self) -> None:
         """Shards have new values: whole parameters made from the old ones are stale."""
 
-    def require_own_shards(self) -> None:
-        """Raise if what is written to the shards now will be written over."""
+    def before_step(self) -> None:
+        """An optimizer is about to write to the shards. Raises if that will be written over, or was lost."""
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import is_replicated, outside_transforms, say_fully_sharded
 from sherd.engine.forms import forget_loads, require_can_gather_itself
+from sherd.engine.ownership import require_not_torchs
 from sherd.engine.parameter import plain_name, record_of
 from sherd.engine.runtime import Runtime
 from sherd.engine.unit import Unit
@@ -53,6 +54,7 @@ def seal(root: nn.Module) -> Runtime:
     own a parameter which one of them uses, where a part of a model runs before its root ever has.
 
     Raises:
+        ModuleError: torch's own FSDP has a module below `root`.
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
         OwnershipError: a parameter was made tensor parallel after it was sharded.
     """
@@ -61,7 +63,9 @@ def seal(root: nn.Module) -> Runtime:
     for path, module in root.named_modules():
         name = plain_name(path)
         unit = unit_of(module)
-        if unit is not None:
+        if unit is None:
+            require_not_torchs(path, module)
+        else:
             names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
         module_names[id(module)] = name
     owners = {owner.id: owner for unit, _ in names.values() for owner in unit.companions if owner.id not in names}

@@ -266,11 +266,25 @@ class Unit:
         Raises:
             WriteBackError: they are lost, or of another shape.
         """
+        if self._settled() and not self.is_seated:
+            self.reseat()  # some are of another dtype, or elsewhere
+
+    def _settled(self) -> bool:
+        """Whether values were taken of what was in the place of the shards' memory."""
         moved = [weights.group for weights in self.weights if not weights.group.seats.are_taken]
         for group in moved:
             group.seats.settle()
-        if moved and not self.is_seated:
-            self.reseat()  # some are of another dtype, or elsewhere
+        return bool(moved)
+
+    def before_step(self) -> None:
+        """An optimizer is about to write to the shards: what a user gave them before is what it steps.
+
+        Raises:
+            WrapperStateError: what is written to the shards now will be written over by what is lent.
+            WriteBackError: values that a user gave are lost, or of another shape.
+        """
+        self._require_own_shards()
+        self._settled()
 
     def notice_replaced(self) -> None:
         """Take the values of Parameters that the user has put in the place of shards, which have moved then if they
@@ -298,8 +312,7 @@ class Unit:
         self.loan = loan
         self.register_parameters(loan is not None)
 
-    def require_own_shards(self) -> None:
-        """Raise if what is written to the shards now will be written over by what is lent."""
+    def _require_own_shards(self) -> None:
         if self.loan is not None and self.loan.writes_back:
             raise WrapperStateError(
                 f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the whole "

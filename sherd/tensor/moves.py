@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import all_gather_single
+from sherd.comm.failures import named
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import Layout, Split
 
@@ -74,7 +75,8 @@ def _joined(line: torch.Tensor, numels: Sequence[int], rank: int, group: dist.Pr
     if whole.numel():
         # As bytes, which every backend can move.
         sizes = [numel * whole.element_size() for numel in numels]
-        _gather_bytes(_bytes(line), whole.view(torch.uint8), sizes, rank, group)
+        with named("the gather of a RaggedDTensor", group):
+            _gather_bytes(_bytes(line), whole.view(torch.uint8), sizes, rank, group)
     return whole
 
 

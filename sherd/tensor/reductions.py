@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
+from sherd.comm.failures import named
 from sherd.tensor.lists import by_kind
 from sherd.tensor.moves import counted_here, gather
 from sherd.tensor.operands import layouts_in, local_of, lone_value, unknown
@@ -30,7 +31,8 @@ Reduce = dist.ReduceOp
 def joined(value: torch.Tensor, how: Any, layout: Layout) -> torch.Tensor:
     """`value` joined over all ranks that hold different elements, in place: one axis after the other."""
     for group in layout.groups:
-        dist.all_reduce(value, op=how, group=group)
+        with named("a reduction of a RaggedDTensor", group):
+            dist.all_reduce(value, op=how, group=group)
     return value
 
 

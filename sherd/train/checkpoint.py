@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
+from sherd.comm.objects import all_gather_objects
 from sherd.train.config import Config, InputError
 from sherd.train.manifest import MANIFEST, Checkpoint, Manifest
 
@@ -104,16 +105,15 @@ def _name_those_of_all_stages(optimizer_state: dict[str, Any]) -> None:
     """Let each group of parameters name those of all ranks: pipeline stages have different ones, and what is no tensor
     is written by one rank only."""
     groups: list[dict[str, Any]] = optimizer_state["param_groups"]
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, [group["params"] for group in groups])
+    of_all = all_gather_objects([group["params"] for group in groups], "the exchange of parameter names")
     for group, *names in zip(groups, *of_all, strict=True):
         group["params"] = list(dict.fromkeys(name for each in names for name in each))
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Each parameter's whole shape, sharded or not, those of all pipeline stages together. Every rank calls it."""
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, {name: tuple(each.shape) for name, each in model.named_parameters()})
+    own = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    of_all = all_gather_objects(own, "the exchange of parameter shapes")
     return {name: shape for each in of_all for name, shape in each.items()}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from sherd.errors import SherdError
+from sherd.train.extras import install
 
 __all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run"]
 
@@ -234,7 +235,7 @@ def _toml(text: str) -> Any:
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError as error:
-        raise InputError("Python 3.10 reads TOML with tomli: install sherd[cli], or write JSON") from error
+        raise InputError(f"Python 3.10 reads TOML with tomli: {install('cli')}, or write JSON") from error
     return toml.loads(text)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sherd.train.config import InputError, Model
 from sherd.train.data import seeded
 from sherd.train.experts import MixtureOfExperts
+from sherd.train.extras import install
 from sherd.train.sequence import WholeSequence
 from sherd.train.text import VOCABULARY
 
@@ -205,7 +206,7 @@ def _hf_config(path: str) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise InputError("model.hf needs transformers: install sherd[hf]") from error
+        raise InputError(f"model.hf needs transformers: {install('hf')}") from error
     if not Path(path).is_file():
         raise InputError(f"model.hf = {path!r} is no file; give the path of a Hugging Face config.json")
     try:

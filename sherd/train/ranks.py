@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed as dist
 
+from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_numpy
 from sherd.train.config import InputError
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 
@@ -29,6 +30,7 @@ def group() -> Iterator[None]:
         CommError: the ranks cannot reach one another, or, from inside, a collective could not be finished.
     """
     take_the_way_to_the_others()
+    do_without_numpy()
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=STARTING)
     except RuntimeError as error:
@@ -57,19 +59,16 @@ def together(action: Callable[[], T]) -> T:
         value = action()
     except InputError as error:
         refusal = str(error)
-    refusals: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    for refusal in refusals:
-        if refusal is not None:
-            raise InputError(refusal)
+    for told in all_gather_objects(refusal, "the meeting of all ranks"):
+        if told is not None:
+            raise InputError(told)
     return value  # type: ignore[return-value]
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
     """What `action` returned on rank 0, the only one to do it. Raises as `together` does."""
-    box = [together(action) if dist.get_rank() == 0 else together(lambda: None)]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]  # type: ignore[return-value]
+    value = together(action) if dist.get_rank() == 0 else together(lambda: None)
+    return broadcast_object(value, "the broadcast of what rank 0 has done")  # type: ignore[no-any-return]
 
 
 class Stop:

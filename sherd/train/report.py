@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sherd.train.extras import install
+
 __all__ = ["PlainDisplay", "Report", "RichDisplay", "Silent", "curve", "peak_memory"]
 
 
@@ -122,7 +124,7 @@ class Report(Silent):
             try:
                 self._display = RichDisplay()
             except ImportError:
-                self.say("for a progress bar install sherd[cli]")
+                self.say(f"for a progress bar: {install('cli')}")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -145,7 +147,7 @@ class Report(Silent):
         try:
             curve(self.out / "metrics.jsonl", self.out / "curve.png", lzma_bits)
         except ImportError:
-            self.say("for a picture of the loss curve install sherd[viz]")
+            self.say(f"for a picture of the loss curve: {install('viz')}")
 
 
 def curve(metrics: Path, picture: Path, lzma_bits: float | None) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import sherd
 from sherd.errors import PlacementError, WriteBackError
@@ -231,6 +232,54 @@ def assigned_after_a_load():
 
 def test_so_are_parameters_that_a_load_has_exchanged(world):
     assert all(world(2).run(assigned_after_a_load))
+
+
+def stepped_after_assigning(way):
+    """What an optimizer makes of values given between backward and step, and what it says of those that are lost."""
+    model = WAYS[way](made(stack))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loss(model, 0, 0).backward()
+    weight = model[0].up.weight
+    expected = torch.ones(tuple(weight.shape), dtype=torch.double) - RATE * _whole(weight.grad)
+    weight.data = torch.ones(tuple(weight.shape), dtype=torch.double)
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(1, 8, dtype=torch.double))
+    with sherd.unsharded(model):
+        torch.testing.assert_close(model[0].up.weight.detach(), expected)
+    if way in STOCK:
+        assigned_zero = model[0].up.weight
+        assigned_zero.data = assigned_zero.data * 0
+        with pytest.raises(WriteBackError, match=r"up\.weight was assigned"):
+            optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"flat parameter"}))
+def test_a_step_is_made_on_what_was_given_before_it(world, way):
+    assert all(world(num_ranks(way)).run(stepped_after_assigning, way))
+
+
+def tensor_parallel_assigned():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placement in (None, sherd.Flat()):
+        model = made(stack)
+        whole_weight = torch.ones(tuple(model[2].weight.shape), dtype=torch.double)
+        parallelize_module(model, mesh["tp"], {"2": RowwiseParallel(input_layouts=Replicate())})
+        sherd.fully_shard(model, mesh=mesh["dp"], placement=placement)
+        model[2].weight.data = whole_weight
+        try:
+            model(torch.ones(1, 8, dtype=torch.double)).sum().backward()
+        except WriteBackError as error:
+            assert "2.weight was assigned a tensor of shape (3, 8)" in str(error)  # noqa: PT017
+        else:
+            model(torch.ones(1, 8, dtype=torch.double)).sum().backward()
+            assert torch.equal(_whole(model[2].weight.detach()), whole_weight)
+    return True
+
+
+def test_a_tensor_parallel_parameter_takes_them_or_says_that_it_does_not(world):
+    assert all(world(4).run(tensor_parallel_assigned))
 
 
 def set_memory(ways):

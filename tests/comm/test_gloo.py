@@ -377,7 +377,7 @@ def with_a_late_rank() -> list[str]:
 def test_a_rank_that_never_comes_is_named_each_time_one_waits_for_it(world):
     (once, again), nothing = world(2).run(with_a_late_rank)
     assert once == again
-    assert "reduce-scatter of 32 bytes among ranks [0, 1] over gloo failed on rank 0 with rank 1" in once
+    assert "reduce-scatter of 32 bytes over gloo among ranks [0, 1] failed on rank 0 with rank 1" in once
     assert "longer timeout" in once
     assert nothing == []
 
@@ -422,7 +422,7 @@ def test_a_killed_rank_ends_the_collective_of_the_others_with_an_error_that_name
             assert ours.poll(30), "a rank was not told"
             told = ours.recv()
             assert f"{collective} of " in told
-            assert f"bytes among ranks [0, 1, 2] over gloo failed on rank {rank}" in told
+            assert f"bytes over gloo among ranks [0, 1, 2] failed on rank {rank}" in told
             assert "last checkpoint" in told
             if collective == "reduce-scatter":
                 assert "with rank 1: " in told

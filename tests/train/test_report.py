@@ -54,7 +54,7 @@ def test_a_terminal_without_rich_gets_plain_lines_and_one_hint(tmp_path, capsys,
     with Report(tmp_path) as report:
         report.step(**RECORD)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "for a progress bar install sherd[cli]"
+    assert lines[0] == "for a progress bar: pip install '.[cli]' in the folder of sherd's sources"
     assert lines[1].startswith("step      3/10")
 
 
@@ -81,7 +81,10 @@ def test_without_matplotlib_one_line_says_how_to_get_the_picture(tmp_path, capsy
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with Report(tmp_path) as report:
         report.finish("text", None)
-    assert capsys.readouterr().out == "for a picture of the loss curve install sherd[viz]\n"
+    assert (
+        capsys.readouterr().out
+        == "for a picture of the loss curve: pip install '.[viz]' in the folder of sherd's sources\n"
+    )
 
 
 def test_peak_memory_is_in_bytes():

@@ -1,0 +1,52 @@
+"""Tries what a newcomer has after `pip install .`: torch, and nothing that torch does not bring along itself.
+
+README's first program runs on 2 ranks, then `sherd train` for a few steps, and goes on by --resume.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+TINY = ["model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=32", "data.context=32"]
+TINY += ["optimizer.batch=4", "optimizer.micro_batch=2", "run.sample=10", "run.save_every=2"]
+
+
+def main() -> None:
+    for name in ("numpy", "matplotlib", "rich", "transformers", "pytest"):
+        assert importlib.util.find_spec(name) is None, f"{name} is installed, so this shows nothing"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Without it gloo asks the resolver for this machine's name, which fails where there is no network.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # so that the installed package is imported, not the folder of its sources
+        Path("tiny.py").write_text(first_program(ROOT / "README.md"))
+        run("torchrun", "--nproc-per-node", "2", "tiny.py")
+        train = ("sherd", "train", "--nproc", "2", "--out", "run")
+        run(*train, "--data", str(ROOT / "docs"), "--steps", "4", *TINY)
+        assert "going on after step 4" in run(*train, "--resume", "--steps", "6"), "resumed"
+
+
+def first_program(page: Path) -> str:
+    """The first block of Python in `page`."""
+    block = re.search(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None, f"{page} has a program"
+    return block[1]
+
+
+def run(command: str, *words: str) -> str:
+    """What a command of the environment prints. Raises if it fails."""
+    print("$", command, *words, flush=True)
+    done = subprocess.run([BIN / command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, flush=True)
+    done.check_returncode()
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A collective of torch's that was not finished, as a `CommError` that names its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from sherd.errors import CommError
+
+
+def unfinished(what: str, group: dist.ProcessGroup, error: Exception, peer: int | None = None) -> CommError:
+    """The error of `what`, a collective over `group` that `error` has ended. `peer` is the other rank, by its number
+    in `group`, where a single one is to blame."""
+    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    others = [rank for number, rank in enumerate(ranks) if number != own]
+    if peer is not None:
+        others = [ranks[peer]]
+    with_whom = f" with rank {others[0]}" if len(others) == 1 else ""
+    who = f"Rank {others[0]}" if len(others) == 1 else f"One of the ranks {in_short(others)}"
+    return CommError(
+        f"{what} among ranks {in_short(ranks)} failed on rank {ranks[own]}{with_whom}: {error}. {who} has died, has "
+        "left, is late, or does not make this call (a branch on the rank?): look for the first error in the logs of "
+        "all ranks and start them again from the last checkpoint; this group is of no more use. If a rank was only "
+        "late, give init_process_group a longer timeout"
+    )
+
+
+@contextmanager
+def named(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around one collective of torch's over `group` (None: the default one): its RuntimeError becomes a CommError."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        group = group or dist.group.WORLD
+        assert group is not None, "a collective has begun, so there is a group"
+        raise unfinished(what, group, error) from error
+
+
+def in_short(ranks: Sequence[int]) -> str:
+    """`ranks` in brackets; of more than 16 the first, the last and how many there are."""
+    return f"{list(ranks)}" if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} of them)"

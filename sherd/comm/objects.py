@@ -1,0 +1,93 @@
+"""Python objects sent from rank to rank: pickled, and moved as the bytes of a tensor.
+
+torch's own calls for objects (`all_gather_object` and its kin) need numpy, which torch does not bring along.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sherd._torch import read_objects_with
+from sherd.comm.failures import named
+
+
+def all_gather_objects(mine: Any, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The objects of all ranks of `group` (None: the default one), in rank order; all of them call it.
+
+    Args:
+        mine: this rank's, anything that can be pickled.
+        what: what the exchange is for, as the error is to say it.
+        group: of any backend.
+
+    Raises:
+        CommError: a rank has died, or did not come before the group's timeout.
+    """
+    sent = _bytes_of(mine, _device_of(group))
+    with named(what, group):
+        lengths = _all_gather(torch.tensor([sent.numel()], device=sent.device), group)
+        longest = max(int(each) for each in lengths)
+        padded = torch.cat((sent, sent.new_zeros(longest - sent.numel())))
+        arrived = _all_gather(padded, group)
+    return [_object_of(each[: int(length)]) for each, length in zip(arrived, lengths, strict=True)]
+
+
+def broadcast_object(value: Any, what: str, group: dist.ProcessGroup | None = None) -> Any:
+    """`value` of rank 0 of `group` (None: the default one), on all its ranks; all of them call it.
+
+    Raises:
+        CommError: a rank has died, or did not come before the group's timeout.
+    """
+    device, is_source = _device_of(group), dist.get_rank(group) == 0
+    sent = _bytes_of(value if is_source else None, device)
+    length = torch.tensor([sent.numel()], device=device)
+    with named(what, group):
+        dist.broadcast(length, group=group, group_src=0)
+        arrived = sent if is_source else sent.new_empty(int(length))
+        dist.broadcast(arrived, group=group, group_src=0)
+    return value if is_source else _object_of(arrived)
+
+
+def do_without_numpy() -> None:
+    """Where numpy is missing, let torch's own calls for objects do without it too: over several ranks its checkpointing
+    makes them. For a program that has its process to itself, as it changes torch."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        read_objects_with(_object_of)
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    arrived = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(arrived, tensor, group=group)
+    return arrived
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where `group` moves tensors: the CPU if it can, for the bytes are there."""
+    devices = {each.partition(":")[0] for each in dist.get_backend_config(group).split(",")}
+    if "cpu" in devices or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "there is one"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _bytes_of(value: Any, device: torch.device) -> torch.Tensor:
+    # A bytearray, for torch warns of memory that cannot be written.
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+
+
+def _object_of(tensor: torch.Tensor) -> Any:
+    return pickle.loads(raw_bytes(tensor))
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of `tensor`, 1-D and uint8. `tensor.numpy()` would need numpy, and the storage's own way is slow."""
+    taken = bytearray(tensor.numel())
+    if taken:
+        torch.frombuffer(taken, dtype=torch.uint8).copy_(tensor)
+    return bytes(taken)

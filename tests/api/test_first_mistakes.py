@@ -1,0 +1,219 @@
+"""Are the mistakes of a first hour told by name: no process group, a wrong dtype, half a model on meta, one rank?"""
+
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import sherd
+from sherd.comm.mesh import data_mesh
+from sherd.errors import CommError, MeshError, ModuleError, PolicyError, PolicyTypeError
+from tests.models import Block
+
+# No process group
+
+NOTHING = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+CALLS = {
+    "fully_shard": sherd.fully_shard,
+    "ddp": lambda model: sherd.fully_shard(model, placements="ddp"),
+    "replicate": sherd.replicate,
+    "auto_shard": lambda model: sherd.auto_shard(model, lambda module, recurse, **_: True),
+    "wrapper": sherd.FullyShardedDataParallel,
+    "NO_SHARD": lambda model: sherd.FullyShardedDataParallel(model, sharding_strategy=sherd.ShardingStrategy.NO_SHARD),
+    "mesh": lambda model: data_mesh(None, None),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_without_a_process_group_the_error_says_torchrun(monkeypatch, call):
+    assert not dist.is_initialized()
+    for name in NOTHING:
+        monkeypatch.delenv(name, raising=False)
+    model = nn.Sequential(Block(), Block())
+    with pytest.raises(
+        MeshError, match=r"no process group: start with torchrun --nproc-per-node N, or call torch\.dist"
+    ):
+        CALLS[call](model)
+    assert not any(isinstance(each, sherd.FSDPModule) for each in model.modules())
+
+
+def test_what_torchrun_sets_is_enough(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # its agent keeps the store, as here
+    try:
+        sherd.fully_shard(Block())(torch.ones(1, 8))
+    finally:
+        dist.destroy_process_group()
+
+
+def with_a_destroyed_group():
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    early, ready = (sherd.fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2))
+    dist.destroy_process_group(group)
+    told = []
+    for call in (
+        lambda: early(torch.ones(1, 4)),
+        lambda: sherd.clip_grad_norm_(ready.parameters(), 1.0),
+        lambda: sherd.fully_shard(nn.Linear(4, 4), mesh=mesh),
+        lambda: sherd.FullyShardedDataParallel(nn.Linear(4, 4), process_group=group),
+    ):
+        with pytest.raises(MeshError) as raised:
+            call()
+        told.append(str(raised.value))
+    return told
+
+
+def test_a_group_that_was_destroyed_is_told(world):
+    for told in world(2).run(with_a_destroyed_group):
+        assert all("no process group: " in each and "was destroyed" in each for each in told)
+
+
+# Dtypes
+
+SWITCHES = ["cast_forward_inputs", "cast_root_forward_inputs", "keep_low_precision_grads"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (sherd.MixedPrecisionPolicy, ["param_dtype", "reduce_dtype", "output_dtype"]),
+        (sherd.MixedPrecision, ["param_dtype", "reduce_dtype", "buffer_dtype"]),
+    ],
+)
+def test_a_dtype_that_is_none_or_rounds_to_integers_is_refused(policy, names):
+    for name in names:
+        for given, meant in {
+            "bf16": "torch.bfloat16",
+            "torch.float16": "torch.float16",
+            "fp32": "torch.float32",
+        }.items():
+            with pytest.raises(PolicyTypeError, match=rf"{policy.__name__}\({name}='{given}'\): .* write {meant}"):
+                policy(**{name: given})
+        for given in ("nonsense", 16, torch.float32.itemsize, float):
+            with pytest.raises(PolicyTypeError, match=r"expected a torch\.dtype"):
+                policy(**{name: given})
+        for given in (torch.int8, torch.uint8, torch.int64, torch.bool):
+            with pytest.raises(PolicyError, match=rf"{name}={given}\): expected a floating-point dtype"):
+                policy(**{name: given})
+        for given in (None, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.complex64):
+            assert getattr(policy(**{name: given}), name) is given
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        *((kind, name) for kind in (sherd.MixedPrecisionPolicy, sherd.MixedPrecision) for name in SWITCHES),
+        (sherd.MixedPrecisionPolicy, "full_precision_in_eval"),
+        (sherd.CPUOffloadPolicy, "pin_memory"),
+        (sherd.CPUOffload, "offload_params"),
+    ],
+)
+def test_a_switch_of_a_policy_is_a_bool(policy, name):
+    with pytest.raises(PolicyTypeError, match=rf"{policy.__name__}\({name}='yes'\): expected a bool"):
+        policy(**{name: "yes"})
+
+
+# The meta device
+
+
+def partly_on_meta(options):
+    for each in options:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+        with pytest.raises(ModuleError) as raised:
+            sherd.fully_shard(model, **each)
+        for words in (
+            "partly on the meta device: 1.weight, 1.bias are, 0.weight, 0.bias are not",
+            "reset_parameters()",
+        ):
+            assert words in str(raised.value)
+        assert not isinstance(model, sherd.FSDPModule)
+        sherd.fully_shard(model[1])  # whole on meta: a unit
+        sherd.fully_shard(model, **each)
+        model[1].to_empty(device="cpu")
+        for each in model[1].parameters():
+            nn.init.ones_(each)
+        assert model(torch.ones(1, 4)).isfinite().all()
+
+
+def test_a_unit_that_is_partly_on_meta_is_refused_with_the_names_of_both_parts(threads):
+    threads(2).run(partly_on_meta, [{}, {"placement": sherd.Flat()}, {"placements": "ddp"}])
+
+
+# One rank alone
+
+
+def alone(transport, call):
+    """What rank 0 is told that makes a first call alone, and what was warned of."""
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if dist.get_rank() == 1:
+        return None
+    mesh = DeviceMesh.from_group(group, "cpu")
+    options = {"comm_policy": sherd.CommPolicy(transport=transport)}
+    if call == "full state dict":
+        model = sherd.FullyShardedDataParallel(nn.Linear(5, 5), process_group=group)
+    else:
+        model = sherd.fully_shard(nn.Linear(5, 5), mesh=mesh, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(CommError) as raised:
+            ALONE[call](model)
+    return str(raised.value), [str(each.message) for each in warned if "silenced" in str(each.message)]
+
+
+def full_state_dict(model):
+    with model.state_dict_type(model, sherd.StateDictType.FULL_STATE_DICT):
+        model.state_dict()
+
+
+ALONE = {
+    "forward": lambda model: model(torch.ones(1, 5)),
+    "clip": lambda model: sherd.clip_grad_norm_(model.parameters(), 1.0),
+    "lend": lambda model: sherd.unsharded(model).__enter__(),
+    "full state dict": full_state_dict,
+    "sync": lambda model: sherd.FullyShardedDataParallel(
+        nn.Linear(2, 2), process_group=model._sherd_own_unit.mesh.shard_group, sync_module_states=True
+    ),
+}
+FIRST = [(transport, "forward") for transport in ("auto", "gloo", "torch", "coalesced", "shared_memory")]
+FIRST += [("auto", call) for call in ALONE if call != "forward"]
+
+
+@pytest.mark.parametrize(("transport", "call"), FIRST)
+def test_a_first_call_that_one_rank_makes_alone_names_the_ranks_and_warns_of_nothing(world, transport, call):
+    (told, warned), _ = world(2).run(alone, transport, call)
+    assert "among ranks [0, 1] failed on rank 0 with rank 1: " in told
+    assert "does not make this call" in told
+    assert warned == []
+
+
+class Failing(nn.Linear):
+    """A forward with a mistake, and a hook with one."""
+
+    def forward(self, x):
+        raise ValueError("the user's mistake")
+
+
+def failing_with_a_hook():
+    model = Failing(4, 4)
+    sherd.fully_shard(model)
+
+    def hook(*_):
+        raise RuntimeError("the hook's mistake")
+
+    model.register_forward_hook(hook, always_call=True)
+    with pytest.raises(ValueError, match="the user's"), pytest.warns(UserWarning, match="silenced"):
+        model(torch.ones(1, 4))
+    return True
+
+
+def test_what_torch_says_of_a_users_hook_is_still_said(world):
+    assert world(1).run(failing_with_a_hook) == [True]

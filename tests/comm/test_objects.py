@@ -1,0 +1,108 @@
+"""Do Python objects travel between ranks, whatever moves the bytes, and without numpy?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+def of_each_length():
+    mine = {"rank": dist.get_rank(), "text": "x" * 1000 * dist.get_rank(), "none": None}
+    return all_gather_objects(mine, "a test"), all_gather_objects(None, "a test")
+
+
+@pytest.mark.parametrize("ranks", ["world", "threads"])
+def test_every_rank_gets_the_objects_of_all_in_rank_order(request, ranks):
+    expected = [{"rank": rank, "text": "x" * 1000 * rank, "none": None} for rank in range(3)]
+    for told, nones in request.getfixturevalue(ranks)(3).run(of_each_length):
+        assert told == expected
+        assert nones == [None] * 3
+
+
+def among_two_of_three():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    return broadcast_object(dist.get_rank() * "a", "a test", group), all_gather_objects(dist.get_rank(), "", group)
+
+
+def test_the_first_rank_of_a_group_is_who_sends(world):
+    assert world(3).run(among_two_of_three) == [None, ("a", [1, 2]), ("a", [1, 2])]
+
+
+def test_bytes_are_those_of_the_elements_that_a_view_shows():
+    text = torch.tensor(list(b"abcdef"), dtype=torch.uint8)
+    assert raw_bytes(text[1:4]) == b"bcd"
+    assert raw_bytes(text[::2]) == b"ace"
+    assert raw_bytes(text[:0]) == b""
+
+
+WITHOUT_NUMPY = """
+import os, sys, tempfile, warnings
+from importlib.machinery import PathFinder
+
+class WithoutNumpy(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "numpy" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutNumpy
+warnings.simplefilter("ignore")  # torch says that it has found no numpy
+import torch, torch._dynamo, torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+import torch.distributed.checkpoint as dcp
+import sherd
+from sherd.comm.objects import do_without_numpy
+
+folder = tempfile.mkdtemp()
+os.environ["RANK"] = "0" if os.fork() else "1"
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+
+def train(model):
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    sherd.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return optimizer
+
+for placement in (None, sherd.Flat()):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    sherd.fully_shard(model[0], placement=placement)
+    sherd.fully_shard(model, placement=placement)
+    optimizer = train(model)
+    with sherd.unsharded(model):
+        assert model[1].weight.shape == (3, 4)
+    assert model.state_dict()["1.weight"].full_tensor().shape == (3, 4)
+
+wrapper = sherd.FullyShardedDataParallel(nn.Linear(4, 4), sync_module_states=True)
+states = wrapper.optim_state_dict(wrapper, train(wrapper))
+with wrapper.state_dict_type(wrapper, sherd.StateDictType.FULL_STATE_DICT):
+    assert wrapper.state_dict()["weight"].shape == (4, 4)
+wrapper.scatter_full_optim_state_dict(wrapper.full_optim_state_dict(wrapper, train(wrapper)), wrapper)
+
+do_without_numpy()
+dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=f"{folder}/saved")
+dist.barrier()
+dist.destroy_process_group()
+assert "numpy" not in sys.modules
+if rank == 0:
+    assert os.wait()[1] == 0, "rank 1"
+    print("done")
+"""
+
+
+def test_both_front_ends_clipping_and_checkpoints_do_without_numpy():
+    # A program of its own, as torch looks for numpy once, when it is imported.
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMPY], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
