@@ -4,14 +4,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs
 
-.PHONY: help test train lint bench clean
+.PHONY: help test train lint docs bench clean
 .NOTPARALLEL:
 
 help:
 	@echo "make test    run the tests; ARGS='-k name' picks some"
 	@echo "make train   train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
 	@echo "make lint    ruff (lint and format) and mypy --strict"
+	@echo "make docs    build the documentation site into site/; ARGS='...' go to mkdocs build"
 	@echo "make bench   sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
 	@echo "make clean   remove .venv, caches and builds"
 
@@ -28,11 +30,14 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict sherd
 
+docs: $(DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
 bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.
@@ -41,6 +46,13 @@ $(VENV)/.train: EXTRAS := cli,viz
 $(VENV)/.lint: EXTRAS := cli,hf,viz,test,dev
 $(VENV)/.test $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+# The site is built from the sources as they are read: the packages of the extra `docs`, without sherd and so without torch.
+$(DOCS)/.docs: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
 $(BIN)/python:
