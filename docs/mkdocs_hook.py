@@ -1,7 +1,7 @@
 """How the repository's documents become a site: mkdocs calls these functions, see `hooks` in mkdocs.yml.
 
-The documents' links are relative to the repository's tree, so that they work where it is browsed. The site is built from
-the same tree, README.md and the other documents in front of docs/ included; only its URLs leave out `docs/`.
+The documents' links are relative to the repository's tree, so that they work where the repository is browsed. The site
+keeps that tree, README.md and the other documents outside docs/ included; only its URLs leave out `docs/`.
 """
 
 import ast
