@@ -149,6 +149,14 @@ def test_a_link_to_a_missing_file_or_heading_or_to_a_folder_is_dead(tmp_path, ta
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_a_list_stands_as_the_sites_markdown_wants_it(document):
+    """After an empty line, and four blanks in for a list in a list; GitHub shows the rest as a list too."""
+    text = prose(document)
+    assert re.findall(r"^(?! |- |\d+\. |\|)\S.*\n(?:- |\d+\. ).*", text, re.MULTILINE) == []
+    assert re.findall(r"^ {1,3}(?:- |\d+\. ).*", text, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_path_that_a_document_names_exists(document):
     named = PATH_IN_CODE.findall(document.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
