@@ -51,8 +51,13 @@ def _file(source: str, config: MkDocsConfig) -> File:
     return File(source, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=place)
 
 
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """A page that describes a module (`::: module`) describes all of its public names."""
+    return MODULE.sub(lambda found: f"{found[0]}\n    options:\n      members: {public_names(found[1])}", markdown)
+
+
 def on_page_content(html: str, page: Page, **_: object) -> None:
-    """Every public name of a module that the page describes has its place on it."""
+    """Each of them has its place on the page."""
     for module in MODULE.findall(page.markdown or ""):
         missing = [name for name in public_names(module) if f'id="{module}.{name}"' not in html]
         if missing:
@@ -60,9 +65,12 @@ def on_page_content(html: str, page: Page, **_: object) -> None:
 
 
 def public_names(module: str) -> list[str]:
-    """The names in a module's `__all__`, but for those like `__version__`."""
+    """The names in `__all__` of the module, or of the module that it imports them from; `__version__` is left out."""
     path = ROOT / module.replace(".", "/")
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    assigned = [each for each in ast.parse(source).body if isinstance(each, ast.Assign)]
-    (names,) = [each.value for each in assigned if ast.unparse(each.targets[0]) == "__all__"]
-    return [name for name in ast.literal_eval(names) if not name.startswith("__")]
+    for statement in ast.walk(ast.parse(source)):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return [name for name in ast.literal_eval(statement.value) if not name.startswith("__")]
+        if isinstance(statement, ast.ImportFrom) and "__all__" in [each.name for each in statement.names]:
+            return public_names(statement.module)
+    raise PluginError(f"{module} has no `__all__`")
