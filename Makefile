@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BARE := .venv-bare
+DOCS := .venv-docs
 
-.PHONY: help test train lint bare bench clean
+.PHONY: help test train lint bare docs bench clean
 .NOTPARALLEL:
 
 help:
@@ -14,6 +15,7 @@ help:
 	@echo "make train   train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
 	@echo "make lint    ruff (lint and format) and mypy --strict"
 	@echo "make bare    what a newcomer does first, with torch and nothing else installed (in .venv-bare)"
+	@echo "make docs    build the documentation site into site/; ARGS='...' go to mkdocs build"
 	@echo "make bench   sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
 	@echo "make clean   remove .venv, caches and builds"
 
@@ -36,11 +38,14 @@ bare: $(BARE)/bin/python
 	$(BARE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
 	$(BARE)/bin/python .ci/bare.py
 
+docs: $(DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
 bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BARE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BARE) $(DOCS) site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.
@@ -49,6 +54,13 @@ $(VENV)/.train: EXTRAS := cli,viz
 $(VENV)/.lint: EXTRAS := cli,hf,viz,test,dev
 $(VENV)/.test $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+# The site is built from the sources as they are read: the packages of the extra `docs`, without sherd and so without torch.
+$(DOCS)/.docs: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
 $(BIN)/python:

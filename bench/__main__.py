@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="smaller batches, 3 rounds: about a minute and a half")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller models, 3 rounds: about five minutes on two idle cores"
+    )
     parser.add_argument(
         "--only",
         nargs="+",

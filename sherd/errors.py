@@ -1,21 +1,21 @@
 """What can go wrong in a user's hands, and what kind of Python error each one also is.
 
-SherdError
-├── ModuleError     ValueError    a module that cannot become a unit: no forward, sharded twice, copied
-├── UnsupportedError  NotImplementedError  a combination that means something but is not offered
-├── MeshError       ValueError    a mesh, or an axis of it, that does not fit what was asked
-├── PlacementError  ValueError    a parameter that cannot be cut as asked
-│   └── WriteBackError  RuntimeError  a parameter's new value is of another shape than the parameter
-├── OwnershipError  ValueError    a parameter in two units' hands, or in none
-├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
-│   └── PolicyTypeError  TypeError    the same, when the value has the wrong type
-├── StateError      RuntimeError  a call at a moment when it cannot be served
-│   ├── ShardedAccessError        whole parameters were needed where only shards were at hand
-│   └── WrapperStateError  AssertionError, ValueError    the same, by the wrapper's methods, for which FSDP1 has these
-├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
-│   └── OptimStateError  AssertionError, ValueError    its state does not fit the model it is for
-├── GradientError   RuntimeError  a gradient that cannot be reduced
-└── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
+    SherdError
+    ├── ModuleError     ValueError    a module that cannot become a unit: no forward, sharded twice, copied
+    ├── UnsupportedError  NotImplementedError  a combination that means something but is not offered
+    ├── MeshError       ValueError    a mesh, or an axis of it, that does not fit what was asked
+    ├── PlacementError  ValueError    a parameter that cannot be cut as asked
+    │   └── WriteBackError  RuntimeError  a parameter's new value is of another shape than the parameter
+    ├── OwnershipError  ValueError    a parameter in two units' hands, or in none
+    ├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
+    │   └── PolicyTypeError  TypeError    the same, when the value has the wrong type
+    ├── StateError      RuntimeError  a call at a moment when it cannot be served
+    │   ├── ShardedAccessError        whole parameters were needed where only shards were at hand
+    │   └── WrapperStateError  AssertionError, ValueError    the same, by the wrapper's methods, as in FSDP1
+    ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
+    │   └── OptimStateError  AssertionError, ValueError    its state does not fit the model it is for
+    ├── GradientError   RuntimeError  a gradient that cannot be reduced
+    └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
 
 Every message names what was found, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
 as ValueError, TypeError or RuntimeError are also that here, so `except` clauses keep working after a port.

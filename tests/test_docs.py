@@ -2,20 +2,26 @@
 
 import ast
 import builtins
+import contextlib
+import dataclasses
+import importlib
 import inspect
 import io
 import re
 import tokenize
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import sherd
 from sherd import errors
 from sherd.layout.packing import pack
 from sherd.layout.plan import Wanted, plan
 from sherd.train.cli import main
+from sherd.train.config import SECTIONS
 from tests.layout.drawing import drawn
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +30,7 @@ TOP = ("sherd", "tests", "examples", "docs", "bench", "configs")
 
 CODE_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+ENTRY = re.compile(r"^- \[[^\]]+\]\(([^)#]+)\)", re.MULTILINE)
 PATH_IN_CODE = re.compile(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`")
 TEST_NAME = re.compile(r"\btest_[a-z0-9_]+\b")
 
@@ -48,17 +55,24 @@ WITH_CODE = [name_of(path) for path in DOCUMENTS if CODE_BLOCK.search(path.read_
 
 
 def run_blocks(name):
-    """A document's blocks one after the other, in one namespace, as its reader would type them."""
+    """A document's blocks one after the other, in one namespace, as its reader would type them; returns that."""
     text, namespace = read(name), {"__name__": "__main__"}
-    for block in CODE_BLOCK.finditer(text):
-        line = text.count("\n", 0, block.start(1))
-        # As many empty lines in front, so that a traceback names the document's own line.
-        exec(compile("\n" * line + block[1], str(ROOT / name), "exec"), namespace)
+    # A program leaves its process group at its end; here that is the group of all tests of the session.
+    with mock.patch.object(dist, "destroy_process_group"):
+        for block in CODE_BLOCK.finditer(text):
+            line = text.count("\n", 0, block.start(1))
+            # As many empty lines in front, so that a traceback names the document's own line.
+            exec(compile("\n" * line + block[1], str(ROOT / name), "exec"), namespace)
+    return namespace
 
 
-@pytest.mark.parametrize("name", WITH_CODE)
+def run_document(name):
+    run_blocks(name)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_CODE if name != "README.md"])
 def test_a_documents_code_runs_on_two_ranks(world, name):
-    world(2).run(run_blocks, name)
+    world(2).run(run_document, name)
 
 
 def test_a_block_that_fails_is_named_by_its_documents_line(tmp_path, monkeypatch):
@@ -69,8 +83,25 @@ def test_a_block_that_fails_is_named_by_its_documents_line(tmp_path, monkeypatch
     assert traceback.extract_tb(error.value.__traceback__)[-1].lineno == 5
 
 
-def test_the_readme_has_code_to_run():
-    assert "README.md" in WITH_CODE
+def readme_on_a_rank():
+    """What README's program prints, and the last batch that it has drawn."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        last = run_blocks("README.md")["x"]
+    return printed.getvalue(), last.tolist()
+
+
+def test_the_readmes_program_prints_its_loss_on_rank_0_as_shown_and_each_rank_has_data_of_its_own(world):
+    (printed, batch), (silent, other_batch) = world(2).run(readme_on_a_rank)
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", read("README.md"), re.MULTILINE | re.DOTALL)
+    steps, losses = zip(*re.findall(r"^step +(\d+)  loss (\S+)$", printed, re.MULTILINE), strict=True)
+    assert (steps, losses[-1] < losses[0]) == (("0", "10", "20", "30", "40"), True)
+    assert [float(each) for each in losses] == pytest.approx([float(each) for each in shown.split()[3::4]], rel=0.1)
+    assert silent == ""
+    assert batch != other_batch
+
+
+def test_the_readmes_first_screen_says_what_has_not_run():
+    assert "no GPU has run it yet" in " ".join(read("README.md").splitlines()[:20])
 
 
 # Links and paths
@@ -81,24 +112,48 @@ def slug(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
+def prose(file):
+    """Its text without blocks of code, in which a comment looks like a heading."""
+    return re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors(file):
-    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", file.read_text(), re.M)}
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(file), re.M)}
 
 
 def dead_links(document):
-    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
-    for target in LINK.findall(text):
+    for target in LINK.findall(prose(document)):
         if re.match(r"\w+:", target):
             continue
         path, _, anchor = target.partition("#")
         file = document.parent / path if path else document
-        if not file.exists() or (anchor and anchor not in anchors(file)):
+        # A folder is no page of the site.
+        if not file.is_file() or (anchor and anchor not in anchors(file)):
             yield target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_link_of_a_document_leads_somewhere(document):
     assert list(dead_links(document)) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "dead"),
+    [("b.md", []), ("b.md#two-words", []), ("b.md#code", ["b.md#code"]), ("c.md", ["c.md"]), ("folder", ["folder"])],
+)
+def test_a_link_to_a_missing_file_or_heading_or_to_a_folder_is_dead(tmp_path, target, dead):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "b.md").write_text("# Two `words`\n\n```python\n# Code\n```\n")
+    (tmp_path / "a.md").write_text(f"[b]({target})\n")
+    assert list(dead_links(tmp_path / "a.md")) == dead
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_a_list_stands_as_the_sites_markdown_wants_it(document):
+    """After an empty line, and four blanks in for a list in a list; GitHub shows the rest as a list too."""
+    text = prose(document)
+    assert re.findall(r"^(?! |- |\d+\. |\|)\S.*\n(?:- |\d+\. ).*", text, re.MULTILINE) == []
+    assert re.findall(r"^ {1,3}(?:- |\d+\. ).*", text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -108,7 +163,7 @@ def test_every_path_that_a_document_names_exists(document):
 
 
 def test_the_file_map_names_what_there_is_and_leaves_nothing_out():
-    entries = [line.split()[0] for line in between(read("README.md"), "file map").splitlines() if "  " in line]
+    entries = [line.split()[0] for line in between(read("ARCHITECTURE.md"), "file map").splitlines() if "  " in line]
     assert [entry for entry in entries if not (ROOT / entry).exists()] == []
     code = [*ROOT.glob("sherd/*.py"), *(path.parent for path in ROOT.glob("sherd/*/__init__.py"))]
     there = {name_of(path) + ("/" if path.is_dir() else "") for path in code}
@@ -119,6 +174,24 @@ def test_every_decision_is_listed_once_and_numbered_without_gaps():
     pages = sorted(path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md"))
     assert [int(page[:3]) for page in pages] == list(range(1, len(pages) + 1))
     assert LINK.findall(read("docs/decisions/README.md")) == pages
+
+
+def test_the_index_lists_every_page_once():
+    listed = [(ROOT / "docs" / target).resolve() for target in ENTRY.findall(read("docs/index.md"))]
+    not_listed = {ROOT / "docs/index.md", *ROOT.glob("docs/decisions/[0-9]*.md")}
+    assert sorted(listed) == [each for each in DOCUMENTS if each not in not_listed]
+
+
+def test_every_module_that_documents_and_examples_import_from_is_in_the_reference():
+    """All of its names: the site is not built where one is missing on the page."""
+    pages = [path.read_text() for path in ROOT.glob("docs/reference/*.md")]
+    described = {module for page in pages for module in re.findall(r"^::: (.+)$", page, re.MULTILINE)}
+    programs = [path.read_text() for path in (*DOCUMENTS, *ROOT.glob("examples/*.py"))]
+    imported = {
+        name for text in programs for name in re.findall(r"^ *(?:from|import) (sherd[\w.]*)", text, re.MULTILINE)
+    }
+    assert {"sherd", "sherd.wrap"} <= imported <= described
+    assert all(importlib.import_module(module).__all__ for module in described)
 
 
 # Drawings
@@ -174,6 +247,13 @@ def test_every_option_of_sherd_train_that_the_readme_names_exists(capsys):
     section = read("README.md").partition("## `sherd train`")[2].partition("\n## ")[0]
     named = set(re.findall(r"--[a-z-]+\b", section))
     assert {"--data", "--resume"} <= named <= known
+
+
+def test_every_field_of_sherd_train_that_the_table_of_other_tools_names_exists():
+    fields = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
+    named = set(re.findall(rf"\b(?:{'|'.join(SECTIONS)})\.\w+", read("docs/where_is.md"))) - {"model.config"}
+    assert "optimizer.lr" in named
+    assert named - fields == set()
 
 
 def test_every_make_target_that_a_document_names_exists():

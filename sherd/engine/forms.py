@@ -56,8 +56,7 @@ def forms_of(
     """How each of `found` is sharded, the parameters of a unit that `surrounds` others or not.
 
     Raises:
-        ModuleError: a parameter that has no shape yet.
-        ModuleError: a parameter has no shape yet; or some are on the meta device, and others not.
+        ModuleError: a parameter has no shape yet, or some are on the meta device, and others not.
         PlacementError: a parameter that cannot be cut as asked, or a DTensor that does not fit the mesh.
     """
     _require_shapes(found)

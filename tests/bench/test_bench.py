@@ -2,7 +2,9 @@
 
 import json
 import pickle
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -369,6 +371,19 @@ def test_bad_arguments_end_in_one_line_and_exit_code_2(arguments, complaint, cap
     assert complaint in capsys.readouterr().err
 
 
+def test_the_page_says_of_rounds_and_of_quick_what_the_command_does(capsys) -> None:
+    page = (Path(chart.__file__).parent.parent / "docs/benchmarks.md").read_text()
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    (full, quick) = (
+        re.findall(rf"^    python -m bench{option} +# (.*)$", page, re.M)[0] for option in ("", " --quick")
+    )
+    assert quick in said
+    assert f"{parse([]).rounds} rounds" in full
+    assert f"{parse(['--quick']).rounds} rounds" in quick
+
+
 def test_quick_has_fewer_rounds_unless_told() -> None:
     assert parse(["--device", "cpu"]).rounds == 9
     assert parse(["--quick"]).rounds == 3
@@ -433,6 +448,21 @@ def bars_of(svg: str) -> Iterator[ElementTree.Element]:
     for shape in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect"):
         if shape.get("x") == str(chart.LEFT):
             yield shape
+
+
+def test_a_text_of_the_chart_in_a_wide_font_reaches_neither_the_next_swatch_nor_the_edge() -> None:
+    """DejaVu Sans is what a Linux machine without Helvetica and Arial shows."""
+    image_font = pytest.importorskip("PIL.ImageFont")
+    matplotlib = pytest.importorskip("matplotlib")
+    font = image_font.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", 13)
+    shapes = list(ElementTree.fromstring((Path(chart.__file__).parent.parent / "docs/benchmarks.svg").read_text()))
+    swatches = [(float(each.get("x")), float(each.get("y"))) for each in shapes if each.get("height") == "12"]
+    for line in (each for each in shapes if each.tag.endswith("text")):
+        long, x, y = font.getlength(line.text), float(line.get("x")), float(line.get("y"))
+        begin = x - {"start": 0, "middle": long / 2, "end": long}[line.get("text-anchor")]
+        assert begin >= 0
+        assert begin + long <= chart.WIDTH, line.text
+        assert not [at for at, above in swatches if above < y < above + 20 and begin < at < begin + long], line.text
 
 
 def test_a_chart_is_written_from_the_json(tmp_path) -> None:

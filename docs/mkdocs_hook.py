@@ -1,0 +1,76 @@
+"""How the repository's documents become a site: mkdocs calls these functions, see `hooks` in mkdocs.yml.
+
+The documents' links are relative to the repository's tree, so that they work where the repository is browsed. The site
+keeps that tree, README.md and the other documents outside docs/ included; only its URLs leave out `docs/`.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("*.md", "docs/**/*.md")
+OTHER_FILES = ("LICENSE", "docs/*.svg", "examples/*", "configs/*")
+"""What documents show or link to, copied as it is."""
+ENTRY = re.compile(r"^## (.+)$|^- \[([^\]]+)\]\(([^)#]+)\)", re.MULTILINE)
+MODULE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """The navigation is the list in docs/index.md: a section per heading, a page per entry."""
+    navigation = [{"Overview": "docs/index.md"}]
+    for section, title, target in ENTRY.findall((ROOT / "docs/index.md").read_text()):
+        if section:
+            pages = []
+            navigation.append({section: pages})
+        else:
+            pages.append({title: (ROOT / "docs" / target).resolve().relative_to(ROOT).as_posix()})
+    config.nav = navigation
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The repository's tree in the place of that of docs/."""
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
+        files.remove(file)
+    for path in sorted({path for pattern in (*PAGES, *OTHER_FILES) for path in ROOT.glob(pattern) if path.is_file()}):
+        files.append(_file(path.relative_to(ROOT).as_posix(), config))
+    return files
+
+
+def _file(source: str, config: MkDocsConfig) -> File:
+    """`docs/layouts.md` is found at layouts/, `README.md` at readme/: docs/index.md is the first page."""
+    shown = source.removeprefix("docs/")
+    if shown == source and source.endswith(".md"):
+        shown = source.lower()  # else README.md would be the first page
+    place = File(shown, str(ROOT), config.site_dir, config.use_directory_urls).dest_uri
+    return File(source, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=place)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """A page that describes a module (`::: module`) describes all of its public names."""
+    return MODULE.sub(lambda found: f"{found[0]}\n    options:\n      members: {public_names(found[1])}", markdown)
+
+
+def on_page_content(html: str, page: Page, **_: object) -> None:
+    """Each of them has its place on the page."""
+    for module in MODULE.findall(page.markdown or ""):
+        missing = [name for name in public_names(module) if f'id="{module}.{name}"' not in html]
+        if missing:
+            raise PluginError(f"{page.file.src_uri}: {module} has public names that are not on the page: {missing}")
+
+
+def public_names(module: str) -> list[str]:
+    """The names in `__all__` of the module, or of the module that it imports them from; `__version__` is left out."""
+    path = ROOT / module.replace(".", "/")
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    for statement in ast.walk(ast.parse(source)):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return [name for name in ast.literal_eval(statement.value) if not name.startswith("__")]
+        if isinstance(statement, ast.ImportFrom) and "__all__" in [each.name for each in statement.names]:
+            return public_names(statement.module)
+    raise PluginError(f"{module} has no `__all__`")
