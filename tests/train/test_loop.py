@@ -98,7 +98,7 @@ def plain_losses(chosen):
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, chosen.run.steps, o)
         optimizer.step()
