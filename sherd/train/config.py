@@ -238,7 +238,7 @@ class Config:
         if 0 < steps <= warmup:
             return [
                 f"optimizer.warmup = {warmup} lasts longer than the run of {steps} steps, whose learning rate ends "
-                f"at {self.optimizer.lr * steps / warmup:.2g}; optimizer.warmup={steps // 10} is a tenth of it"
+                f"at {self.optimizer.lr * steps / warmup:.2g}; optimizer.warmup={-(-steps // 10)} is a tenth of it"
             ]
         return []
 

@@ -69,3 +69,7 @@ def write_config(config: Config, out: Path) -> None:
         (out / "config.toml").write_text(about + toml(config), encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise InputError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
+
+
+if __name__ == "__main__":  # for whoever has changed a field: what stands between the marks of docs/config.md
+    print(page(), end="")

@@ -58,7 +58,7 @@ def build(config: Config, grid: Grid) -> Decoder | HuggingFace:
         return parallelize(lm.to(grid.device_type), grid, config)
     model = parallelize(on_meta(config), grid, config)
     assert isinstance(model, Decoder), "no path was given"
-    model.to_empty(device=grid.device_type)  # a rank only ever holds its shards
+    model.to_empty(device="cpu" if config.shard.offload else grid.device_type)  # a rank only ever holds its shards
     model.reset_parameters(config.run.seed)
     return model
 

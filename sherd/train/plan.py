@@ -100,8 +100,9 @@ def plan(config: Config, num_ranks: int | None) -> str:
     Raises:
         InputError: it does not fit so many ranks.
     """
-    usual = usual_ranks(config, torch.cuda.device_count() or 2)
-    return str(planned(config, num_ranks or config.run.ranks or usual))
+    # As default_ranks, but a run for GPUs may be planned where there are none.
+    num_gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
+    return str(planned(config, num_ranks or config.run.ranks or usual_ranks(config, num_gpus or 2)))
 
 
 def planned(config: Config, num_ranks: int) -> Plan:

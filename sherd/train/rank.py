@@ -47,10 +47,10 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
     together(lambda: _same(corpus))
     config = config.from_anywhere()
     out = on_rank_0(lambda: claim(config))
-    on_rank_0(lambda: write_config(config, out))
     together(lambda: _seen_by_all(out))
     grid = _grid(config)
     trainer = together(lambda: Trainer(config, corpus, grid))
+    on_rank_0(lambda: write_config(config, out))  # a model that was refused has left the folder empty, to be tried anew
     with Report(out) if dist.get_rank() == 0 else Silent() as report:
         introduce(trainer, out, resumed, report)
         return train(trainer, out, resumed, report, stop)

@@ -89,9 +89,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     _require_command(words)
     args, others = _parser().parse_known_args(words)
     for word in others:
-        if word.startswith("-"):
+        if word.startswith("-") and word != "--":
             raise InputError(_unknown(word, command_of(words)))
-    args.fields = others
+    args.fields = [word for word in others if word != "--"]
     return args
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import sherd
 from sherd.train import cli, launch
-from sherd.train.config import Config, read_tree
+from sherd.train.config import Config, Data, read_tree
+from sherd.train.text import read_corpus
 from sherd.train.words import configure, parse
 from tests.forked import start
 from tests.train.test_checkpoint import break_it, put
@@ -234,6 +235,18 @@ def test_a_run_is_gone_on_with_from_another_folder(tmp_path, monkeypatch):
     gone_on, _ = configure(parse(["train", "--resume", "--out", "../run"]))
     assert (gone_on.data.path, gone_on.model.hf) == (str(tmp_path / "text.txt"), str(tmp_path / "llama.json"))
     configure(parse(["train", "--resume", "--out", "../run", "model.hf=../llama.json"]))
+
+
+def test_a_run_of_an_older_version_goes_on_with_its_micro_batch_or_without(capsys, started, tmp_path):
+    saved = Config.of({"optimizer": {"micro_batch": 8}}).tree()
+    del saved["shard"], saved["optimizer"]["flatten"], saved["run"]["compile"]
+    digest = read_corpus(Data(path="text.txt")).digest
+    put(tmp_path / "run", 3, config=saved, text=digest)
+    words = [*TEXT, "--out", "run", "--resume", "--nproc"]
+    assert cli.main(["train", *words, "2"]) == 0
+    assert "set optimizer.micro_batch=0, which finds one that fits" in refused(capsys, *words, "4")
+    assert cli.main(["train", *words, "4", "optimizer.micro_batch=0"]) == 0
+    assert [num_ranks for num_ranks, _ in started] == [2, 4]
 
 
 def losses(out):

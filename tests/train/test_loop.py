@@ -248,6 +248,11 @@ def test_a_run_leaves_metrics_a_sample_and_a_picture_and_ends_with_its_bits_besi
     assert said[-1].startswith(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone")
 
 
+def test_a_run_that_is_all_warm_up_begins_with_a_note(world, text, tmp_path):
+    said = world(1).run(write_report, config(text, steps=1, sample=0), tmp_path)[0].splitlines()
+    assert said[3].startswith("note   optimizer.warmup = 2 lasts longer than the run of 1 steps")
+
+
 def test_the_rate_climbs_to_its_peak_and_falls_along_half_a_cosine():
     choice = Optimizer(lr=1.0, warmup=4, final_lr=0.1)
     rates = [learning_rate(step, 25, choice) for step in range(25)]

@@ -5,9 +5,10 @@ from torch import nn
 
 from sherd import FSDPModule
 from sherd.optim import FlatStep
-from sherd.train.config import Config
+from sherd.train.config import Config, InputError
 from sherd.train.loop import Trainer
 from sherd.train.manifest import newest
+from sherd.train.parallel import build
 from sherd.train.text import read_corpus
 from tests.train.test_loop import TREE, grid, plain_losses, run, text  # noqa: F401  a fixture
 
@@ -22,7 +23,8 @@ CHOICES = {
     "flattened": {"optimizer": {"flatten": True}, "shard": {"transport": "shared_memory"}},
     "zero1": {"shard": {"strategy": "zero1"}},
     "zero2 flat": {"shard": {"strategy": "zero2", "placement": "flat"}},
-    "ddp": {"shard": {"strategy": "ddp"}},
+    "ddp, not clipped": {"shard": {"strategy": "ddp"}, "optimizer": {"clip": 0}},
+    "a micro-batch that fits": {"optimizer": {"micro_batch": 0}},
     "recomputed": {"run": {"checkpointing": True}},
     "recomputed flat": {"run": {"checkpointing": True}, "shard": {"placement": "flat", "transport": "coalesced"}},
 }
@@ -107,6 +109,21 @@ def compiled_blocks(config):
     finally:
         nn.Module.compile = real
     return found, [isinstance(module, FSDPModule) for module in compiled]
+
+
+def refusal(config):
+    try:
+        build(config, grid(config))
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_the_engine_refuses_is_told_in_one_line(threads, text):  # noqa: F811
+    chosen = config(text, {"shard": {"transport": "shared_memory"}})  # which needs gloo
+    for said in threads(2).run(refusal, chosen):
+        assert said.startswith("[shard] does not go with this model or mesh: CommPolicy(transport='shared_memory')")
+        assert "\n" not in said
 
 
 # Dynamo looks at `.grad` of every graph input, a block's hidden states too, and is warned for it.
