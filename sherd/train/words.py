@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     top = _Parser(prog="sherd", description="Train models that do not fit one device.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=_versions())
-    commands = top.add_subparsers(required=True, metavar="train")
+    commands = top.add_subparsers(required=True, metavar="command")
     p = commands.add_parser(
         "train",
         usage="sherd train [options] [section.field=value ...], in any order",
@@ -88,10 +88,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """
     _require_command(words)
     args, others = _parser().parse_known_args(words)
+    others = [word for word in others if word != "--"]
     for word in others:
-        if word.startswith("-") and word != "--":
-            raise InputError(_unknown(word, command_of(words)))
-    args.fields = [word for word in others if word != "--"]
+        if word.startswith("-"):
+            raise InputError(_unknown(word, words[0]))
+        if "fields" not in args:
+            raise InputError(f"{word!r} is one word too many; see {command_of(words)} --help")
+    args.fields = others
     return args
 
 
@@ -106,28 +109,32 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def _require_command(words: Sequence[str]) -> None:
-    if not words:
+    first = words[0] if words else ""
+    if first in _commands() or first in _parser()._option_string_actions:
+        return
+    if not first or first.startswith("-"):
         raise InputError("which command? sherd train trains a model; sherd --help says more")
-    if words[0] not in _commands() and not words[0].startswith("-"):
-        raise InputError(f"unknown command {words[0]}; {_near(words[0], _commands()) or 'sherd --help lists all'}")
+    raise InputError(f"unknown command {first}; {_near(first, _commands()) or 'sherd --help lists all'}")
 
 
 def _unknown(word: str, command: str) -> str:
-    """What is wrong with `word`, which looks like an option and is none."""
+    """What is wrong with `word`, which looks like an option of `command` and is none."""
+    parser = _commands().get(command, _parser())
     name, equals, value = word.lstrip("-").partition("=")
     value = value if equals else "VALUE"
-    if "." in name:
-        return f"{word} is no option; write a field without dashes: {name}={value}"
     field = name.replace("-", "_")
     homes = [section for section, fields in SECTIONS.items() if field in get_type_hints(fields)]
-    options = [option for each in _commands().values() for option in each._option_string_actions]
-    hint = f"did you mean {homes[0]}.{field}={value}?" if homes else _near(f"--{name}", options)
-    return f"unknown option {word}; {hint + ' ' if hint else ''}{command} --help lists all"
+    hint = _near(name, [option.lstrip("-") for option in parser._option_string_actions], "--")
+    if parser.get_default("fields") is not None:
+        if "." in name:
+            return f"{word} is no option; write a field without dashes: {name}={value}"
+        hint = f"did you mean {homes[0]}.{field}={value}?" if homes else hint
+    return f"unknown option {word}; {hint + ' ' if hint else ''}{parser.prog} --help lists all"
 
 
-def _near(word: str, known: Collection[str]) -> str:
+def _near(word: str, known: Collection[str], dashes: str = "") -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else ""
+    return f"did you mean {dashes}{near[0]}?" if near else ""
 
 
 def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:

@@ -107,7 +107,7 @@ def test_bad_input_is_refused_in_one_line_before_any_rank_starts(capsys, started
         ([], "sherd: which command? sherd train trains a model; sherd --help says more"),
         (["trian"], "sherd: unknown command trian; did you mean train?"),
         (["model.layers=1"], "sherd: unknown command model.layers=1; sherd --help lists all"),
-        (["--resume"], "sherd: "),
+        (["--resume"], "sherd: which command? sherd train trains a model"),
     ],
 )
 def test_no_command_or_none_that_there_is_is_refused_too(capsys, words, said):
