@@ -235,7 +235,7 @@ class Config:
     def notes(self) -> list[str]:
         """What can be done, and is hardly meant, a line each."""
         warmup, steps = self.optimizer.warmup, self.run.steps
-        if 0 < steps <= warmup:
+        if 0 < steps < warmup:
             return [
                 f"optimizer.warmup = {warmup} lasts longer than the run of {steps} steps, whose learning rate ends "
                 f"at {self.optimizer.lr * steps / warmup:.2g}; optimizer.warmup={-(-steps // 10)} is a tenth of it"

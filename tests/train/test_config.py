@@ -174,7 +174,7 @@ def test_a_batch_that_does_not_fit_the_ranks_says_what_would(batch, micro_batch,
 
 def test_a_warm_up_longer_than_the_run_is_noted():
     assert Config().notes() == []
-    assert Config.of({"run": {"steps": 51}}).notes() == []
+    assert Config.of({"run": {"steps": 50}}).notes() == []
     (note,) = Config.of({"run": {"steps": 30}}).notes()
     assert "whose learning rate ends at 0.0012; optimizer.warmup=3 is a tenth of it" in note
 
