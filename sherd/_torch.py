@@ -54,11 +54,13 @@ __all__ = [
     "dtensor_of",
     "dtensor_spec",
     "dynamo_disabled",
+    "fake_tensors",
     "flatten_mesh",
     "gradient_hooks",
     "gradients_of",
     "has_bytes",
     "hooked_step",
+    "imagined_ranks",
     "in_backward",
     "in_functional_call",
     "is_fsdp_of_torch",
@@ -470,6 +472,27 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+@contextlib.contextmanager
+def imagined_ranks(number: int) -> Iterator[None]:
+    """The default process group is of so many ranks, of which this process is the first and nobody the others:
+    collectives return at once. torch has the backend for its own tests only (2.1 to 2.13)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within it tensors have a device and no memory, and operations are those of that device: on meta they may be
+    others. torch.compile stands on it; nothing public names it (2.0 to 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

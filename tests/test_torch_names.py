@@ -222,7 +222,24 @@ def test_flatten_mesh__is_one_axis_over_all_ranks_under_the_name_given(world):
     assert world(4).run(flattened) == [(1, [0, 1, 2, 3], ("dp_cp",))] * 4
 
 
+def test_imagined_ranks__are_a_group_of_any_size_in_one_process_that_is_gone_afterwards():
+    with _torch.imagined_ranks(6):
+        mesh = mesh_of(2, 3, names=("dp", "tp"))
+        dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
+        assert (dist.get_world_size(), mesh.get_coordinate(), mesh["tp"].size()) == (6, (0, 0), 3)
+    assert not dist.is_initialized()
+
+
 # Memory
+
+
+def test_fake_tensors__have_a_device_and_no_memory_and_are_saved_for_backward():
+    saved = []
+    with _torch.fake_tensors(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda each: each):
+        weight = torch.ones(1 << 20, 1 << 20, requires_grad=True)
+        torch.exp(weight)
+    assert (weight.device, weight.untyped_storage().nbytes()) == (CPU, 1 << 42)
+    assert [each.shape for each in saved] == [weight.shape]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

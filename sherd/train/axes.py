@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from sherd.train.config import Config, InputError, Model
+from sherd.train.config import TWO_AXES, Config, InputError, Model
 from sherd.train.text import VOCABULARY
 
 __all__ = ["Axes", "axes_of", "usual_ranks"]
@@ -69,7 +69,7 @@ def axes_of(config: Config, num_ranks: int) -> Axes:
             f"the mesh {run.mesh} is for {axes.num_ranks} ranks, but there are {num_ranks}; start "
             f"{axes.num_ranks} processes, or give a --mesh of {num_ranks}"
         )
-    for rule in (_fits_experts, _fits_heads, _fits_context, _fits_layers):
+    for rule in (_fits_experts, _fits_heads, _fits_context, _fits_layers, _fits_strategy):
         rule(axes, config)
     return axes
 
@@ -150,6 +150,20 @@ def _fits_layers(axes: Axes, config: Config) -> None:
         raise InputError(
             f"the mesh has pp={axes.pp}, but model.tied = true keeps the first and the last layer on one rank; "
             "set model.tied = false"
+        )
+
+
+def _fits_strategy(axes: Axes, config: Config) -> None:
+    strategy = config.shard.strategy
+    if strategy in TWO_AXES and axes.replicate == 1:
+        raise InputError(
+            f"shard.strategy = {strategy!r} is for two axes, but the mesh {axes} has no replicate; give one, as in "
+            "--mesh replicate=2, or take zero3, zero2, zero1 or ddp"
+        )
+    if axes.ep > 1 and strategy not in ("auto", "zero3", "hsdp"):
+        raise InputError(
+            f"shard.strategy = {strategy!r} does not go with the mesh's ep={axes.ep}: experts are sharded over other "
+            "ranks than the rest; leave out ep, or take zero3 or hsdp"
         )
 
 

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +17,22 @@ from typing import Any, TypeVar, get_type_hints
 from sherd.errors import SherdError
 from sherd.train.extras import install
 
-__all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run"]
+__all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run", "Shard", "Split"]
 
 T = TypeVar("T")
+LARGEST_MICRO_BATCH = 8  # samples; more of them take memory, and are hardly faster
+# The engine's strategies, alike over all ranks that read samples, or over replicate otherwise than over dp; and its
+# transports. Written down once more, as a config is checked without torch: test_choices_are_those_of_the_engine.
+ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
+TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
+KEEP_WHOLE = ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
+TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
+FREE = (
+    *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
+    *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
+    *("run.checkpointing", "run.compile"),
+)
+"""Fields that do not decide the losses, up to rounding; nor does any of `[shard]`."""
 Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
 
 
@@ -81,14 +95,41 @@ class Optimizer:
     """AdamW on batches of a fixed number of samples, whatever the number of ranks."""
 
     batch: int = _at_least(1, 16, "samples per step, over all ranks")
-    micro_batch: int = _at_least(1, 8, "samples in one forward of one rank; the rest is accumulated")
+    micro_batch: int = _at_least(
+        0,
+        0,
+        "samples in one forward of one rank, the rest is accumulated; 0: the most that divide a rank's share of the "
+        f"batch, up to {LARGEST_MICRO_BATCH}",
+    )
     lr: float = _above(0, 2e-3, "peak learning rate")
-    warmup: int = _at_least(0, 50, "steps from zero to the peak")
+    warmup: int = _at_least(0, 50, "steps from zero to the peak; a run that is shorter never gets there")
     final_lr: float = _share(0.02, "learning rate of the last step, as a share of the peak")
     weight_decay: float = _at_least(0, 0.1, "decay of matrices; vectors have none")
     beta1: float = _share(0.9, "decay of the running mean of gradients")
     beta2: float = _share(0.99, "decay of the running mean of their squares")
-    clip: float = _above(0, 1.0, "largest norm of the whole gradient")
+    clip: float = _at_least(0, 1.0, "largest norm of the whole gradient; 0: it is not clipped")
+    flatten: bool = _field(False, "step each rank's shards as few long vectors (flatten_optimizer)")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How parameters, gradients and optimizer state are sharded. None of it changes what is trained."""
+
+    strategy: str = _one_of(
+        ("auto", *ONE_AXIS, *TWO_AXES), "what is sharded over which axis; auto is zero3, with replicate hsdp"
+    )
+    placement: str = _one_of(
+        ("shard", "flat", "blocks", "whole"),
+        "where a parameter may be cut: between rows, between any elements, between blocks of rows, or nowhere",
+    )
+    rows: int = _at_least(1, 16, "rows of a block, for shard.placement = blocks")
+    reshard: str = _one_of(
+        ("auto", "always", "never"), "free whole parameters after forward; auto is always, but for the root"
+    )
+    offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for GPUs)")
+    transport: str = _one_of(
+        TRANSPORTS, "how bytes travel; auto is shared memory on one host of CPU ranks, else gloo, or NCCL"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +145,8 @@ class Run:
     timeout: float = _above(0, 600.0, "seconds after which a rank that does not answer is taken for dead")
     device: str = _one_of(("auto", "cpu", "cuda"), "auto is cuda where there is one")
     precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
+    checkpointing: bool = _field(False, "keep only each block's input for backward, and compute the rest again")
+    compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")
     eval_every: int = _at_least(0, 250, "steps between evaluations; 0: at the end only")
     save_every: int = _at_least(0, 250, "steps between checkpoints; 0: at the end only")
     keep: int = _at_least(1, 2, "checkpoints kept")
@@ -112,7 +155,15 @@ class Run:
     temperature: float = _at_least(0, 0.6, "of the text sample; 0 takes the likeliest byte")
 
 
-SECTIONS: dict[str, type] = {"model": Model, "data": Data, "optimizer": Optimizer, "run": Run}
+SECTIONS: dict[str, type] = {"model": Model, "data": Data, "optimizer": Optimizer, "shard": Shard, "run": Run}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A rank's share of a batch: so many micro-batches of so many samples."""
+
+    micro_batch: int
+    times: int
 
 
 @dataclass(frozen=True)
@@ -126,9 +177,18 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    shard: Shard = field(default_factory=Shard)
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
+        self._check_model()
+        if self.shard.strategy in KEEP_WHOLE and self.shard.reshard == "always":
+            raise InputError(
+                f"shard.reshard = 'always', but by shard.strategy = {self.shard.strategy!r} every rank keeps whole "
+                "parameters; leave it out, or choose zero3, hsdp or hfsdp"
+            )
+
+    def _check_model(self) -> None:
         m = self.model
         if m.hf:
             return
@@ -147,19 +207,50 @@ class Config:
                 f"model.top_k = {m.top_k} is more than model.experts = {m.experts}; a token goes to an expert once"
             )
 
-    def accumulation(self, num_ranks: int) -> int:
-        """Micro-batches per rank and step, where `num_ranks` ranks read different samples.
+    def split(self, num_ranks: int, num_stages: int = 1) -> Split:
+        """Each rank's share of the batch, where `num_ranks` ranks read different samples and a pipeline has
+        `num_stages`, each of which wants a micro-batch of its own.
 
         Raises:
             InputError: the batch does not divide.
         """
-        batch, share = self.optimizer.batch, num_ranks * self.optimizer.micro_batch
-        if batch % share:
-            raise InputError(
-                f"optimizer.batch = {batch} does not fit {num_ranks} ranks x optimizer.micro_batch = "
-                f"{self.optimizer.micro_batch}; make it a multiple of {share}, or the micro-batch smaller"
-            )
-        return batch // share
+        share, rest = divmod(self.optimizer.batch, num_ranks)
+        asked = self.optimizer.micro_batch
+        for size in [asked] if asked else range(LARGEST_MICRO_BATCH, 0, -1):
+            if not rest and share % size == 0 and share // size >= num_stages:
+                return Split(size, share // size)
+        raise InputError(self._no_split(num_ranks, num_stages))
+
+    def _no_split(self, num_ranks: int, num_stages: int) -> str:
+        batch, asked = self.optimizer.batch, self.optimizer.micro_batch
+        unit = num_ranks * max(1, asked)
+        nearest = unit * max(num_stages, (batch + unit // 2) // unit)
+        ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        what = f"{ranks} x optimizer.micro_batch = {asked}" if asked else ranks
+        what += f" and {num_stages} stages, each with a micro-batch" if num_stages > 1 else ""
+        remedy = f"the nearest that does is optimizer.batch={nearest}"
+        if asked and batch % num_ranks == 0 and batch // num_ranks >= num_stages:
+            remedy += "; or set optimizer.micro_batch=0, which finds one that fits"
+        return f"optimizer.batch = {batch} does not fit {what}; {remedy}"
+
+    def notes(self) -> list[str]:
+        """What can be done, and is hardly meant, a line each."""
+        warmup, steps = self.optimizer.warmup, self.run.steps
+        if 0 < steps < warmup:
+            return [
+                f"optimizer.warmup = {warmup} lasts longer than the run of {steps} steps, whose learning rate ends "
+                f"at {self.optimizer.lr * steps / warmup:.2g}; optimizer.warmup={-(-steps // 10)} is a tenth of it"
+            ]
+        return []
+
+    def from_anywhere(self) -> Config:
+        """The same with paths that mean the same in any folder: for one who resumes the run in another."""
+        absolute = {
+            section: {name: os.path.abspath(path)}
+            for section, name in (("model", "hf"), ("data", "path"))
+            if (path := getattr(getattr(self, section), name))
+        }
+        return Config.of(self.tree(), absolute)
 
     def tree(self) -> dict[str, dict[str, Any]]:
         """The same as plain values, for JSON; `Config.of` reads it back."""
@@ -175,11 +266,19 @@ class Config:
         sections: dict[str, Any] = {name: section() for name, section in SECTIONS.items()}
         for tree in trees:
             for name, values in tree.items():
-                _known("section", name, sections)
                 if not isinstance(values, Mapping):
-                    raise InputError(f"{name} = {values!r} stands outside a section; {name} is itself a section")
+                    raise InputError(f"{name} = {values!r} stands outside a section; {_place_of(name)}")
+                _known("section", name, sections)
                 sections[name] = _changed(name, sections[name], values)
         return Config(**sections)
+
+
+def _place_of(name: str) -> str:
+    """Where a value belongs that was given to `name` alone."""
+    if name in SECTIONS:
+        return f"{name} is itself a section"
+    homes = [section for section, fields in SECTIONS.items() if name in get_type_hints(fields)]
+    return f"put it under [{homes[0]}]" if homes else "put it under one of " + ", ".join(f"[{s}]" for s in SECTIONS)
 
 
 def _changed(section: str, old: Any, values: Mapping[str, Any]) -> Any:
@@ -219,6 +318,8 @@ def read_tree(path: str) -> Tree:
     Raises:
         InputError: the file cannot be read, or does not parse.
     """
+    if path.endswith((".yaml", ".yml")):
+        raise InputError(f"the config {path} is YAML; give TOML, or JSON in a file that ends in .json")
     try:
         text = Path(path).read_text(encoding="utf-8")
         tree = json.loads(text) if path.endswith(".json") else _toml(text)
@@ -227,7 +328,8 @@ def read_tree(path: str) -> Tree:
     except ValueError as error:  # the decoding errors of utf-8, JSON and TOML are all ValueErrors
         raise InputError(f"the config {path} does not parse: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise InputError(f"the config {path} holds no sections; write them as [model], [data], [optimizer], [run]")
+        sections = ", ".join(f"[{section}]" for section in SECTIONS)
+        raise InputError(f"the config {path} holds no sections; write them as {sections}")
     return tree
 
 
@@ -250,7 +352,9 @@ def assigned(assignments: Iterable[str]) -> Tree:
         where, equals, text = word.partition("=")
         section, dot, name = where.partition(".")
         if not (equals and dot):
-            raise InputError(f"{word!r} is not an assignment; write section.field=value, as in optimizer.lr=0.001")
+            homes = [each for each, fields in SECTIONS.items() if equals and where in get_type_hints(fields)]
+            example = f"did you mean {homes[0]}.{word}?" if homes else "as in optimizer.lr=0.001"
+            raise InputError(f"{word!r} is not an assignment; write section.field=value, {example}")
         tree.setdefault(section, {})[name] = _literal(text, _type_of(section, name))
     return tree
 
@@ -266,18 +370,17 @@ def _literal(text: str, kind: type) -> Any:
     try:
         if kind is bool:
             return {"true": True, "false": False}[text]
-        return kind(text)
+        return whole_number(text) if kind is int else kind(text)
     except (KeyError, ValueError):
         return text
 
 
-def describe() -> str:
-    """Every field with its default and what it is, for `--help`."""
-    lines = []
-    for name, section in SECTIONS.items():
-        lines.append(f"[{name}]")
-        for f in dataclasses.fields(section):
-            rule = f.metadata["rule"]
-            about = f.metadata["about"] + (f" ({rule})" if rule else "")
-            lines.append(f"  {f.name + ' = ' + json.dumps(f.default):24} {about}")
-    return "\n".join(lines)
+def whole_number(text: str) -> int:
+    """`text`, a whole number, maybe in the form 1e6. Raises ValueError for any other."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError(f"{text} is no whole number") from None
+        return int(number)

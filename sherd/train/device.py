@@ -27,7 +27,12 @@ def default_ranks(config: Config) -> int:
 
 def require_ranks(num_ranks: int, config: Config) -> None:
     """Refuse a number of ranks that the config, or this machine, has no use for."""
-    config.accumulation(axes_of(config, num_ranks).num_data)
+    axes = axes_of(config, num_ranks)
+    config.split(axes.num_data, axes.pp)
+    if device_type(config) == "cuda" and config.shard.transport in ("gloo", "shared_memory"):
+        raise InputError(
+            f"shard.transport = {config.shard.transport!r} serves CPU ranks; leave it out, or set run.device = 'cpu'"
+        )
     local, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count()
     if device_type(config) == "cuda" and local > num_gpus:
         raise InputError(f"{local} ranks on a machine of {num_gpus} GPUs; start one per GPU, or set run.device")

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from sherd import clip_grad_norm_
+from sherd import clip_grad_norm_, flatten_optimizer
 from sherd.train import checkpoint as checkpoints
 from sherd.train.axes import Axes
 from sherd.train.config import Config, InputError, Optimizer
@@ -71,7 +71,7 @@ class Trainer:
 
     def __init__(self, config: Config, corpus: Corpus, grid: Grid) -> None:
         self.config, self.corpus, self.grid = config, corpus, grid
-        self.accumulation = config.accumulation(grid.axes.num_data)
+        self.split = config.split(grid.axes.num_data, grid.axes.pp)
         self.device = torch.device(grid.device_type)
         self.model = build(config, grid)
         self.passes = passes(self.model, grid, config)
@@ -101,11 +101,12 @@ class Trainer:
         # Dropout draws from the global generator: seeded anew here, it survives a resume without being saved.
         torch.manual_seed(hash((self.config.run.seed, self.done, dist.get_rank())))
         self.model.train()
-        loss = self.passes.train(self._micro_batches(), self.accumulation)
+        loss = self.passes.train(self._micro_batches(), self.split.times)
         told = torch.stack([loss, loss.new_tensor(stop)])
         dist.all_reduce(told)  # one message for both, so that all ranks leave the loop after the same step
         nats, num_stops = told.tolist()
-        norm = float(clip_grad_norm_(self.model.parameters(), choice.clip, extra_groups=self.grid.stage_groups))
+        limit = choice.clip or math.inf
+        norm = float(clip_grad_norm_(self.model.parameters(), limit, extra_groups=self.grid.stage_groups))
         if not math.isfinite(nats + norm):
             # Before the update: what a checkpoint holds stays finite, and can be gone on from.
             raise InputError(
@@ -138,9 +139,9 @@ class Trainer:
 
     def _micro_batches(self) -> Iterator[Batch]:
         """This rank's samples of the batch that comes next. What the batch is depends on no mesh."""
-        config, size = self.config, self.config.optimizer.micro_batch
-        first = self.done * config.optimizer.batch + self.grid.data_rank * size * self.accumulation
-        for at in range(first, first + size * self.accumulation, size):
+        config, size, share = self.config, self.split.micro_batch, self.split.micro_batch * self.split.times
+        first = self.done * config.optimizer.batch + self.grid.data_rank * share
+        for at in range(first, first + share, size):
             yield batch(self.text, config.data.context, config.run.seed, at, size)
 
     @torch.no_grad()
@@ -153,7 +154,7 @@ class Trainer:
         share = -(-len(chosen) // self.grid.axes.num_data)  # of each rank; the last ones may get empty windows
         mine = [n * spread for n in range(rank * share, (rank + 1) * share)]
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # nats, bytes
-        size = self.config.optimizer.micro_batch
+        size = self.split.micro_batch
         for at in range(0, share, size):
             inputs, targets, weights = self.windows.batch(mine[at : at + size])
             weights = self.passes.part(weights).flatten()
@@ -179,7 +180,7 @@ class Trainer:
         return bytes(tokens[1:]).replace(SEPARATOR, b"\n\n").decode(errors="replace")
 
 
-def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.AdamW:
+def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.Optimizer:
     """AdamW that decays matrices and leaves vectors, the norms' scales, alone."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
@@ -188,7 +189,8 @@ def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=choice.lr, betas=(choice.beta1, choice.beta2), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=(choice.beta1, choice.beta2), fused=True)
+    return flatten_optimizer(optimizer) if choice.flatten else optimizer
 
 
 def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: Silent) -> None:
@@ -209,6 +211,8 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: S
     batch = f"{config.optimizer.batch} x {config.data.context} bytes"
     steps = f"{config.run.steps:,} steps" if config.run.steps else f"{config.run.minutes:g} minutes of steps"
     report.say(f"run    {steps} of {batch}, in {out}")
+    for note in config.notes():
+        report.say(f"note   {note}")
     for note in resumed.notes if resumed else ():
         report.say(f"note   {note}; passed over")
     for change in resumed.changes(config) if resumed else ():

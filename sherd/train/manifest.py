@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sherd import __version__
-from sherd.train.config import Config, InputError
+from sherd.train.config import FREE, Config, InputError
 
 __all__ = ["MANIFEST", "Checkpoint", "Manifest", "NoCheckpoint", "newest"]
 
@@ -43,7 +43,7 @@ class Checkpoint:
     def check_model(self, config: Config) -> None:
         """Raises InputError when it is of another model than `config`'s."""
         # Through a Config: a field that is newer than the checkpoint has its default there.
-        saved, wanted = Config.of(self.manifest.config).tree()["model"], config.tree()["model"]
+        saved, wanted = (each.from_anywhere().tree()["model"] for each in (Config.of(self.manifest.config), config))
         differ = [f"model.{k} is {saved[k]!r} there and {v!r} here" for k, v in wanted.items() if saved[k] != v]
         if differ:
             raise InputError(f"{self.path} is a checkpoint of another model: {', '.join(differ)}; use another --out")
@@ -58,14 +58,12 @@ class Checkpoint:
 
     def changes(self, config: Config) -> list[str]:
         """Fields that decide the losses and differ from the saved run's, as `section.field: old -> new`."""
-        free = {"out", "ranks", "mesh", "timeout", "eval_every", "save_every", "keep", "path"}
-        free |= {"prompt", "sample", "temperature"}
         saved = Config.of(self.manifest.config).tree()
         return [
             f"{section}.{name}: {saved[section][name]} -> {value}"
             for section, values in config.tree().items()
             for name, value in values.items()
-            if name not in free and saved[section][name] != value
+            if section != "shard" and f"{section}.{name}" not in FREE and saved[section][name] != value
         ]
 
 

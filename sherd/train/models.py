@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sherd.train.config import InputError, Model
 from sherd.train.data import seeded
@@ -147,14 +146,11 @@ class Decoder(nn.Module):
 
         Each is drawn whole, one at a time, and every rank keeps its own shard of it; nothing is sent.
         """
-        for name, parameter in self.named_parameters():
+        for name, parameter in list(self.named_parameters()):
+            owner, _, attribute = name.rpartition(".")
             whole = self._first_value(name, parameter.shape, seeded(seed, name))
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                shard = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
-                parameter.to_local().copy_(shard.to_local())
-            else:
-                parameter.copy_(whole)
+            # A state dict of whole tensors loads under every placement, without communication.
+            self.get_submodule(owner).load_state_dict({attribute: whole}, strict=False)
 
     def _first_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         if len(shape) == 1:
@@ -176,12 +172,14 @@ class HuggingFace(nn.Module):
     fit there. The seed decides them, and the number of ranks does not.
 
     Raises:
-        InputError: transformers is missing, the config cannot be used, or its vocabulary is under 256 tokens.
+        InputError: transformers is missing, the config cannot be used, its vocabulary is under 256 tokens, or it has
+            positions for fewer than `context`.
     """
 
-    def __init__(self, path: str, seed: int) -> None:
+    def __init__(self, path: str, seed: int, context: int) -> None:
         super().__init__()
-        config = _hf_config(path)
+        self.path = path
+        config = _hf_config(path, context)
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
@@ -189,6 +187,22 @@ class HuggingFace(nn.Module):
             self.lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"model.hf = {path!r} makes no causal LM: {_first_line(error)}") from error
+
+    @torch.no_grad()
+    def require_causal(self) -> None:
+        """Raise InputError for a model whose logits depend on later tokens, as an encoder's (BERT) do: transformers
+        makes a "causal LM" of some, and of such a one bits per byte mean nothing."""
+        was_training = self.training
+        self.eval()
+        one = torch.arange(4).remainder(2)[None]
+        other = one.clone()
+        other[0, -1] = 2
+        if not torch.allclose(self(one)[:, :-1], self(other)[:, :-1], rtol=1e-3, atol=1e-4):
+            raise InputError(
+                f"model.hf = {self.path!r} is no causal LM: its logits depend on later tokens, as an encoder's do; "
+                'give a decoder\'s config, or set "is_decoder": true in it'
+            )
+        self.train(was_training)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -201,7 +215,7 @@ class HuggingFace(nn.Module):
         return logits
 
 
-def _hf_config(path: str) -> Any:
+def _hf_config(path: str, context: int) -> Any:
     """The config at `path`, checked before its model is made, which may be large."""
     try:
         from transformers import AutoConfig
@@ -215,6 +229,12 @@ def _hf_config(path: str) -> Any:
         raise InputError(f"model.hf = {path!r} is no config: {_first_line(error)}") from error
     if config.vocab_size < VOCABULARY:
         raise InputError(f"model.hf = {path!r} has vocab_size = {config.vocab_size}; bytes need {VOCABULARY}")
+    positions = getattr(config, "max_position_embeddings", None)  # GPT-2's n_positions answers to it too
+    if isinstance(positions, int) and positions < context:
+        raise InputError(
+            f"model.hf = {path!r} has {positions} positions, fewer than data.context = {context}; choose a smaller "
+            "data.context"
+        )
     return config
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +19,56 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
 
-from sherd import MixedPrecisionPolicy, OnMesh, fully_shard
-from sherd.train.config import Config
+from sherd import (
+    Blocks,
+    CommPolicy,
+    CPUOffloadPolicy,
+    Flat,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OnMesh,
+    SherdError,
+    Whole,
+    fully_shard,
+)
+from sherd.train.config import Config, InputError
 from sherd.train.exchange import ToExperts
 from sherd.train.experts import MixtureOfExperts
 from sherd.train.mesh import Grid
 from sherd.train.models import Block, Decoder, Elsewhere, Head, HuggingFace
 from sherd.train.sequence import CutSequence
 
-__all__ = ["build", "parallelize"]
+__all__ = ["build", "on_meta", "parallelize"]
 
-T = TypeVar("T", Decoder, HuggingFace)
+T = TypeVar("T", bound=Decoder | HuggingFace)
+AnyCut = Shard | Flat | Blocks | Whole | None
 
 
 def build(config: Config, grid: Grid) -> Decoder | HuggingFace:
     """The model of `config` with its first weights, laid over `grid`.
 
     Raises:
-        InputError: `model.hf` does not lead to a model.
+        InputError: `model.hf` does not lead to a model, or `[shard]` does not go with the model.
     """
     if config.model.hf:
-        return parallelize(HuggingFace(config.model.hf, config.run.seed).to(grid.device_type), grid, config)
-    with torch.device("meta"):
-        model = Decoder(config.model)
-    model = parallelize(model, grid, config)
-    model.to_empty(device=grid.device_type)  # a rank only ever holds its shards
+        lm = HuggingFace(config.model.hf, config.run.seed, config.data.context)
+        lm.require_causal()
+        return parallelize(lm.to(grid.device_type), grid, config)
+    model = parallelize(on_meta(config), grid, config)
+    assert isinstance(model, Decoder), "no path was given"
+    model.to_empty(device="cpu" if config.shard.offload else grid.device_type)  # a rank only ever holds its shards
     model.reset_parameters(config.run.seed)
     return model
+
+
+def on_meta(config: Config) -> Decoder | HuggingFace:
+    """The model of `config`, whole and without values. Raises InputError as `build` does."""
+    with torch.device("meta"):
+        if config.model.hf:
+            return HuggingFace(config.model.hf, config.run.seed, config.data.context)
+        return Decoder(config.model)
 
 
 def parallelize(model: T, grid: Grid, config: Config) -> T:
@@ -55,8 +78,19 @@ def parallelize(model: T, grid: Grid, config: Config) -> T:
         _cut_sequences(model, grid)
         _cut_tensors(model, grid)
         _spread_experts(model, grid, config)
-    _shard(model, grid, config)
+    blocks: Sequence[nn.Module] = _blocks(model) if isinstance(model, Decoder) else model.blocks
+    for block in blocks:
+        _run_as_asked(block, config)
+    _shard(model, blocks, grid, config)
     return model
+
+
+def _run_as_asked(block: nn.Module, config: Config) -> None:
+    """Compute `block` again in backward, and compile it, where the config says so; its unit's hooks stay around it."""
+    if config.run.checkpointing:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if config.run.compile:
+        block.compile()
 
 
 # pp
@@ -161,7 +195,7 @@ def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
     """Experts over ep; and the loss that keeps them even in parts that add up to the whole one's gradient."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.balance /= config.accumulation(grid.axes.num_data) * grid.axes.tp
+            module.balance /= config.split(grid.axes.num_data, grid.axes.pp).times * grid.axes.tp
             if grid.tp is not None:
                 _distribute(module.router, grid.tp, [Replicate()])
             if grid.expert_cut is not None:
@@ -176,19 +210,40 @@ def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
 # replicate, dp, and cp once more
 
 
-def _shard(model: Decoder | HuggingFace, grid: Grid, config: Config) -> None:
+def _shard(model: nn.Module, blocks: Sequence[nn.Module], grid: Grid, config: Config) -> None:
+    """A unit per block, one for the rest, by the fields of `[shard]`."""
+    options = _options(config)
+    try:
+        for block in blocks:
+            cut_of = functools.partial(_cut_of, grid, options["placement"])
+            fully_shard(block, mesh=grid.data, shard_placement_fn=cut_of, **options)
+        fully_shard(model, mesh=grid.data, **options)
+    except SherdError as error:
+        raise InputError(f"[shard] does not go with this model or mesh: {' '.join(str(error).split())}") from error
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """The arguments of `fully_shard` that are the same for all units."""
+    run, shard = config.run, config.shard
     precision = MixedPrecisionPolicy()
-    if config.run.precision == "bf16":
+    if run.precision == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in _blocks(model) if isinstance(model, Decoder) else model.blocks:
-        fully_shard(block, mesh=grid.data, mp_policy=precision, shard_placement_fn=functools.partial(_cut_of, grid))
-    fully_shard(model, mesh=grid.data, mp_policy=precision)
+    return {
+        "mp_policy": precision,
+        "placement": {"shard": None, "flat": Flat(), "blocks": Blocks(shard.rows), "whole": Whole()}[shard.placement],
+        "placements": None if shard.strategy == "auto" else shard.strategy,
+        "reshard_after_forward": {"auto": None, "always": True, "never": False}[shard.reshard],
+        "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
+        "comm_policy": CommPolicy(shard.transport),
+    }
 
 
-def _cut_of(grid: Grid, parameter: nn.Parameter) -> Shard | OnMesh | None:
+def _cut_of(grid: Grid, placement: AnyCut, parameter: nn.Parameter) -> AnyCut | OnMesh:
     """How a parameter of a block is sharded: experts, of which each rank of ep has others, over fewer ranks."""
     if parameter.dim() != 3:  # only experts' weights are stacked
         return None
+    if placement is not None:
+        return placement if grid.ep is None else OnMesh(grid.experts, placement)
     num_experts, mesh = parameter.shape[0] // grid.axes.ep, grid.experts
     # Within experts where there are too few of them: a rank without one would pad its shard up to the others'.
     cut = Shard(0 if num_experts % mesh.size(mesh.ndim - 1) == 0 else 1)

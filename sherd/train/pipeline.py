@@ -29,7 +29,8 @@ class Pipelined(Passes):
         self._is_first, self._is_last = grid.stage == 0, grid.stage == self._num_stages - 1
         self._dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
         self._width = config.model.width
-        num, samples = config.accumulation(grid.axes.num_data), config.optimizer.micro_batch
+        split = config.split(grid.axes.num_data, grid.axes.pp)
+        num, samples = split.times, split.micro_batch
         length = config.data.context // grid.axes.cp
         tokens = torch.empty(samples, length, dtype=torch.int64, device=self.device)
         stream = self._stream(samples, length)

@@ -16,6 +16,7 @@ from sherd.train.axes import axes_of
 from sherd.train.codes import STOPPED
 from sherd.train.config import Config, InputError
 from sherd.train.device import device_type, require_ranks
+from sherd.train.fields import write_config
 from sherd.train.folder import claim
 from sherd.train.loop import Trainer, introduce, train
 from sherd.train.manifest import Checkpoint
@@ -44,10 +45,12 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
     together(lambda: require_ranks(dist.get_world_size(), config))
     corpus = together(lambda: corpus_of(config, resumed))
     together(lambda: _same(corpus))
+    config = config.from_anywhere()
     out = on_rank_0(lambda: claim(config))
     together(lambda: _seen_by_all(out))
     grid = _grid(config)
     trainer = together(lambda: Trainer(config, corpus, grid))
+    on_rank_0(lambda: write_config(config, out))  # a model that was refused has left the folder empty, to be tried anew
     with Report(out) if dist.get_rank() == 0 else Silent() as report:
         introduce(trainer, out, resumed, report)
         return train(trainer, out, resumed, report, stop)

@@ -53,11 +53,16 @@ def read_corpus(data: Data) -> Corpus:
     for share, size in (("training", cut), ("held-out", len(row) - cut)):
         if size <= data.context:
             raise InputError(
-                f"{source} holds {len(row)} bytes of text in {len(documents)} documents, which leaves {size} "
-                f"{share} bytes; a sample needs {data.context + 1}: give more text, or a smaller data.context"
+                f"{source} holds {_count(len(row) - len(documents), 'byte')} of text in "
+                f"{_count(len(documents), 'document')}, which leaves {_count(size, f'{share} byte')}; a sample needs "
+                f"{data.context + 1}: give more text, or a smaller data.context"
             )
     digest = hashlib.sha256(row).hexdigest()[:16]
     return Corpus(row[:cut], row[cut:], len(documents), digest, source)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _documents(path: Path, sources_only: bool) -> Iterator[bytes]:
@@ -67,8 +72,11 @@ def _documents(path: Path, sources_only: bool) -> Iterator[bytes]:
             text = path.read_bytes()
             if SEPARATOR in text:
                 raise InputError(f"{path} holds NUL bytes, so it is no text; give a text file or a folder")
-            yield text
+            if text:
+                yield text
             return
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path} is neither a file nor a folder; give a text file or a folder of them")
         for file in _files(path):
             if sources_only and (file.suffix != ".py" or NOT_SOURCES.intersection(file.relative_to(path).parts)):
                 continue

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import difflib
+import functools
+import platform
+from collections.abc import Collection, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_type_hints
 
+from sherd import __version__
 from sherd.train.axes import axes_of
-from sherd.train.config import Config, InputError, Tree, assigned, describe, read_tree
+from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
+from sherd.train.fields import describe
 from sherd.train.folder import last_run
 from sherd.train.manifest import Checkpoint, NoCheckpoint, newest
 from sherd.train.text import Corpus, read_corpus
 
-__all__ = ["configure", "corpus_of", "parse", "require_fit"]
+__all__ = ["command_of", "configure", "corpus_of", "parse", "require_fit"]
+
 
 MANY_MACHINES = (
     "torchrun --nnodes 2 --node-rank 0_OR_1 --nproc-per-node 8 --master-addr FIRST_HOST --master-port 29500\n"
@@ -28,36 +35,106 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
 
+@functools.cache
 def _parser() -> argparse.ArgumentParser:
-    top = _Parser(prog="sherd", description="Train models that do not fit one device.")
-    commands = top.add_subparsers(required=True, metavar="train")
+    top = _Parser(prog="sherd", description="Train models that do not fit one device.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=_versions())
+    commands = top.add_subparsers(required=True, metavar="command")
     p = commands.add_parser(
         "train",
+        usage="sherd train [options] [section.field=value ...], in any order",
         help="train a language model, sharded over ranks",
         description=f"Train a language model, sharded over ranks.\n\nOn each of several machines:\n  {MANY_MACHINES}",
         epilog="fields, in the TOML of --config or as section.field=value here:\n\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    p.set_defaults(fields=[])  # whatever is no option, see parse
     p.add_argument("--config", metavar="FILE", help="TOML, or JSON, with any of the fields below")
     p.add_argument("--data", metavar="PATH", help="data.path: a file or a folder of text")
     p.add_argument("--out", metavar="PATH", help="run.out: a new or empty folder; with --resume, a run's")
-    p.add_argument("--steps", type=int, metavar="N", help="run.steps")
+    p.add_argument("--steps", type=_whole, metavar="N", help="run.steps")
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run")
     p.add_argument("--resume-or-start", action="store_true", help="the same, or start in --out where nothing was saved")
     p.add_argument("--mesh", metavar="AXES", help="run.mesh: how ranks share the work, as in dp=2,tp=2")
-    p.add_argument("--nproc", type=int, metavar="N", help="processes to start: 2, or one per GPU, unless told")
-    p.add_argument("fields", nargs="*", metavar="section.field=value", help="any other field")
+    p.add_argument("--nproc", type=_whole, metavar="N", help="processes to start: 2, or one per GPU, unless told")
+    p.add_argument("--dry-run", action="store_true", help="say what a step takes on each rank, and start nothing")
+    p.add_argument(
+        "--print-config", action="store_true", help="print all fields as TOML for --config, and start nothing"
+    )
     return top
 
 
+def _versions() -> str:
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return f"sherd {__version__}, torch {torch}, Python {platform.python_version()}"
+
+
+def _whole(text: str) -> int:
+    try:
+        return whole_number(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Returns what the words say.
+    """Returns what the words say. Options and fields may stand in any order.
 
     Raises:
         InputError: a word that means nothing.
     """
-    return _parser().parse_args(words)
+    _require_command(words)
+    args, others = _parser().parse_known_args(words)
+    others = [word for word in others if word != "--"]
+    for word in others:
+        if word.startswith("-"):
+            raise InputError(_unknown(word, words[0]))
+        if "fields" not in args:
+            raise InputError(f"{word!r} is one word too many; see {command_of(words)} --help")
+    args.fields = others
+    return args
+
+
+def command_of(words: Sequence[str]) -> str:
+    """The command that was given, as messages name it: `sherd train`, or `sherd` where there is none."""
+    return f"sherd {words[0]}" if words and words[0] in _commands() else "sherd"
+
+
+def _commands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (each.choices for each in _parser()._actions if isinstance(each.choices, dict))
+    return found
+
+
+def _require_command(words: Sequence[str]) -> None:
+    first = words[0] if words else ""
+    if first in _commands() or first in _parser()._option_string_actions:
+        return
+    if not first or first.startswith("-"):
+        raise InputError("which command? sherd train trains a model; sherd --help says more")
+    raise InputError(f"unknown command {first}; {_near(first, _commands()) or 'sherd --help lists all'}")
+
+
+def _unknown(word: str, command: str) -> str:
+    """What is wrong with `word`, which looks like an option of `command` and is none."""
+    parser = _commands().get(command, _parser())
+    name, equals, value = word.lstrip("-").partition("=")
+    value = value if equals else "VALUE"
+    field = name.replace("-", "_")
+    homes = [section for section, fields in SECTIONS.items() if field in get_type_hints(fields)]
+    hint = _near(name, [option.lstrip("-") for option in parser._option_string_actions], "--")
+    if parser.get_default("fields") is not None:
+        if "." in name:
+            return f"{word} is no option; write a field without dashes: {name}={value}"
+        hint = f"did you mean {homes[0]}.{field}={value}?" if homes else hint
+    return f"unknown option {word}; {hint + ' ' if hint else ''}{parser.prog} --help lists all"
+
+
+def _near(word: str, known: Collection[str], dashes: str = "") -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {dashes}{near[0]}?" if near else ""
 
 
 def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
@@ -83,6 +160,9 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
     # The saved run decides what the words leave open; but how many ranks there are is today's matter.
     config = Config.of(checkpoint.manifest.config, {"run": {"ranks": 0}}, *trees, {"run": {"out": folder}})
     checkpoint.check_model(config)
+    steps, done = config.run.steps, checkpoint.manifest.step
+    if 0 < steps < done:
+        raise InputError(f"run.steps = {steps}, but {folder} is past that: step {done} is saved; give more --steps")
     return config, checkpoint
 
 
@@ -111,7 +191,8 @@ def require_fit(args: argparse.Namespace, config: Config) -> None:
     if args.nproc is not None and num_ranks < 1:
         raise InputError(f"--nproc {num_ranks} is too few; a run needs at least one process")
     if num_ranks:
-        config.accumulation(axes_of(config, num_ranks).num_data)
+        axes = axes_of(config, num_ranks)
+        config.split(axes.num_data, axes.pp)
 
 
 def corpus_of(config: Config, resumed: Checkpoint | None) -> Corpus:

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import pytest
 
+import sherd
 from sherd.train import cli, launch
-from sherd.train.config import Config
+from sherd.train.config import Config, Data, read_tree
+from sherd.train.text import read_corpus
 from sherd.train.words import configure, parse
 from tests.forked import start
 from tests.train.test_checkpoint import break_it, put
@@ -48,7 +51,7 @@ CHECK = [
     (["--config", "absent.toml"], "cannot read the config absent.toml"),
     ([*TEXT, "model.widht=3"], "unknown field model.widht; did you mean model.width?"),
     ([*TEXT, "model.width=wide"], "model.width = 'wide' has the wrong type"),
-    ([*TEXT, "--nproc", "3"], "optimizer.batch = 16 does not fit 3 ranks"),
+    ([*TEXT, "--nproc", "3"], "optimizer.batch = 16 does not fit 3 ranks; the nearest that does is optimizer.batch=15"),
     ([*TEXT, "--nproc", "0"], "--nproc 0 is too few"),
     ([*TEXT, "--nproc", "-1"], "--nproc -1 is too few"),
     ([*TEXT, "--nproc", "2", "run.ranks=4"], "run.ranks = 4, but there are 2 ranks"),
@@ -56,8 +59,26 @@ CHECK = [
     ([*TEXT, "--mesh", "dp=2,tp=2", "--nproc", "2"], "the mesh dp=2,tp=2 is for 4 ranks, but there are 2"),
     ([*TEXT, "--mesh", "ep=2"], "ep=2, but the model has no experts"),
     ([*TEXT, "--steps", "-5"], "run.steps = -5 is out of its limits"),
-    ([*TEXT, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
-    ([*TEXT, "--stpes", "5"], "unrecognized arguments: --stpes"),
+    ([*TEXT, "--steps", "many"], "argument --steps: 'many' is no whole number; see sherd train --help"),
+    ([*TEXT, "--stpes", "5"], "unknown option --stpes; did you mean --steps? sherd train --help lists all"),
+    ([*TEXT, "--step", "3"], "unknown option --step; did you mean --steps?"),
+    ([*TEXT, "--zzz"], "unknown option --zzz; sherd train --help lists all"),
+    ([*TEXT, "--optimizer.lr=0.1"], "--optimizer.lr=0.1 is no option; write a field without dashes: optimizer.lr=0.1"),
+    ([*TEXT, "--optimizer.lr", "1"], "--optimizer.lr is no option; write a field without dashes: optimizer.lr=VALUE"),
+    ([*TEXT, "--save-every=9"], "unknown option --save-every=9; did you mean run.save_every=9?"),
+    ([*TEXT, "lr=0.1"], "'lr=0.1' is not an assignment; write section.field=value, did you mean optimizer.lr=0.1?"),
+    ([*TEXT, "--steps", "3", "model.layers=1", "--nproc", "2", "wrod"], "'wrod' is not an assignment"),
+    ([*TEXT, "run.steps=1.5"], "run.steps = '1.5' has the wrong type; it must be a whole number"),
+    (["--data", os.devnull], f"{os.devnull} is neither a file nor a folder"),
+    (["--data", "fifo"], "fifo is neither a file nor a folder"),
+    (["--data", "nothing.txt"], "nothing.txt holds 0 bytes of text in 0 documents"),
+    (["--data", "one.txt"], "one.txt holds 1 byte of text in 1 document, which leaves 2 training bytes"),
+    ([*TEXT, "--config", "flat.toml"], "layers = 3 stands outside a section; put it under [model]"),
+    ([*TEXT, "--config", "run.yaml"], "the config run.yaml is YAML; give TOML, or JSON in a file that ends in .json"),
+    (
+        [*TEXT, "shard.strategy=hfsdp", "--nproc", "2"],
+        "shard.strategy = 'hfsdp' is for two axes, but the mesh dp=2 has no replicate",
+    ),
     ([*TEXT, "steps"], "'steps' is not an assignment"),
     ([*TEXT, "--out", "text.txt"], "text.txt is not an empty folder"),
     ([*TEXT, "--out", "text.txt/run"], "cannot write to text.txt/run: Not a directory"),
@@ -71,14 +92,53 @@ CHECK = [
 def test_bad_input_is_refused_in_one_line_before_any_rank_starts(capsys, started, tmp_path, words, said):
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd.json").write_text('{"run": 3}')
+    (tmp_path / "flat.toml").write_text("layers = 3\n")
+    (tmp_path / "nothing.txt").write_text("")
+    (tmp_path / "one.txt").write_text("x")
+    os.mkfifo(tmp_path / "fifo")
     assert said in refused(capsys, *words)
     assert not started
     assert not (tmp_path / "runs").exists()
 
 
-def test_no_command_is_refused_too(capsys):
-    assert cli.main([]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "sherd: which command? sherd train trains a model; sherd --help says more"),
+        (["trian"], "sherd: unknown command trian; did you mean train?"),
+        (["model.layers=1"], "sherd: unknown command model.layers=1; sherd --help lists all"),
+        (["--resume"], "sherd: which command? sherd train trains a model"),
+    ],
+)
+def test_no_command_or_none_that_there_is_is_refused_too(capsys, words, said):
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(said)
+    assert err.count("\n") == 1
+
+
+def test_versions_are_said_without_torch():
+    program = "import sys; from sherd.train.cli import main\ntry: main(['--version'])\n"
+    program += "except SystemExit as left: sys.exit(left.code or 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60, text=True)
+    assert said.stdout.startswith(f"sherd {sherd.__version__}, torch {version('torch')}, Python 3.")
+
+
+def test_fields_and_options_stand_in_any_order():
+    args = parse(
+        ["train", "--nproc", "2", "optimizer.lr=1e-3", "--steps", "1e3", "model.layers=1", "--data", "text.txt"]
+    )
+    config, _ = configure(args)
+    assert (args.nproc, config.optimizer.lr, config.run.steps, config.model.layers) == (2, 1e-3, 1000, 1)
+    config, _ = configure(parse(["train", "run.steps=2e2", "--mesh", "dp=2"]))
+    assert (config.run.steps, config.run.mesh) == (200, "dp=2")
+
+
+def test_a_config_that_is_printed_is_read_again(capsys, tmp_path):
+    assert cli.main(["train", "--print-config", "model.layers=7", "run.out=somewhere"]) == 0
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    config, _ = configure(parse(["train", "--config", "printed.toml"]))
+    assert config == Config.of({"model": {"layers": 7}})
 
 
 def test_a_refusal_loads_no_torch():
@@ -109,7 +169,7 @@ def test_two_processes_and_a_new_numbered_folder_are_the_default(started, tmp_pa
 
 def test_the_number_of_ranks_is_the_words_the_configs_or_the_default(started):
     cli.main(["train", *TEXT, "--nproc", "1"])
-    cli.main(["train", *TEXT, "run.ranks=4", "optimizer.micro_batch=1"])
+    cli.main(["train", *TEXT, "run.ranks=4"])
     cli.main(["train", *TEXT, "--mesh", "dp=2,cp=2"])
     assert [num_ranks for num_ranks, _ in started] == [1, 4, 4]
 
@@ -159,6 +219,36 @@ def test_a_checkpoint_of_another_model_or_text_or_half_written_is_refused(capsys
     assert not started
 
 
+def test_a_run_that_is_past_the_steps_asked_for_says_so(capsys, started, tmp_path):
+    put(tmp_path / "run", 36, config=Config.of(TREE).tree())
+    said = refused(capsys, *TEXT, "--out", "run", "--resume", "--steps", "5")
+    assert "run.steps = 5, but run is past that: step 36 is saved; give more --steps" in said
+    assert not started
+
+
+def test_a_run_is_gone_on_with_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "llama.json").write_text("{}")
+    config = Config.of(TREE, {"data": {"path": "text.txt"}, "model": {"hf": "llama.json"}}).from_anywhere()
+    put(tmp_path / "run", 3, config=config.tree())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gone_on, _ = configure(parse(["train", "--resume", "--out", "../run"]))
+    assert (gone_on.data.path, gone_on.model.hf) == (str(tmp_path / "text.txt"), str(tmp_path / "llama.json"))
+    configure(parse(["train", "--resume", "--out", "../run", "model.hf=../llama.json"]))
+
+
+def test_a_run_of_an_older_version_goes_on_with_its_micro_batch_or_without(capsys, started, tmp_path):
+    saved = Config.of({"optimizer": {"micro_batch": 8}}).tree()
+    del saved["shard"], saved["optimizer"]["flatten"], saved["run"]["compile"]
+    digest = read_corpus(Data(path="text.txt")).digest
+    put(tmp_path / "run", 3, config=saved, text=digest)
+    words = [*TEXT, "--out", "run", "--resume", "--nproc"]
+    assert cli.main(["train", *words, "2"]) == 0
+    assert "set optimizer.micro_batch=0, which finds one that fits" in refused(capsys, *words, "4")
+    assert cli.main(["train", *words, "4", "optimizer.micro_batch=0"]) == 0
+    assert [num_ranks for num_ranks, _ in started] == [2, 4]
+
+
 def losses(out):
     metrics = out / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -185,6 +275,7 @@ def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_ne
     assert (process.exitcode, err) == (143, "")
     first = losses(tmp_path / "run")
     assert f"stopped after step {max(first)}, which is saved" in out
+    assert Config.of(read_tree(str(tmp_path / "run" / "config.toml"))) == Config.of(tree)
 
     upto, config = max(first) + 2, Config.of(tree)
     rest, _, _ = world(2).run(run, config, tmp_path / "run", resume=True, stop_after=upto)[0]

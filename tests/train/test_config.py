@@ -1,10 +1,16 @@
 """Does a config take what is right and refuse the rest in one line that names the field?"""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
-from sherd.train.config import SECTIONS, Config, InputError, assigned, describe, read_tree
+from sherd.api.placements import PRESETS
+from sherd.policy import TRANSPORTS, Level
+from sherd.train import config as configs
+from sherd.train.config import FREE, SECTIONS, Config, InputError, Split, assigned, read_tree
+from sherd.train.fields import describe, page, write_config
 
 
 def refusal(*trees):
@@ -41,6 +47,12 @@ def test_toml_and_json_give_the_same_tree(tmp_path):
         ({"modle": {}}, "unknown section modle; did you mean model?"),
         ({"run": {"zzzzzz": 1}}, "known are run.out, run.steps"),
         ({"model": 3}, "model = 3 stands outside a section"),
+        ({"lr": 3}, "lr = 3 stands outside a section; put it under [optimizer]"),
+        ({"other": 3}, "other = 3 stands outside a section; put it under one of [model], [data]"),
+        (
+            {"shard": {"strategy": "zero2", "reshard": "always"}},
+            "shard.reshard = 'always', but by shard.strategy = 'zero2' every rank keeps whole parameters",
+        ),
         ({"model": {"width": "wide"}}, "model.width = 'wide' has the wrong type; it must be a whole number"),
         ({"model": {"width": 64.0}}, "model.width = 64.0 has the wrong type"),
         ({"model": {"width": True}}, "model.width = True has the wrong type"),
@@ -83,6 +95,7 @@ def test_a_hugging_face_config_makes_the_decoders_own_fields_moot():
         ("broken.json", "{", "does not parse"),
         ("list.json", "[1]", "holds no sections"),
         ("binary.toml", b"\xff\xfe", "does not parse"),
+        ("run.yml", "model:\n  layers: 3\n", "is YAML; give TOML, or JSON"),
     ],
 )
 def test_a_config_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, name, text, said):
@@ -118,13 +131,89 @@ def test_a_word_that_assigns_nothing_says_how_to(word):
 @pytest.mark.parametrize(("ranks", "micro_batch", "times"), [(1, 4, 3), (2, 2, 3), (3, 4, 1), (12, 1, 1)])
 def test_a_batch_is_split_over_ranks_and_micro_batches(ranks, micro_batch, times):
     config = Config.of({"optimizer": {"batch": 12, "micro_batch": micro_batch}})
-    assert config.accumulation(ranks) == times
+    assert config.split(ranks) == Split(micro_batch, times)
 
 
-def test_a_batch_that_does_not_fit_the_ranks_says_what_would():
-    config = Config.of({"optimizer": {"batch": 16, "micro_batch": 8}})
-    with pytest.raises(InputError, match=r"optimizer.batch = 16 does not fit 3 ranks .* a multiple of 24"):
-        config.accumulation(3)
+@pytest.mark.parametrize(
+    ("batch", "ranks", "stages", "split"),
+    [
+        (16, 1, 1, Split(8, 2)),
+        (16, 2, 1, Split(8, 1)),
+        (16, 4, 1, Split(4, 1)),
+        (16, 8, 1, Split(2, 1)),
+        (18, 2, 1, Split(3, 3)),
+        (22, 2, 1, Split(1, 11)),
+        (16, 2, 2, Split(4, 2)),
+        (16, 2, 8, Split(1, 8)),
+        (12, 1, 4, Split(3, 4)),
+    ],
+)
+def test_a_micro_batch_is_the_most_that_fit_and_leave_one_for_each_stage(batch, ranks, stages, split):
+    assert Config.of({"optimizer": {"batch": batch}}).split(ranks, stages) == split
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "ranks", "stages", "said"),
+    [
+        (16, 8, 3, 1, "does not fit 3 ranks x optimizer.micro_batch = 8; the nearest that does is optimizer.batch=24"),
+        (16, 0, 5, 1, "does not fit 5 ranks; the nearest that does is optimizer.batch=15"),
+        (16, 0, 32, 1, "does not fit 32 ranks; the nearest that does is optimizer.batch=32"),
+        (16, 8, 4, 1, "optimizer.batch=32; or set optimizer.micro_batch=0, which finds one that fits"),
+        (16, 8, 2, 2, "and 2 stages, each with a micro-batch; the nearest that does is optimizer.batch=32; or set"),
+        (2, 0, 1, 4, "does not fit 1 rank and 4 stages, each with a micro-batch; the nearest that does is"),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_ranks_says_what_would(batch, micro_batch, ranks, stages, said):
+    config = Config.of({"optimizer": {"batch": batch, "micro_batch": micro_batch}})
+    with pytest.raises(InputError) as caught:
+        config.split(ranks, stages)
+    assert said in str(caught.value)
+    remedy = int(re.search(r"optimizer.batch=(\d+)", str(caught.value))[1])
+    Config.of({"optimizer": {"batch": remedy, "micro_batch": micro_batch}}).split(ranks, stages)
+
+
+def test_a_warm_up_longer_than_the_run_is_noted():
+    assert Config().notes() == []
+    assert Config.of({"run": {"steps": 50}}).notes() == []
+    (note,) = Config.of({"run": {"steps": 30}}).notes()
+    assert "whose learning rate ends at 0.0012; optimizer.warmup=3 is a tenth of it" in note
+
+
+def test_a_clip_of_zero_is_none():
+    assert Config.of({"optimizer": {"clip": 0}}).optimizer.clip == 0.0
+
+
+def test_choices_are_those_of_the_engine():
+    assert {*configs.ONE_AXIS, *configs.TWO_AXES} == set(PRESETS)
+    assert set(configs.ONE_AXIS) == {name for name, levels in PRESETS.items() if len(levels) == 1}
+    assert set(configs.KEEP_WHOLE) == {name for name, levels in PRESETS.items() if max(levels) < Level.PARAMETERS}
+    assert configs.TRANSPORTS == TRANSPORTS
+
+
+def test_fields_that_decide_no_loss_are_fields():
+    known = {f"{section}.{name}" for section, values in Config().tree().items() for name in values}
+    assert known >= set(FREE)
+
+
+ODD = {"run": {"prompt": 'a "b" \\ \n\t é \x7f \x01 😀', "out": "runs/9", "minutes": 1e-9}, "optimizer": {"lr": 1e16}}
+
+
+def test_a_config_is_kept_as_toml_that_gives_the_same_but_for_its_folder(tmp_path):
+    config = Config.of(ODD, {"model": {"tied": False}})
+    write_config(config, tmp_path)
+    read = Config.of(read_tree(str(tmp_path / "config.toml")))
+    assert replace(read, run=replace(read.run, out="runs/9")) == config
+    assert read.run.out == ""
+
+
+def test_a_folder_that_takes_no_config_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot write to"):
+        write_config(Config(), tmp_path / "absent")
+
+
+def test_the_page_of_fields_is_that_of_the_fields(request):
+    page_there = (request.config.rootpath / "docs" / "config.md").read_text()
+    assert page_there.partition("<!-- fields -->\n")[2].partition("<!-- /fields -->")[0] == page()
 
 
 def test_help_tells_of_every_field():
@@ -136,4 +225,4 @@ def test_help_tells_of_every_field():
 
 def test_the_example_config_is_one(request):
     config = Config.of(read_tree(str(request.config.rootpath / "configs" / "small.toml")))
-    assert config.accumulation(2) == 2
+    assert config.split(2) == Split(8, 1)

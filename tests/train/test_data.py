@@ -90,7 +90,8 @@ def test_the_standard_library_of_this_python_is_enough_to_train_on():
     [
         ({}, "absent", "cannot read the text .*absent: No such file"),
         ({}, "", "holds 0 bytes of text in 0 documents"),
-        ({"empty": ""}, "empty", "in 1 documents, which leaves 1 training bytes"),
+        ({"empty": ""}, "empty", "holds 0 bytes of text in 0 documents, which leaves 0 training bytes"),
+        ({"one": "x"}, "one", "holds 1 byte of text in 1 document, which leaves 2 training bytes"),
         (
             {"short": "abc"},
             "short",

@@ -98,7 +98,7 @@ def plain_losses(chosen):
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, chosen.run.steps, o)
         optimizer.step()
@@ -246,6 +246,11 @@ def test_a_run_leaves_metrics_a_sample_and_a_picture_and_ends_with_its_bits_besi
     assert said[0] == "model  8,016 parameters, sharded over 1 rank on cpu"
     assert said[-2] == f"held-out  {bits:.3f} bits per byte, over all 461 bytes"
     assert said[-1].startswith(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone")
+
+
+def test_a_run_that_is_all_warm_up_begins_with_a_note(world, text, tmp_path):
+    said = world(1).run(write_report, config(text, steps=1, sample=0), tmp_path)[0].splitlines()
+    assert said[3].startswith("note   optimizer.warmup = 2 lasts longer than the run of 1 steps")
 
 
 def test_the_rate_climbs_to_its_peak_and_falls_along_half_a_cosine():

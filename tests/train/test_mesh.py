@@ -70,6 +70,20 @@ def test_a_context_that_cannot_be_cut_is_refused():
         axes_of(odd, 4)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "said"),
+    [
+        ("dp=4", "hfsdp", "shard.strategy = 'hfsdp' is for two axes, but the mesh dp=4 has no replicate"),
+        ("dp=4,ep=2", "zero1", "shard.strategy = 'zero1' does not go with the mesh's ep=2"),
+    ],
+)
+def test_a_strategy_that_the_mesh_has_no_axes_for_is_refused(mesh, strategy, said):
+    with pytest.raises(InputError) as caught:
+        axes_of(Config.of(TREE, {"run": {"mesh": mesh}, "shard": {"strategy": strategy}}), 4)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_ranks_other_than_the_config_asks_for_are_refused():
     with pytest.raises(InputError, match=r"run.ranks = 4, but there are 2 ranks"):
         axes_of(Config.of({"run": {"ranks": 4}}), 2)

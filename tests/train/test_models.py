@@ -17,6 +17,7 @@ from sherd.train.config import Config, InputError, Model
 from sherd.train.mesh import Grid
 from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
 from sherd.train.parallel import build
+from sherd.train.plan import planned
 
 SMALL = Model(layers=2, width=16, heads=4, kv_heads=2, hidden=24)
 
@@ -125,9 +126,9 @@ def built_one_by_one(monkeypatch):
     """Ranks that are threads, which import transformers once, share the random generator that it draws from."""
     lock = threading.Lock()
 
-    def build_alone(path, seed):
+    def build_alone(path, seed, context):
         with lock:
-            return HuggingFace(path, seed)
+            return HuggingFace(path, seed, context)
 
     monkeypatch.setattr(parallel, "HuggingFace", build_alone)
 
@@ -136,7 +137,7 @@ def built_one_by_one(monkeypatch):
 def test_a_hugging_face_model_is_sharded_layer_by_layer_and_starts_from_its_seed(threads, tmp_path):
     pytest.importorskip("transformers")
     path = hf_config(tmp_path, tie_word_embeddings=True)
-    plain = HuggingFace(path, seed=4)
+    plain = HuggingFace(path, seed=4, context=8)
     assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
     assert plain(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
     config = Config.of({"model": {"hf": path}, "run": {"seed": 4}})
@@ -151,16 +152,39 @@ def test_a_hugging_face_model_is_sharded_layer_by_layer_and_starts_from_its_seed
         ({"vocab_size": 100}, "has vocab_size = 100; bytes need 256"),
         ({"model_type": "nothing"}, "is no config: "),
         ({"model_type": "vit"}, "makes no causal LM: "),
+        ({"max_position_embeddings": 7}, "has 7 positions, fewer than data.context = 8"),
+        ({"model_type": "gpt2", "n_positions": 7}, "has 7 positions, fewer than data.context = 8"),
     ],
 )
 def test_a_hugging_face_config_that_makes_no_byte_model_is_refused_in_one_line(tmp_path, fields, said):
     pytest.importorskip("transformers")
     with pytest.raises(InputError, match=said) as caught:
-        HuggingFace(hf_config(tmp_path, **fields), seed=0)
+        HuggingFace(hf_config(tmp_path, **fields), seed=0, context=8)
     assert "\n" not in str(caught.value)
 
 
 def test_a_hugging_face_config_that_is_not_there_is_refused(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(InputError, match="is no file"):
-        HuggingFace(str(tmp_path / "absent.json"), seed=0)
+        HuggingFace(str(tmp_path / "absent.json"), seed=0, context=8)
+
+
+SMALL_GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 256}
+
+
+def test_an_encoder_is_no_causal_model(tmp_path):
+    pytest.importorskip("transformers")
+    bert = HuggingFace(hf_config(tmp_path, model_type="bert"), seed=0, context=8)
+    with pytest.raises(InputError, match="is no causal LM: its logits depend on later tokens"):
+        bert.require_causal()
+    for fields in ({}, SMALL_GPT2, {"model_type": "bert", "is_decoder": True}):
+        HuggingFace(hf_config(tmp_path, **fields), seed=0, context=8).require_causal()
+
+
+def test_a_hugging_face_model_is_planned_on_the_meta_device(tmp_path):
+    pytest.importorskip("transformers")
+    config = Config.of({"model": {"hf": hf_config(tmp_path)}})
+    plan = planned(config, 8)
+    model = HuggingFace(config.model.hf, seed=0, context=8)
+    assert plan.num_parameters == sum(each.numel() for each in model.parameters())
+    assert plan.activations is None

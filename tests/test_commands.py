@@ -1,0 +1,126 @@
+"""Can each `sherd ...` command that a document names be given as it stands, on the ranks it names and on others?"""
+
+import math
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from sherd.train.config import Config
+from sherd.train.device import default_ranks, require_ranks
+from sherd.train.loop import Trainer
+from sherd.train.text import read_corpus
+from sherd.train.words import configure, parse, require_fit
+from tests.train.test_checkpoint import put
+from tests.train.test_loop import grid
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"^```\w*\n(.*?)^```$|((?:^    .*\n)+)", re.MULTILINE | re.DOTALL)
+STARTED_BY_TORCHRUN = re.compile(r"^torchrun\s+(?P<options>.*?)\s*-m\s+(?=sherd )")
+
+
+def commands():
+    """(document, torchrun's options, the words behind `sherd`) of each command in a block of code."""
+    for document in DOCUMENTS:
+        for fenced, indented in BLOCK.findall(document.read_text()):
+            for line in (fenced or indented).replace("\\\n", " ").splitlines():
+                start = STARTED_BY_TORCHRUN.match(line := line.strip().removeprefix("$ "))
+                command = line[start.end() :] if start else line
+                if re.match(r"sherd (--)?[a-z]", command):
+                    _, *words = shlex.split(command, comments=True)
+                    words = [word for word in words if word != "..."]
+                    yield document.name, start["options"] if start else None, words
+
+
+COMMANDS = list(commands())
+TRAIN = [each for each in COMMANDS if each[2][:1] == ["train"]]
+
+
+def ident(command):
+    document, options, words = command
+    return f"{document}: {'' if options is None else 'torchrun '}{' '.join(words)}"
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """A folder with what the commands name: a config, texts, and a run that was stopped."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "my_texts").mkdir()
+    (tmp_path / "my_texts" / "one.txt").write_text("some words, and some more of them. " * 1000)
+    put(tmp_path / "runs" / "1", 3, config=Config().tree())
+    (tmp_path / "runs" / "1" / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Sets how many GPUs torch seems to see."""
+
+    def see(number):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+    return see
+
+
+def asked_for(options, args, config):
+    """How many ranks a command is for, on all machines together."""
+    if options is None:
+        return args.nproc or config.run.ranks or default_ranks(config)
+    numbers = {name: int(number) for name, number in re.findall(r"--(nnodes|nproc-per-node)[ =](\d+)", options)}
+    return numbers.get("nnodes", 1) * numbers.get("nproc-per-node", 8)
+
+
+def test_there_are_commands():
+    assert {"README.md", "training.md", "several_machines.md"} <= {document for document, *_ in TRAIN}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=ident)
+def test_every_command_is_one(command):
+    parse(command[2])
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("command", TRAIN, ids=ident)
+def test_every_command_gets_as_far_as_its_ranks(command, gpus):
+    _, options, words = command
+    args = parse(words)
+    config, _ = configure(args)
+    require_fit(args, config)
+    for number in (0, 1, 4, 8):
+        gpus(number)
+        num_ranks = asked_for(options, args, config)
+        if not number or num_ranks <= number:
+            require_ranks(num_ranks, config)
+
+
+PLAIN = [each for each in TRAIN if each[1] is None and "--mesh" not in each[2]]
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("num_ranks", [1, 4, 8])
+@pytest.mark.parametrize("command", PLAIN, ids=ident)
+def test_every_plain_command_fits_any_usual_number_of_ranks(command, num_ranks, gpus):
+    gpus(num_ranks)
+    args = parse([*command[2], "--nproc", str(num_ranks)])
+    config, _ = configure(args)
+    require_fit(args, config)
+    require_ranks(num_ranks, config)
+
+
+def first_step(config):
+    trainer = Trainer(config, read_corpus(config.data), grid(config))
+    return trainer.step().loss
+
+
+@pytest.mark.usefixtures("there")
+def test_a_command_of_the_readme_takes_a_step_on_four_ranks(world, tmp_path):
+    words = ["train", "--nproc", "4", "optimizer.lr=0.001"]
+    assert ("README.md", None, words) in COMMANDS
+    config, _ = configure(parse([*words, "--data", str(tmp_path / "my_texts"), "model.layers=1"]))
+    (loss,) = set(world(4).run(first_step, config))
+    assert loss == pytest.approx(math.log2(256), abs=0.3)
