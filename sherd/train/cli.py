@@ -1,4 +1,4 @@
-"""The command `sherd`: it starts ranks, or is one of them where RANK is set, as torchrun does.
+"""The command `sherd`: it starts ranks, or is one of them where RANK and LOCAL_RANK are set, as torchrun does.
 
 It loads torch only for words that can be used: that takes seconds, a refusal takes none.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from sherd.train.codes import BAD_INPUT
 from sherd.train.config import InputError
+from sherd.train.stop import Stop, is_rank
 from sherd.train.words import configure, corpus_of, parse, require_fit
 
 __all__ = ["main"]
@@ -19,22 +20,23 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """`sherd` with these words; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        args = parse(words)
-        if "RANK" in os.environ:
-            from sherd.train.rank import be_rank
+    with Stop() as stop:
+        try:
+            args = parse(words)
+            if is_rank():
+                from sherd.train.rank import be_rank
 
-            return be_rank(args)
-        config, resumed = configure(args)
-        require_fit(args, config)
-        corpus_of(config, resumed)
-        from sherd.train.launch import launch
+                be_rank(args, stop)
+            config, resumed = configure(args)
+            require_fit(args, config)
+            corpus_of(config, resumed)
+            from sherd.train.launch import launch
 
-        return launch(args, words, config)
-    except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"sherd train: {error}", file=sys.stderr)
-        return BAD_INPUT
+            return launch(args, words, config, stop)
+        except InputError as error:
+            if not is_rank() or os.environ["RANK"] == "0":
+                print(f"sherd train: {error}", file=sys.stderr)
+            return BAD_INPUT
 
 
 if __name__ == "__main__":  # the name by which older scripts start ranks; today's is `-m sherd`

@@ -8,7 +8,8 @@ from torch import distributed as dist
 
 from sherd.train.config import InputError
 from sherd.train.launch import start
-from sherd.train.ranks import Stop, on_rank_0, together
+from sherd.train.ranks import on_rank_0, together
+from sherd.train.stop import Stop
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +66,21 @@ def test_together_gives_each_its_own_and_on_rank_0_gives_all_the_first_ones(worl
     assert world(2).run(own_ranks) == [(0, 0), (1, 0)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_noted_and_does_not_end_the_process(number):
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        stop = Stop()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_noted_and_does_not_end_a_process_that_asks(number):
+    before = signal.getsignal(number)
+    with Stop() as stop:
         assert not stop()
         os.kill(os.getpid(), number)
         assert stop()
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_came_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop()
     finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        signal.signal(signal.SIGHUP, before)
