@@ -81,7 +81,7 @@ def _say(folder: Path, output: Path, function: Callable[..., None], args: Sequen
 
 
 def sherd(words: Sequence[str], environment: dict[str, str]) -> None:
-    """Be the command `sherd`, called with `words`. Its ranks are forks of this process, which outlive it if they can."""
+    """Be the command `sherd`, called with `words`. Its ranks are forks of this process, and outlive it if they can."""
     os.environ.update(environment, OMP_NUM_THREADS="1")
     os.environ.pop("RANK", None)
     from sherd.train import cli, launch

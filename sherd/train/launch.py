@@ -28,7 +28,8 @@ __all__ = ["launch", "start"]
 
 LOOK_S = 0.05
 LAST_WORDS_S = 10.0  # of the other ranks, once one has crashed: their errors may say more
-STILL_S = 10.0  # after which a rank that stands still is told of, and told of again
+STILL_S = 10.0  # after which a rank that stands still is told of; then after twice as long, and so on
+LONGEST_STILL_S = 80.0
 AGAIN_S = 1.0  # a Ctrl-C sooner after the first one is the same finger
 
 
@@ -143,6 +144,7 @@ class _Watch:
         self._running = list(ranks)
         self._first: tuple[int, int] | None = None  # the rank that failed first, and its code
         self._told_at = self._failed_at = self._said_at = 0.0
+        self._still = STILL_S
 
     def until_the_end(self) -> int:
         """Returns the exit code."""
@@ -155,8 +157,9 @@ class _Watch:
             now = time.monotonic()
             if self._stop() and not self._told_at:
                 self._told_at = self._said_at = now
+                self._still = STILL_S / 2
                 if self._stop.heard[0][0] == signal.SIGINT:
-                    say("stopping after this step, which will be saved; Ctrl-C again to give up")
+                    say("stopping; Ctrl-C again to give up")
                 for rank in self._running:
                     rank.tell()
             if self._given_up(now):
@@ -185,16 +188,18 @@ class _Watch:
         return bool(again) or now - self._told_at > float(_seconds_to_save())
 
     def _tell_who_stands_still(self, now: float) -> None:
-        if now - self._said_at < (STILL_S / 2 if self._told_at else STILL_S):
+        if now - self._said_at < self._still:
             return
         self._said_at = now
         stopped = [rank for rank in self._running if rank.is_stopped]
-        state = ", which is stopped by SIGSTOP; SIGCONT lets it go on" if stopped else ""
-        if self._told_at:
-            seconds = round(now - self._told_at)
-            say(f"waiting for {_named(stopped or self._running)} since {seconds} s{state}; Ctrl-C again to give up")
-        elif stopped:
-            say(f"waiting for {_named(stopped)} (process {stopped[0].process.pid}){state}")
+        if not stopped and not self._told_at:
+            return
+        self._still = min(2 * self._still, LONGEST_STILL_S)
+        who = _named(stopped or self._running)
+        if stopped:
+            who += f" (process {stopped[0].process.pid}, stopped by SIGSTOP; SIGCONT lets it go on)"
+        since = f" since {round(now - self._told_at)} s; Ctrl-C again to give up" if self._told_at else ""
+        say(f"waiting for {who}{since}")
 
     def _end(self) -> int:
         """Say how the run ended, where its ranks have not said it."""

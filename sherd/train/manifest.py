@@ -95,7 +95,7 @@ def newest(out: Path, damaged: Mapping[Path, str] | None = None) -> Checkpoint:
         except _Half as reason:
             notes.append(f"{path} is half-written ({reason})")
     if notes:
-        raise NoCheckpoint(f"{notes[0]}, and there is no older whole checkpoint; start anew with another --out")
+        raise NoCheckpoint(f"{'; '.join(notes)}, and there is no older whole checkpoint; start anew with another --out")
     if out.is_dir() and any(out.iterdir()):
         raise NoCheckpoint(
             f"{out} holds no checkpoint to resume from; --resume-or-start begins anew in it, --out names another run"

@@ -56,7 +56,7 @@ class Stop:
     """Call it to know whether SIGTERM, SIGHUP or Ctrl-C has come, or the parent has ended.
 
     As a context it listens. Until it is called for the first time, each of them ends the process with NOT_SAVED.
-    SIGHUP and SIGINT that came ignored stay so, as nohup and shells want it.
+    A SIGHUP that came ignored stays so: nohup wants it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Stop:
         os.set_blocking(self._write, False)
         self._handlers: dict[int, Any] = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._hear)
         # The system's handler writes there at once; Python's own waits for the main thread, which may be deep in C++.
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

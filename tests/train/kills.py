@@ -2,9 +2,9 @@
 
     python -m tests.train.kills --moments 100 --seed 0
 
-In each moment SIGTERM, SIGHUP or SIGKILL comes to the launcher, to one rank, or to all at once: in the start, in a step,
-in a save, in the sample, or at the end. Then the same command is started again, to the end. What must hold is in
-`require`. `--pythons` starts new Pythons, as a user does, instead of forks of one that has torch imported.
+In each moment SIGTERM, SIGHUP or SIGKILL comes to the launcher, to one rank, or to all at once: in the start, in a
+step, in a save, in the sample, or at the end. Then the same command is started again, to the end. What must hold is
+in `require`. `--pythons` starts new Pythons, as a user does, instead of forks of one that has torch imported.
 """
 
 import argparse
@@ -103,6 +103,11 @@ class Run:
                 read.append(json.loads(line))
         return [record for record in read if record["event"] == event]
 
+    def words(self, suffix: str = "") -> str:
+        """What it printed; with `.err`, to stderr. Nothing, if it was killed before it could."""
+        path = self.said.with_suffix(suffix)
+        return path.read_text() if path.exists() else ""
+
     def until(self, condition: Any) -> None:
         """Wait for it, or for the end of the run."""
         deadline = time.monotonic() + PATIENCE_S
@@ -156,19 +161,17 @@ def kill(run: Run, moment: Moment, usual: float) -> None:
 
 def require(first: Run, code: int, second: Run, never_killed: dict[int, float]) -> None:
     """What must hold after a run was killed, and started again to the end."""
-    said, err = first.said.read_text(), first.said.with_suffix(".err").read_text()
-    went_on = re.search(r"going on after step (\d+)", second.said.read_text())
+    went_on = re.search(r"going on after step (\d+)", second.words())
     reported = [record["step"] for record in second.records("checkpoint")]
+    said, err = first.words(), first.words(".err")
     stopped = re.search(r"stopped after step (\d+), which is saved", said)
     begun_from = int(went_on[1]) if went_on else 0
-    context = (
-        f"{code}\n{said}\n{err}\n--- then\n{second.said.read_text()}\n{second.said.with_suffix('.err').read_text()}"
-    )
+    context = f"{code}\n{said}\n{err}\n--- then\n{second.words()}\n{second.words('.err')}"
     assert "Traceback" not in err, context
     assert "terminate called" not in err, context
     if stopped:
         assert begun_from == int(stopped[1]), context
-    if code == STOPPED and said:  # else the interpreter had not come to sherd's first line
+    if code == STOPPED:  # and not -SIGTERM, which is the interpreter's before it has come to sherd's first line
         assert stopped, context
     if code == NOT_SAVED:
         assert "nothing new was saved" in err or "nothing was saved" in err or "gave up" in err, context
@@ -198,7 +201,7 @@ def never_killed(folder: Path, pythons: bool) -> Iterator[tuple[dict[int, float]
     run = Run(folder, pythons, "said")
     run.until(lambda: run.records("step"))
     usual = time.monotonic() - run.begun
-    assert run.end() == 0, run.said.with_suffix(".err").read_text()
+    assert run.end() == 0, run.words(".err")
     losses = {record["step"]: record["loss"] for record in run.records("step")}
     assert list(losses) == list(range(1, STEPS + 1))
     yield losses, usual
@@ -212,7 +215,7 @@ def tried(folder: Path, moment: Moment, pythons: bool, losses: dict[int, float],
     kill(first, moment, usual)
     code = first.end()
     second = Run(folder, pythons, "second")
-    assert second.end() == 0, (first.said.with_suffix(".err").read_text(), second.said.with_suffix(".err").read_text())
+    assert second.end() == 0, (first.words(".err"), second.words(".err"))
     require(first, code, second, losses)
     shutil.rmtree(folder)
     return code
