@@ -134,7 +134,7 @@ def _locked(out: Path, made: bool) -> Folder:
             ) from None
     if not _holds(lock, out):  # who held it has removed the folder meanwhile
         os.close(lock)
-        return _locked(out, made)
+        return _locked(out, _made(out) or made)
     return _introduced(out, lock, made)
 
 

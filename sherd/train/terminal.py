@@ -34,5 +34,6 @@ def outlive_the_terminal() -> None:
 
 
 def _unlosable(descriptor: int, encoding: str) -> io.TextIOWrapper:
-    raw = _Unlosable(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", write_through=True)
+    # Without a buffer, as `python -u` has them: a line is there when a rank is killed.
+    raw: Any = _Unlosable(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", write_through=True)

@@ -159,7 +159,7 @@ def kill(run: Run, moment: Moment, usual: float) -> None:
                 os.kill(pid, moment.number)
 
 
-def require(first: Run, code: int, second: Run, never_killed: dict[int, float]) -> None:
+def require(first: Run, code: int, saved: int, second: Run, never_killed: dict[int, float]) -> None:
     """What must hold after a run was killed, and started again to the end."""
     went_on = re.search(r"going on after step (\d+)", second.words())
     reported = [record["step"] for record in second.records("checkpoint")]
@@ -169,6 +169,7 @@ def require(first: Run, code: int, second: Run, never_killed: dict[int, float]) 
     context = f"{code}\n{said}\n{err}\n--- then\n{second.words()}\n{second.words('.err')}"
     assert "Traceback" not in err, context
     assert "terminate called" not in err, context
+    assert begun_from >= saved, context
     if stopped:
         assert begun_from == int(stopped[1]), context
     if code == STOPPED:  # and not -SIGTERM, which is the interpreter's before it has come to sherd's first line
@@ -214,9 +215,10 @@ def tried(folder: Path, moment: Moment, pythons: bool, losses: dict[int, float],
     first = Run(folder, pythons, "first")
     kill(first, moment, usual)
     code = first.end()
+    saved = max((record["step"] for record in first.records("checkpoint")), default=0)
     second = Run(folder, pythons, "second")
     assert second.end() == 0, (first.words(".err"), second.words(".err"))
-    require(first, code, second, losses)
+    require(first, code, saved, second, losses)
     shutil.rmtree(folder)
     return code
 
