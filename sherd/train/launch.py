@@ -27,6 +27,7 @@ from sherd.train.stop import LAUNCHER, SAVING_S, Stop, say
 __all__ = ["launch", "start"]
 
 LOOK_S = 0.05
+COMPLAINS = (1, -signal.SIGABRT)  # how a rank ends that lost another one
 LAST_WORDS_S = 10.0  # of the other ranks, once one has crashed: their errors may say more
 STILL_S = 10.0  # after which a rank that stands still is told of; then after twice as long, and so on
 LONGEST_STILL_S = 80.0
@@ -176,8 +177,8 @@ class _Watch:
         self._running = [rank for rank in self._running if rank.code is None]
         failed = [(number, code) for number, code in ended if code]
         if failed and self._first is None:
-            # Of those that we find together, who was killed has brought down who complains.
-            self._first = min(failed, key=lambda each: (each[1] or 0) >= 0)
+            # Of those that we find together, who was killed or has left on purpose has brought down who complains.
+            self._first = min(failed, key=lambda each: each[1] in COMPLAINS)
             self._failed_at = time.monotonic()
 
     def _given_up(self, now: float) -> bool:
