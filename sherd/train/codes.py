@@ -9,7 +9,7 @@ NO_ROOM = 74
 """What was to be saved could not be written, as on a full disk; told in one line. EX_IOERR of BSD's sysexits."""
 
 NOT_SAVED = 128 + signal.SIGINT
-"""Stopped by SIGTERM, SIGHUP or Ctrl-C, and nothing new was saved: in the start, or because a rank was stuck."""
+"""Stopped by SIGTERM, SIGHUP or Ctrl-C, without saving: in the start, or because a rank was stuck."""
 
 STOPPED = 128 + signal.SIGTERM
 """Stopped by SIGTERM, SIGHUP or Ctrl-C, and saved: a scheduler knows that there is more to do."""

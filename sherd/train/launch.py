@@ -7,6 +7,7 @@ neither what was saved nor which rank it waits for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -134,7 +135,8 @@ class _Rank:
         """End it now, and what it has started."""
         if self.code is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # deep in a driver, it may be beyond reach
+                self.process.wait(LAST_WORDS_S)
 
 
 class _Watch:
@@ -211,7 +213,7 @@ class _Watch:
             return code
         saved = going_on(self._out) if self._out else ""
         if code == NOT_SAVED or (self._told_at and code == -signal.SIGTERM):
-            say(f"stopped; nothing new was saved{saved}")
+            say(f"stopped without saving{saved}")
             return NOT_SAVED
         how = f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
         say(f"rank {number} ended, {how}{saved}")

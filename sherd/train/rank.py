@@ -30,7 +30,7 @@ from sherd.train.manifest import Checkpoint, going_on
 from sherd.train.mesh import Grid
 from sherd.train.ranks import group, on_rank_0, together
 from sherd.train.report import Report, Silent
-from sherd.train.stop import Stop, leave, say
+from sherd.train.stop import Stop, by_hand, leave, say
 from sherd.train.terminal import outlive_the_terminal
 from sherd.train.text import Corpus
 from sherd.train.words import configure, corpus_of
@@ -56,7 +56,9 @@ def _code(args: argparse.Namespace, stop: Stop) -> int:
         return NO_ROOM if isinstance(refusal, NotSaved) else BAD_INPUT
     except CommError as error:
         if stop.heard:
-            return NOT_SAVED  # others have left before they could save; who speaks for the run says so
+            if by_hand():
+                say(f"stopped without saving: {error}")
+            return NOT_SAVED  # others have left before they could save
         # One line: where this rank stood when it noticed does not help. The rank that ended first says why.
         print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr, flush=True)
         return 1

@@ -109,14 +109,14 @@ class Stop:
             if self._parent and os.getppid() != self._parent:
                 self._parent = 0
                 # A rank that cannot save, as it waits for one that is gone, ends too: the system sees to that.
-                signal.alarm(max(1, int(os.environ.get(SAVING_S, "30"))))
+                signal.setitimer(signal.ITIMER_REAL, float(os.environ.get(SAVING_S, "30")))
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave(self) -> NoReturn:
         for action in self._before_leaving:
             action()
         if by_hand():
-            say("stopped before the first step; nothing was saved")
+            say("stopped before the first step; nothing new was saved")
         os._exit(NOT_SAVED)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from sherd.train import checkpoint
+from sherd.train import checkpoint, rank
 from sherd.train.config import Config, InputError
 from sherd.train.manifest import Checkpoint, Manifest, newest
 
@@ -207,22 +207,34 @@ def full(*args):
         raise RuntimeError("unexpected pos 704 vs 598")
 
 
-def refused_on(rank, what, out):
+def refused_on(number, what, out):
     save(out, 4)
     place = {"shards": (checkpoint.FileSystemWriter, "write_data"), "manifest": (checkpoint.json, "dump")}[what]
     raises = full if what == "shards" else mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    patched = mock.patch.object(*place, raises) if dist.get_rank() == rank else mock.MagicMock()
+    patched = mock.patch.object(*place, raises) if dist.get_rank() == number else mock.MagicMock()
     with pytest.raises(checkpoint.NotSaved) as caught, patched:
         save(out, 8)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "what"), [(0, "shards"), (1, "shards"), (0, "manifest")])
+@pytest.mark.parametrize(("number", "what"), [(0, "shards"), (1, "shards"), (0, "manifest")])
 def test_a_disk_that_is_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
-    world, tmp_path, rank, what
+    world, tmp_path, number, what
 ):
-    for said in world(2).run(refused_on, rank, what, tmp_path):
+    for said in world(2).run(refused_on, number, what, tmp_path):
         assert said == (
             f"cannot save step 8 to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"
         )
     assert names(tmp_path) == ["step-00000004"]
+
+
+def metrics_refused(out):
+    put(out, 4)
+    with pytest.raises(checkpoint.NotSaved) as caught, rank._report(out):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return str(caught.value)
+
+
+def test_a_disk_that_takes_no_more_metrics_is_told_in_one_line_too(world, tmp_path):
+    said = world(1).run(metrics_refused, tmp_path)
+    assert said == [f"cannot write to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"]

@@ -54,7 +54,7 @@ def test_a_start_that_is_told_to_stop_leaves_one_line_a_code_of_its_own_and_no_f
     assert run.end() == 130
     *before, last = run.words(".err").splitlines()
     assert before == (["sherd train: stopping; Ctrl-C again to give up"] if number == signal.SIGINT else [])
-    assert last.startswith("sherd train: stopped; nothing new was saved")
+    assert last.startswith("sherd train: stopped without saving; nothing was saved before")
     assert not run.out.exists()
 
 
@@ -67,7 +67,7 @@ def test_a_rank_that_waits_for_others_leaves_at_once(tmp_path):
     process.terminate()
     process.join(SAVING_S)
     assert process.exitcode == 130
-    assert (tmp_path / "said.err").read_text() == "sherd train: stopped before the first step; nothing was saved\n"
+    assert (tmp_path / "said.err").read_text() == "sherd train: stopped before the first step; nothing new was saved\n"
 
 
 def lonely(words, environment):

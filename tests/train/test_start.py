@@ -53,7 +53,7 @@ def test_a_killed_rank_is_told_with_the_signals_name(capfd):
     [
         ("killed", 40, 137, "rank 1 ended, killed by SIGKILL; step 40 is whole, --resume goes on from it"),
         ("killed", None, 137, "rank 1 ended, killed by SIGKILL; nothing was saved before"),
-        ("130", 40, 130, "stopped; nothing new was saved; step 40 is whole, --resume goes on from it"),
+        ("130", 40, 130, "stopped without saving; step 40 is whole, --resume goes on from it"),
     ],
 )
 def test_the_last_line_says_what_can_be_gone_on_from(capfd, tmp_path, how, saved, code, said):
@@ -91,7 +91,7 @@ def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, mon
         re.fullmatch(rf"sherd train: waiting for {stopped} since \d+ s; Ctrl-C again .*", each) for each in lines
     )
     assert lines[-2].startswith("sherd train: gave up on rank")
-    assert lines[-1] == "sherd train: stopped; nothing new was saved"
+    assert lines[-1] == "sherd train: stopped without saving"
 
 
 def test_ranks_that_do_not_leave_when_told_are_given_up_after_the_time_for_saving(capfd, monkeypatch):
@@ -102,7 +102,7 @@ def test_ranks_that_do_not_leave_when_told_are_given_up_after_the_time_for_savin
 
 def test_ranks_told_before_they_could_do_anything_have_saved_nothing(capfd):
     assert start(2, "tests.train.ends", ["waits"], stop=told(signal.SIGHUP)) == 130
-    assert capfd.readouterr().err == "sherd train: stopped; nothing new was saved\n"
+    assert capfd.readouterr().err == "sherd train: stopped without saving\n"
 
 
 def refuse_on_rank_1():
