@@ -140,7 +140,8 @@ class Run:
 def kill(run: Run, moment: Moment, usual: float) -> None:
     """Send the signal in that moment of a run whose start takes about `usual` seconds."""
     parts = {
-        "start": (lambda: True, usual),
+        # Ranks are there after some of the start, for which we wait below.
+        "start": (lambda: True, usual if moment.target == "launcher" else usual / 2),
         "step": (lambda: len(run.records("step")) >= moment.step, 0.02),
         "save": (lambda: list(run.out.glob(f"checkpoints/step-{2 * -(-moment.step // 2):08}.part")), 0.05),
         "sample": (lambda: len(run.records("evaluation")) > 0, 0.2),
@@ -148,9 +149,9 @@ def kill(run: Run, moment: Moment, usual: float) -> None:
     }
     begins, seconds = parts[moment.phase]
     run.until(begins)
-    time.sleep(moment.delay * seconds)
     if moment.target != "launcher":
         run.until(lambda: len(run.ranks()) == 2)
+    time.sleep(moment.delay * seconds)
     ranks = run.ranks()
     who = {"launcher": [run.process.pid], "rank 0": ranks[:1], "rank 1": ranks[1:], "all": [run.process.pid, *ranks]}
     for pid in who[moment.target]:
