@@ -80,17 +80,38 @@ def _say(folder: Path, output: Path, function: Callable[..., None], args: Sequen
     function(*args)
 
 
-class _Fork:
-    """What the agent asks a `subprocess.Popen` for."""
+def sherd(words: Sequence[str], environment: dict[str, str]) -> None:
+    """Be the command `sherd`, called with `words`. Its ranks are forks of this process, and outlive it if they can.
 
-    def __init__(self, words: Sequence[str], environment: dict[str, str]) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=_be, args=(words, environment))
+    They draw no curve: what that imports takes longer than their run.
+    """
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    os.environ.pop("RANK", None)
+    from sherd.train import cli, launch, report
+
+    def rank(words: Sequence[str], *, env: dict[str, str], **_: Any) -> _Fork:
+        return _Fork(words, env, dies_with_us=False)
+
+    with mock.patch.object(launch.subprocess, "Popen", rank), mock.patch.object(report, "curve"):
+        sys.exit(cli.main(words))
+
+
+class _Fork:
+    """What launchers ask a `subprocess.Popen` for."""
+
+    def __init__(self, words: Sequence[str], environment: dict[str, str], dies_with_us: bool = True) -> None:
+        task = (words, environment, dies_with_us)
+        self._process = multiprocessing.get_context("fork").Process(target=_be, args=task)
         self._process.start()
         assert self._process.pid is not None, "started"
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
         return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
@@ -99,10 +120,11 @@ class _Fork:
         return self._process.exitcode
 
 
-def _be(words: Sequence[str], environment: dict[str, str]) -> None:
+def _be(words: Sequence[str], environment: dict[str, str], dies_with_the_parent: bool) -> None:
     """Do what `python -u words` does."""
-    die_with_the_parent()
-    os.setsid()  # the agent stops a rank with all that it has started
+    if dies_with_the_parent:
+        die_with_the_parent()
+    os.setsid()  # launchers stop a rank with all that it has started
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's own are inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,35 +2,54 @@
 
     OUT/checkpoints/step-00000250      written as step-00000250.part, renamed when complete
         __0_0.distcp, .metadata, ...   model and optimizer, by torch.distributed.checkpoint
-        manifest.json                  what it is of, and the size of every other file; written last
+        manifest.json                  what it is of, size and checksum of every other file; written last
 
 Any number of ranks can read it. On several machines OUT is a folder that all of them share.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from sherd.comm.objects import all_gather_objects
+from sherd.errors import SherdError
 from sherd.train.config import Config, InputError
-from sherd.train.manifest import MANIFEST, Checkpoint, Manifest
+from sherd.train.manifest import MANIFEST, Checkpoint, Manifest, going_on
 
-__all__ = ["load", "save", "shapes"]
+__all__ = ["NO_SPACE", "NotSaved", "damage", "load", "save", "shapes"]
+
+T = TypeVar("T")
+
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NotSaved(SherdError):
+    """What a run was to keep could not be written. The message is one line; all ranks of a save raise it."""
+
+    names_rank = False
 
 
 def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: Config, text: str) -> Path:
@@ -39,23 +58,93 @@ def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
     Every rank calls it and writes its own shards.
 
     Raises:
-        OSError: the folder cannot be written; whatever was there before is still whole.
+        NotSaved: a rank could not write; whatever was there before is still whole, and what was written is removed.
     """
     part = out / "checkpoints" / f"step-{step:08}.part"
-    _on_rank_0(lambda: _make_room(part))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    _name_those_of_all_stages(optimizer_state)
-    write_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
-    manifest = Manifest(step, dist.get_world_size(), config.tree(), text, _digest(shapes(model)), files={})
-    _on_rank_0(lambda: _finish(part, manifest))
+    try:
+        _told(lambda: _make_room(part) if dist.get_rank() == 0 else None)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        _name_those_of_all_stages(optimizer_state)
+        _write({"model": model_state, "optimizer": optimizer_state}, part)
+        sums = {name: each for found in _told(lambda: _sums_of_own(part)) for name, each in found.items()}
+        manifest = Manifest(step, dist.get_world_size(), config.tree(), text, _digest(shapes(model)), {}, sums)
+        _told(lambda: _finish(part, manifest) if dist.get_rank() == 0 else None)
+    except OSError as error:
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)  # its space is needed
+        raise NotSaved(f"cannot save step {step} to {out}: {error.strerror or error}{going_on(out)}") from error
     return part.with_suffix("")
 
 
-def _on_rank_0(action: Callable[[], None]) -> None:
-    """Do `action` on rank 0; the others go on when it is done."""
-    if dist.get_rank() == 0:
-        action()
-    dist.barrier()
+def _told(action: Callable[[], T]) -> list[T]:
+    """What `action` returned on each rank. An OSError on any of them is raised on all: none waits for one that left."""
+    value, refusal = None, None
+    try:
+        value = action()
+    except OSError as error:
+        refusal = (error.errno, error.strerror or str(error))
+    told = all_gather_objects((value, refusal), "the exchange of what was written")
+    for _, refusal in told:
+        if refusal is not None:
+            raise OSError(*refusal)
+    return [value for value, _ in told]
+
+
+def _write(state: dict[str, Any], part: Path) -> None:
+    """Each rank its own shards. Raises OSError on all ranks when one could not."""
+    try:
+        write_shards(state, storage_writer=_Writer(part))
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError):
+                raise failure from None
+        raise
+
+
+class _Writer(FileSystemWriter):
+    """torch's, which on a full disk raises the complaint of a half-written zip file about that."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
+def _sums_of_own(part: Path) -> dict[str, int]:
+    """Checksums of the files that this rank has written: read from memory, as they were written just now."""
+    own = [*part.glob(f"__{dist.get_rank()}_*"), *(part.glob(".metadata") if dist.get_rank() == 0 else ())]
+    return {path.name: _sum(path) for path in own}
+
+
+def _sum(path: Path) -> int:
+    """CRC-32, of 1 to 3 GB a second: it shall find what a disk or a copy has damaged, not who forges."""
+    found = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            found = zlib.crc32(chunk, found)
+    return found
+
+
+def damage(checkpoint: Checkpoint) -> str:
+    """Why the checkpoint's files are not what was written; empty where they are, or where nothing says so.
+
+    Each rank reads its share of the files, and all return the same.
+    """
+    sums = checkpoint.manifest.sums
+    share = sorted(sums)[dist.get_rank() :: dist.get_world_size()]
+    found = [_damage_of(checkpoint.path / name, sums[name]) for name in share]
+    return next((each for of_rank in _told(lambda: found) for each in of_rank if each), "")
+
+
+def _damage_of(path: Path, expected: int) -> str:
+    try:
+        return "" if _sum(path) == expected else f"{path.name} is not what was written"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
 
 
 def _make_room(part: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command `sherd`: it starts ranks, or is one of them where RANK is set, as torchrun does.
+"""The command `sherd`: it starts ranks, or is one of them where RANK and LOCAL_RANK are set, as torchrun does.
 
 It loads torch only for words that can be used: that takes seconds, a refusal takes none.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from sherd.train.codes import BAD_INPUT
 from sherd.train.config import InputError
 from sherd.train.fields import toml
+from sherd.train.stop import Stop, is_rank
 from sherd.train.words import command_of, configure, corpus_of, parse, require_fit
 
 __all__ = ["main"]
@@ -21,24 +22,25 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """`sherd` with these words; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        args = parse(words)
-        if args.print_config or args.dry_run:
-            return _say(args)
-        if "RANK" in os.environ:
-            from sherd.train.rank import be_rank
+    with Stop() as stop:
+        try:
+            args = parse(words)
+            if args.print_config or args.dry_run:
+                return _say(args)
+            if is_rank():
+                from sherd.train.rank import be_rank
 
-            return be_rank(args)
-        config, resumed = configure(args)
-        require_fit(args, config)
-        corpus_of(config, resumed)
-        from sherd.train.launch import launch
+                be_rank(args, stop)
+            config, resumed = configure(args)
+            require_fit(args, config)
+            corpus_of(config, resumed)
+            from sherd.train.launch import launch
 
-        return launch(args, words, config)
-    except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{command_of(words)}: {error}", file=sys.stderr)
-        return BAD_INPUT
+            return launch(args, words, config, stop)
+        except InputError as error:
+            if not is_rank() or os.environ["RANK"] == "0":
+                print(f"{command_of(words)}: {error}", file=sys.stderr)
+            return BAD_INPUT
 
 
 def _say(args: argparse.Namespace) -> int:

@@ -1,14 +1,31 @@
-"""The folders of runs: runs/1, runs/2, ... unless the user names another."""
+"""The folders of runs: runs/1, runs/2, ... unless the user names another. One run at a time writes into a folder.
+
+Who writes holds a lock (flock) on OUT/.lock, which says who it is. The system drops the lock when all processes that
+hold it have ended, however they end; the file stays. On shared file systems it holds as far as their flock goes: NFS
+and Lustre mounted with `flock` have it for all machines, others for the processes of one machine, or not at all.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
 from pathlib import Path
 
 from sherd.train.config import Config, InputError
+from sherd.train.manifest import NoCheckpoint, newest
 
-__all__ = ["claim", "last_run"]
+__all__ = ["Folder", "claim", "is_free", "last_run", "sweep"]
 
 RUNS = Path("runs")
+LOCK = ".lock"
+HELD = "SHERD_LOCK"  # in a rank's environment: the descriptor that holds the launcher's lock
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_METRICS_OF_A_START = 1 << 16  # bytes; more than the record of a run's start ever has
 
 
 def _runs() -> list[int]:
@@ -16,19 +33,181 @@ def _runs() -> list[int]:
 
 
 def last_run() -> Path:
-    if not _runs():
-        raise InputError(f"there is no run under {RUNS.absolute()} to resume; name one with --out")
-    return RUNS / str(_runs()[-1])
+    """Returns the newest numbered run that has a checkpoint. Raises InputError where none has."""
+    for number in reversed(_runs()):
+        try:
+            return newest(RUNS / str(number)).path.parent.parent
+        except NoCheckpoint:
+            continue
+    found = "no run with a checkpoint" if _runs() else "no run"
+    raise InputError(f"there is {found} under {RUNS.absolute()} to resume; name one with --out")
 
 
-def claim(config: Config) -> Path:
-    """The run's folder, made if need be, and surely writable."""
-    out = Path(config.run.out or RUNS / str((_runs() or [0])[-1] + 1))
+class Folder:
+    """The folder of a run, locked until `close`."""
+
+    def __init__(self, path: Path, lock: int, made: bool) -> None:
+        self.path, self.lock, self.made = path, lock, made
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others write."""
+        os.close(self.lock)
+
+    def drop_if_empty(self) -> None:
+        """Remove the folder, if this run has made it and nothing of worth has come into it."""
+        if self.made and is_free(self.path):
+            _remove(self.path)
+
+
+def claim(config: Config) -> Folder:
+    """The run's folder, made if need be, locked, and surely writable.
+
+    Raises:
+        InputError: it cannot be written, or another process writes into it.
+    """
+    named, held = Path(config.run.out), os.environ.get(HELD)
+    if held and config.run.out and _holds(int(held), named):
+        return _introduced(named, int(held), made=False)
     try:
-        out.mkdir(parents=True, exist_ok=bool(config.run.out))
-        probe = out / ".writable"
+        folder = _locked(named, _made(named)) if config.run.out else _numbered()
+        probe = folder.path / ".writable"  # a lock file from before says nothing of the folder
         probe.touch()
         probe.unlink()
+        return folder
     except OSError as error:
-        raise InputError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
-    return out
+        where = named if config.run.out else RUNS.absolute()
+        raise InputError(f"cannot write to {where}: {error.strerror}; choose another --out") from error
+
+
+def _made(out: Path) -> bool:
+    """Make the folder `out`; returns whether it was not there."""
+    was_there = out.is_dir()
+    out.mkdir(parents=True, exist_ok=True)
+    return not was_there
+
+
+def _numbered() -> Folder:
+    """A new folder; what starts that were killed have left of theirs is dropped."""
+    before = _runs()
+    for number in range((before or [0])[-1] + 1, 1 << 62):
+        out = RUNS / str(number)
+        try:
+            out.mkdir(parents=True)
+            folder = _locked(out, made=True)
+        except (FileExistsError, FileNotFoundError, InputError):
+            continue  # another start was quicker, or sweeps
+        for old in before:
+            _drop_what_a_start_left(RUNS / str(old))
+        return folder
+    raise AssertionError("there are more numbers than folders")
+
+
+def _drop_what_a_start_left(out: Path) -> None:
+    if (out / LOCK).exists() and is_free(out):
+        try:
+            folder = _locked(out, made=True)
+        except (InputError, OSError):
+            return  # it is starting now
+        with folder:
+            folder.drop_if_empty()
+
+
+def _locked(out: Path, made: bool) -> Folder:
+    """Raises InputError when another process holds the lock."""
+    lock = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            who = _holder(lock)
+            os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise InputError(
+                f"{out} is in use by {who}; wait for its end or stop it, or choose another --out"
+            ) from None
+    if not _holds(lock, out):  # who held it has removed the folder meanwhile
+        os.close(lock)
+        return _locked(out, _made(out) or made)
+    return _introduced(out, lock, made)
+
+
+def _holds(lock: int, out: Path) -> bool:
+    """Returns whether the descriptor `lock` is of the lock file that `out` has now."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(out / LOCK))
+    except OSError:
+        return False
+
+
+def _introduced(out: Path, lock: int, made: bool) -> Folder:
+    """Write down who holds the lock."""
+    os.set_inheritable(lock, False)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    who = json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
+    os.pwrite(lock, who.ljust(256), 0)
+    return Folder(out, lock, made)
+
+
+def _holder(lock: int) -> str:
+    try:
+        who = json.loads(os.pread(lock, 4096, 0))
+        return f"process {who['process']} on {who['host']} since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def is_free(out: Path) -> bool:
+    """Returns whether a run can start in `out`: it is not there, or holds nothing but what a start leaves.
+
+    That is the lock, marks, checkpoints never finished, and metrics without a step.
+    """
+    return not out.exists() or (out.is_dir() and all(_is_of_a_start(path) for path in out.iterdir()))
+
+
+def _is_of_a_start(path: Path) -> bool:
+    if path.name == "checkpoints":
+        return path.is_dir() and all(each.suffix == ".part" for each in path.iterdir())
+    if path.name == "metrics.jsonl":
+        return path.stat().st_size < _METRICS_OF_A_START and '"event": "step"' not in path.read_text(errors="replace")
+    return path.name == LOCK or path.name.startswith(".seen-")
+
+
+def _remove(out: Path) -> None:
+    """Remove a free folder, its lock last; what has come into it meanwhile stays."""
+    try:
+        for path in sorted(out.iterdir(), key=lambda path: path.name == LOCK):
+            if path.name == "checkpoints":
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        out.rmdir()
+    except OSError:
+        pass
+
+
+def sweep(out: Path) -> list[str]:
+    """Remove what nobody can go on from; the caller holds the lock. Returns a line for each thing removed.
+
+    Checkpoints that were never finished go; damaged ones that were moved aside go when a whole one of their step, or
+    a later one, is there.
+    """
+    for mark in out.glob(".seen-*"):
+        mark.unlink(missing_ok=True)
+    try:
+        whole = newest(out).path.name
+    except InputError:
+        whole = ""
+    said = []
+    for path in sorted((out / "checkpoints").glob("step-*")):
+        aside = path.suffix.startswith(".half-")
+        if path.suffix == ".part" or (aside and path.stem <= whole):
+            shutil.rmtree(path, ignore_errors=True)
+            said.append(f"{path} is removed: {'a whole one has taken its place' if aside else 'it was never finished'}")
+    return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import sys
@@ -77,7 +78,13 @@ def lost_touch(error: RuntimeError) -> CommError | None:
     num_ranks = dist.get_world_size()
     who = f"rank {1 - dist.get_rank()}" if num_ranks == 2 else f"another one of {num_ranks} ranks"
     return CommError(
-        f"lost touch with {who}: {error}. That rank has died, has left, or is late by more than "
+        f"lost touch with {who}: {_in_short(error)}. That rank has died, has left, or is late by more than "
         "run.timeout, or the link to its machine is cut: look for the first error in the logs of all ranks, then start "
         "the run again with --resume"
     )
+
+
+def _in_short(error: RuntimeError) -> str:
+    """torch's words, without the place in its sources before them and its good wishes (GLHF) behind."""
+    said = re.sub(r"^\[[^]]*\.\w+:\d+\] ", "", str(error))
+    return said.partition(" This is typically caused by")[0].rstrip(". ")

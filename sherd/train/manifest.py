@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from sherd import __version__
 from sherd.train.config import FREE, Config, InputError
 
-__all__ = ["MANIFEST", "Checkpoint", "Manifest", "NoCheckpoint", "newest"]
+__all__ = ["MANIFEST", "Checkpoint", "Manifest", "NoCheckpoint", "going_on", "newest"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -27,6 +28,7 @@ class Manifest:
     text: str  # digest of the corpus
     parameters: str  # digest of their names and shapes
     files: dict[str, int]  # name -> bytes
+    sums: dict[str, int] = field(default_factory=dict)  # name -> CRC-32; none in checkpoints of before there were any
     sherd: str = __version__
     torch: str = field(default_factory=lambda: version("torch"))
     format: int = FORMAT
@@ -71,8 +73,10 @@ class NoCheckpoint(InputError):
     """A folder without a whole checkpoint."""
 
 
-def newest(out: Path) -> Checkpoint:
-    """The last whole checkpoint of the run in `out`.
+def newest(out: Path, damaged: Mapping[Path, str] | None = None) -> Checkpoint:
+    """The last whole checkpoint of the run in `out`: every file is there, and as long as it was.
+
+    `damaged` are those whose contents are known not to be what was written, each with the reason.
 
     Raises:
         NoCheckpoint: there is none.
@@ -81,13 +85,28 @@ def newest(out: Path) -> Checkpoint:
     notes: list[str] = []
     # Names sort as steps do: they have leading zeros, and "step-00000250.part" comes after "step-00000250".
     for path in sorted((out / "checkpoints").glob("step-*"), reverse=True):
+        if damaged and path in damaged:
+            notes.append(f"{path} is damaged ({damaged[path]})")
+            continue
         try:
             return Checkpoint(path, _read_manifest(path), tuple(notes))
         except _Half as reason:
             notes.append(f"{path} is half-written ({reason})")
     if notes:
-        raise NoCheckpoint(f"{notes[0]}, and there is no older whole checkpoint; start anew with another --out")
+        raise NoCheckpoint(f"{'; '.join(notes)}, and there is no older whole checkpoint; start anew with another --out")
+    if out.is_dir() and any(out.iterdir()):
+        raise NoCheckpoint(
+            f"{out} holds no checkpoint to resume from; --resume-or-start begins anew in it, --out names another run"
+        )
     raise NoCheckpoint(f"{out} holds no checkpoint to resume from; start without --resume, or name the run's --out")
+
+
+def going_on(out: Path) -> str:
+    """What can be gone on from after an end that was not planned, to put behind the words on it."""
+    try:
+        return f"; step {newest(out).manifest.step} is whole, --resume goes on from it"
+    except InputError:
+        return "; nothing was saved before"
 
 
 class _Half(Exception):
@@ -99,12 +118,13 @@ def _read_manifest(path: Path) -> Manifest:
         raise _Half("it was never finished")
     try:
         values = json.loads((path / MANIFEST).read_text())
-        if values.get("format") != FORMAT:
-            raise InputError(f"{path} has format {values.get('format')}; this version reads format {FORMAT}")
+        if values["format"] != FORMAT:
+            raise InputError(f"{path} has format {values['format']}; this version reads format {FORMAT}")
+        values.setdefault("sums", {})
         manifest = Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
     except FileNotFoundError:
         raise _Half(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
         raise _Half(f"{MANIFEST} is damaged") from None

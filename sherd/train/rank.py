@@ -5,55 +5,123 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import distributed as dist
 
 from sherd._torch import set_timeout
+from sherd.errors import CommError
 from sherd.train.axes import axes_of
-from sherd.train.codes import STOPPED
+from sherd.train.checkpoint import NO_SPACE, NotSaved, damage
+from sherd.train.codes import BAD_INPUT, NO_ROOM, NOT_SAVED, STOPPED
 from sherd.train.config import Config, InputError
 from sherd.train.device import device_type, require_ranks
 from sherd.train.fields import write_config
-from sherd.train.folder import claim
+from sherd.train.folder import claim, sweep
 from sherd.train.loop import Trainer, introduce, train
-from sherd.train.manifest import Checkpoint
+from sherd.train.manifest import Checkpoint, going_on
 from sherd.train.mesh import Grid
-from sherd.train.ranks import Stop, group, on_rank_0, together
+from sherd.train.ranks import group, on_rank_0, together
 from sherd.train.report import Report, Silent
+from sherd.train.stop import Stop, by_hand, leave, say
+from sherd.train.terminal import outlive_the_terminal
 from sherd.train.text import Corpus
 from sherd.train.words import configure, corpus_of
 
 __all__ = ["be_rank"]
 
 
-def be_rank(args: argparse.Namespace) -> int:
-    """One of the ranks torchrun started, here or on another machine: agree with the others, and train."""
-    stop = Stop()
-    with group():
-        finished = _train(args, stop)
-    return 0 if finished else STOPPED
+def be_rank(args: argparse.Namespace, stop: Stop) -> NoReturn:
+    """One of the ranks a launcher started, here or on another machine: agree with the others, train, and leave."""
+    outlive_the_terminal()
+    leave(_code(args, stop))
+
+
+def _code(args: argparse.Namespace, stop: Stop) -> int:
+    """Be the rank; returns its exit code, once the reason is said."""
+    try:
+        with group():
+            finished = _train(args, stop)
+        return 0 if finished else STOPPED
+    except (InputError, NotSaved) as refusal:  # on all ranks alike
+        if dist.get_rank() == 0 if dist.is_initialized() else os.environ["RANK"] == "0":
+            say(str(refusal))
+        return NO_ROOM if isinstance(refusal, NotSaved) else BAD_INPUT
+    except CommError as error:
+        if stop.heard:
+            if by_hand():
+                say(f"stopped without saving: {error}")
+            return NOT_SAVED  # others have left before they could save
+        # One line: where this rank stood when it noticed does not help. The rank that ended first says why.
+        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr, flush=True)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
 
 
 def _train(args: argparse.Namespace, stop: Stop) -> bool:
     """Returns False for a run that was stopped before its last step."""
-    config, resumed = together(lambda: configure(args))
-    set_timeout(timedelta(seconds=config.run.timeout))
-    together(lambda: _same_start(resumed))
+    config, resumed = _configured(args)
     together(lambda: require_ranks(dist.get_world_size(), config))
     corpus = together(lambda: corpus_of(config, resumed))
     together(lambda: _same(corpus))
     config = config.from_anywhere()
-    out = on_rank_0(lambda: claim(config))
+    out = on_rank_0(lambda: _claimed(config, stop))
     together(lambda: _seen_by_all(out))
+    swept = sweep(out) if dist.get_rank() == 0 else []
     grid = _grid(config)
     trainer = together(lambda: Trainer(config, corpus, grid))
     on_rank_0(lambda: write_config(config, out))  # a model that was refused has left the folder empty, to be tried anew
-    with Report(out) if dist.get_rank() == 0 else Silent() as report:
+    with _report(out) as report:
         introduce(trainer, out, resumed, report)
+        for line in swept:
+            report.say(f"note   {line}")
         return train(trainer, out, resumed, report, stop)
+
+
+def _configured(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
+    """What to run, and the newest checkpoint whose contents are still what was written."""
+    damaged: dict[Path, str] = {}
+    while True:
+        config, resumed = together(lambda: configure(args, damaged))
+        set_timeout(timedelta(seconds=config.run.timeout))
+        together(partial(_same_start, resumed))
+        found = damage(resumed) if resumed else ""
+        if resumed is None or not found:
+            return config, resumed
+        damaged[resumed.path] = found
+
+
+def _claimed(config: Config, stop: Stop) -> Path:
+    """The run's folder, locked by this process for as long as it lives."""
+    folder = claim(config)
+    stop.before_leaving(folder.drop_if_empty)
+    return folder.path
+
+
+@contextmanager
+def _report(out: Path) -> Iterator[Silent]:
+    """The report of this rank. A disk that takes no more is told as one that takes no checkpoint.
+
+    Raises:
+        NotSaved: what rank 0 reports could not be written.
+    """
+    try:
+        with Report(out) if dist.get_rank() == 0 else Silent() as report:
+            yield report
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise NotSaved(f"cannot write to {out}: {error.strerror}{going_on(out)}") from error
 
 
 def _same_start(resumed: Checkpoint | None) -> None:

@@ -1,12 +1,10 @@
-"""How the ranks of a run agree, and how they are stopped."""
+"""How the ranks of a run meet and agree."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -16,7 +14,7 @@ from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_
 from sherd.train.config import InputError
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 
-__all__ = ["Stop", "group", "on_rank_0", "together"]
+__all__ = ["group", "on_rank_0", "together"]
 
 T = TypeVar("T")
 STARTING = timedelta(minutes=10)  # by which one rank may be ready later than another
@@ -69,18 +67,3 @@ def on_rank_0(action: Callable[[], T]) -> T:
     """What `action` returned on rank 0, the only one to do it. Raises as `together` does."""
     value = together(action) if dist.get_rank() == 0 else together(lambda: None)
     return broadcast_object(value, "the broadcast of what rank 0 has done")  # type: ignore[no-any-return]
-
-
-class Stop:
-    """Call it to know whether SIGTERM or Ctrl-C has come; neither ends the process by itself any more."""
-
-    def __init__(self) -> None:
-        self._told = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._tell)
-
-    def _tell(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
-
-    def __call__(self) -> bool:
-        return self._told

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import functools
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn, get_type_hints
@@ -15,7 +15,7 @@ from sherd import __version__
 from sherd.train.axes import axes_of
 from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
-from sherd.train.folder import last_run
+from sherd.train.folder import is_free, last_run
 from sherd.train.manifest import Checkpoint, NoCheckpoint, newest
 from sherd.train.text import Corpus, read_corpus
 
@@ -137,8 +137,8 @@ def _near(word: str, known: Collection[str], dashes: str = "") -> str:
     return f"did you mean {dashes}{near[0]}?" if near else ""
 
 
-def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
-    """What to run, and what it goes on from. Reads, and writes nothing.
+def configure(args: argparse.Namespace, damaged: Mapping[Path, str] | None = None) -> tuple[Config, Checkpoint | None]:
+    """What to run, and what it goes on from, which is none of the `damaged`. Reads, and writes nothing.
 
     Raises:
         InputError: the words, the config file or the folder cannot be used.
@@ -146,12 +146,11 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
     options = {"data": {"path": args.data}, "run": {"out": args.out, "steps": args.steps, "mesh": args.mesh}}
     given = {section: {k: v for k, v in values.items() if v is not None} for section, values in options.items()}
     trees = [read_tree(args.config) if args.config else {}, assigned(args.fields), given]
-    checkpoint = _to_resume(args, trees)
+    checkpoint = _to_resume(args, trees, damaged)
     if checkpoint is None:
         config = Config.of(*trees)
         out = Path(config.run.out)
-        is_free = args.resume_or_start or not out.exists() or (out.is_dir() and not any(out.iterdir()))
-        if config.run.out and not is_free:
+        if config.run.out and not args.resume_or_start and not is_free(out):
             raise InputError(
                 f"{out} is not an empty folder; --resume goes on with the run in it, another --out starts one"
             )
@@ -166,7 +165,9 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
     return config, checkpoint
 
 
-def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> Checkpoint | None:
+def _to_resume(
+    args: argparse.Namespace, trees: Sequence[Tree], damaged: Mapping[Path, str] | None
+) -> Checkpoint | None:
     """What the run goes on from; None for one that starts."""
     if not (args.resume or args.resume_or_start):
         return None
@@ -174,7 +175,7 @@ def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> Checkpoint | 
     if args.resume_or_start and not named:
         raise InputError("--resume-or-start needs the --out that it is to look in")
     try:
-        return newest(Path(named or last_run()))
+        return newest(Path(named or last_run()), damaged)
     except NoCheckpoint:
         if not args.resume_or_start:
             raise

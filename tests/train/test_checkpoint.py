@@ -1,11 +1,15 @@
 """Is a checkpoint whole or none, and is the wrong one refused?"""
 
 import dataclasses
+import errno
 import json
+from unittest import mock
 
 import pytest
+import torch
+from torch import distributed as dist
 
-from sherd.train import checkpoint
+from sherd.train import checkpoint, rank
 from sherd.train.config import Config, InputError
 from sherd.train.manifest import Checkpoint, Manifest, newest
 
@@ -36,6 +40,8 @@ def break_it(path, how):
         (path / "manifest.json").unlink()
     elif how == "cut manifest":
         (path / "manifest.json").write_text('{"step": ')
+    elif how == "empty manifest":
+        (path / "manifest.json").write_text("{}")
     elif how == "missing file":
         (path / "data").unlink()
     elif how == "short file":
@@ -47,6 +53,7 @@ def break_it(path, how):
 BREAKS = {
     "no manifest": "manifest.json is missing",
     "cut manifest": "manifest.json is damaged",
+    "empty manifest": "manifest.json is damaged",
     "missing file": "data is missing",
     "short file": "data has 2 of 4 bytes",
     "never renamed": "it was never finished",
@@ -148,3 +155,86 @@ def test_what_an_interrupted_save_left_is_cleared_by_the_next_of_that_step(tmp_p
     (tmp_path / "checkpoints" / "step-00000001.part" / "left over").write_text("x")
     finish(tmp_path, 1, keep=1)
     assert newest(tmp_path).manifest.files == {"data": 4}
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_read(tmp_path):
+    path = put(tmp_path, 3)
+    values = json.loads((path / "manifest.json").read_text())
+    del values["sums"]
+    (path / "manifest.json").write_text(json.dumps(values))
+    assert newest(tmp_path).manifest == manifest(3)
+
+
+# On two ranks
+
+
+def small():
+    model = torch.nn.Linear(64, 64)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def save(out, step):
+    return checkpoint.save(out, *small(), step, Config(), "abc")
+
+
+def found_damage(out, flip):
+    save(out, 1)
+    path = save(out, 2)
+    sound = checkpoint.damage(newest(out))
+    if dist.get_rank() == 0:
+        damaged = bytearray((path / flip).read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        (path / flip).write_bytes(damaged)
+    dist.barrier()
+    reason = checkpoint.damage(newest(out))
+    return sound, reason, newest(out, {path: reason})
+
+
+@pytest.mark.parametrize("flip", [".metadata", "__0_0.distcp"])
+def test_a_single_bit_changed_since_it_was_written_is_found_and_the_older_one_taken(world, tmp_path, flip):
+    for sound, reason, found in world(2).run(found_damage, tmp_path, flip):
+        assert sound == ""
+        assert reason == f"{flip} is not what was written"
+        assert found.manifest.step == 1
+        assert found.notes == (f"{tmp_path}/checkpoints/step-00000002 is damaged ({reason})",)
+
+
+def full(*args):
+    """As torch does it: the file cannot take the bytes, and the zip archive complains of that."""
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    finally:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+
+def refused_on(number, what, out):
+    save(out, 4)
+    place = {"shards": (checkpoint.FileSystemWriter, "write_data"), "manifest": (checkpoint.json, "dump")}[what]
+    raises = full if what == "shards" else mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    patched = mock.patch.object(*place, raises) if dist.get_rank() == number else mock.MagicMock()
+    with pytest.raises(checkpoint.NotSaved) as caught, patched:
+        save(out, 8)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("number", "what"), [(0, "shards"), (1, "shards"), (0, "manifest")])
+def test_a_disk_that_is_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
+    world, tmp_path, number, what
+):
+    for said in world(2).run(refused_on, number, what, tmp_path):
+        assert said == (
+            f"cannot save step 8 to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"
+        )
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def metrics_refused(out):
+    put(out, 4)
+    with pytest.raises(checkpoint.NotSaved) as caught, rank._report(out):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return str(caught.value)
+
+
+def test_a_disk_that_takes_no_more_metrics_is_told_in_one_line_too(world, tmp_path):
+    said = world(1).run(metrics_refused, tmp_path)
+    assert said == [f"cannot write to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"]

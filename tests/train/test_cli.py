@@ -31,7 +31,7 @@ def _no_ranks(monkeypatch, tmp_path):
 def started(monkeypatch):
     """What would have been started: (number of ranks, words)."""
     calls = []
-    monkeypatch.setattr(launch, "start", lambda num_ranks, module, words: calls.append((num_ranks, words)) or 0)
+    monkeypatch.setattr(launch, "start", lambda num_ranks, module, words, *rest: calls.append((num_ranks, words)) or 0)
     return calls
 
 
@@ -156,8 +156,15 @@ def test_help_names_the_fields(capsys):
 
 def test_only_the_first_rank_speaks(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert cli.main(["train", "--what"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_rank_alone_which_some_schedulers_set_for_a_whole_pod_makes_no_rank_of_a_launcher(started, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["train", *TEXT, "run.device=cpu"]) == 0
+    assert len(started) == 1
 
 
 def test_two_processes_and_a_new_numbered_folder_are_the_default(started, tmp_path):

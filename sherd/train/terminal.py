@@ -1,0 +1,39 @@
+"""A rank's stdout and stderr, without which it goes on: a run is worth more than the terminal that shows it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+__all__ = ["outlive_the_terminal"]
+
+_GONE = (errno.EIO, errno.EPIPE)  # a closed terminal; a pipe without a reader
+
+
+class _Unlosable(io.FileIO):
+    """A descriptor that becomes /dev/null once what it led to is gone."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())  # what else writes there, such as torch's warnings from C++, goes on too
+        os.close(nowhere)
+        return len(memoryview(data).cast("B"))
+
+
+def outlive_the_terminal() -> None:
+    """Let prints to a terminal that was closed, or to a pipe that nobody reads, be lost without an error."""
+    sys.stdout, sys.stderr = (_unlosable(stream.fileno(), stream.encoding) for stream in (sys.stdout, sys.stderr))
+
+
+def _unlosable(descriptor: int, encoding: str) -> io.TextIOWrapper:
+    # Without a buffer, as `python -u` has them: a line is there when a rank is killed.
+    raw: Any = _Unlosable(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", write_through=True)

@@ -1,0 +1,203 @@
+"""Has one run at a time a folder, is the right one resumed, and is nothing left that nobody can go on from?"""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from sherd.train import cli, folder
+from sherd.train.config import Config, InputError
+from sherd.train.folder import HELD, claim, is_free, last_run, sweep
+from sherd.train.manifest import newest
+from sherd.train.text import read_corpus
+from tests.train.test_checkpoint import break_it, names, put
+
+forks = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv(HELD, raising=False)
+
+
+def of(out):
+    return Config.of({"run": {"out": str(out)}})
+
+
+def hold(out, held, done):
+    claim(of(out))
+    held.set()
+    done.wait()
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process, which writes into `run`."""
+    held, done = forks.Event(), forks.Event()
+    process = forks.Process(target=hold, args=("run", held, done))
+    process.start()
+    assert held.wait(60)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_folder_in_use_is_refused_with_who_uses_it(other):
+    with pytest.raises(InputError, match=rf"^run is in use by process {other.pid} on \S+ since 2.*--out$"):
+        claim(of("run"))
+
+
+def test_the_command_refuses_it_in_one_line_before_a_rank_starts(other, capsys):
+    Path("text.txt").write_text("some words, and some more of them. " * 500)
+    config = Config.of({"data": {"path": "text.txt"}})
+    put(Path("run"), 3, config=config.tree(), text=read_corpus(config.data).digest)
+    assert cli.main(["train", "--out", "run", "--resume", "--nproc", "2", "run.device=cpu"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"sherd train: run is in use by process {other.pid} on ")
+    assert said.err.count("\n") == 1
+
+
+def test_the_end_of_a_process_however_it_ends_gives_the_folder_back(other):
+    other.kill()
+    other.join()
+    with claim(of("run")) as found:
+        assert not found.made
+
+
+def test_a_rank_has_the_lock_of_its_launcher_and_its_own_number_in_it(monkeypatch):
+    with claim(of("run")) as launchers:
+        monkeypatch.setenv(HELD, str(launchers.lock))
+        assert claim(of("run")).lock == launchers.lock
+        assert json.loads(Path("run/.lock").read_text())["process"] == os.getpid()
+        monkeypatch.delenv(HELD)
+        with pytest.raises(InputError, match="in use"):
+            claim(of("run"))
+
+
+def number(barrier, numbers):
+    barrier.wait()
+    numbers.put(claim(Config()).path.name)
+    barrier.wait()
+
+
+def test_three_starts_at_once_have_three_folders(tmp_path):
+    barrier, numbers = forks.Barrier(3), forks.Queue()
+    starts = [forks.Process(target=number, args=(barrier, numbers)) for _ in range(3)]
+    for start in starts:
+        start.start()
+    assert sorted(numbers.get(timeout=60) for _ in starts) == ["1", "2", "3"]
+    for start in starts:
+        start.join()
+
+
+def test_a_folder_removed_by_its_holder_meanwhile_is_made_anew(monkeypatch):
+    """Both have opened the lock file; one holds it, and removes the folder."""
+    real, first = folder.fcntl.flock, claim(Config())
+
+    def slow(lock, how):
+        monkeypatch.setattr(folder.fcntl, "flock", real)
+        first.drop_if_empty()
+        first.close()
+        return real(lock, how)
+
+    monkeypatch.setattr(folder.fcntl, "flock", slow)
+    second = claim(of("runs/1"))
+    assert Path("runs/1/.lock").exists()
+    with pytest.raises(InputError, match="in use"):
+        claim(of("runs/1"))
+    second.close()
+
+
+def test_where_a_file_system_has_no_flock_runs_go_on_without(monkeypatch):
+    def refuses(lock, how):
+        raise OSError(folder.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder.fcntl, "flock", refuses)
+    with claim(of("run")) as found:
+        assert found.path == Path("run")
+
+
+# What a start leaves
+
+
+def start_left(out):
+    (out / "checkpoints" / "step-00000002.part").mkdir(parents=True)
+    (out / ".lock").touch()
+    (out / ".seen-12").touch()
+    (out / "metrics.jsonl").write_text('{"event": "start", "step": 0}\n')
+
+
+def test_a_folder_with_only_what_a_killed_start_left_is_free_and_one_with_a_step_or_a_file_is_not(tmp_path):
+    assert is_free(tmp_path / "absent")
+    start_left(tmp_path / "run")
+    assert is_free(tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").touch()
+    assert not is_free(tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").unlink()
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"event": "step", "step": 1}\n')
+    assert not is_free(tmp_path / "run")
+    put(tmp_path / "other", 3)
+    assert not is_free(tmp_path / "other")
+
+
+def test_a_new_run_drops_the_numbered_folders_that_killed_starts_left_and_no_others():
+    put(Path("runs/1"), 3)
+    start_left(Path("runs/2"))
+    Path("runs/3").mkdir()  # not ours: it has no lock
+    with claim(of("runs/4")), claim(Config()) as found:
+        assert found.path == Path("runs/5")
+        assert sorted(path.name for path in Path("runs").iterdir()) == ["1", "3", "4", "5"]
+
+
+def test_a_run_that_was_stopped_in_its_start_drops_its_folder_unless_it_was_there_or_holds_anything():
+    for made_before, kept in ((False, False), (True, True)):
+        if made_before:
+            Path("run").mkdir()
+        with claim(of("run")) as found:
+            found.drop_if_empty()
+        assert Path("run").exists() == kept
+    with claim(Config()) as found:
+        put(found.path, 2)
+        found.drop_if_empty()
+    assert newest(Path("runs/1")).manifest.step == 2
+
+
+def test_resuming_takes_the_newest_run_that_has_a_checkpoint():
+    put(Path("runs/1"), 3)
+    start_left(Path("runs/2"))
+    break_it(put(Path("runs/3"), 4), "missing file")
+    assert last_run() == Path("runs/1")
+
+
+def test_where_no_run_has_a_checkpoint_that_is_said():
+    start_left(Path("runs/1"))
+    with pytest.raises(InputError, match="there is no run with a checkpoint under"):
+        last_run()
+
+
+# What is swept
+
+
+def test_checkpoints_never_finished_and_marks_are_swept(tmp_path):
+    start_left(tmp_path)
+    put(tmp_path, 1)
+    said = sweep(tmp_path)
+    assert said == [f"{tmp_path}/checkpoints/step-00000002.part is removed: it was never finished"]
+    assert names(tmp_path) == ["step-00000001"]
+    assert not list(tmp_path.glob(".seen-*"))
+
+
+def test_a_damaged_checkpoint_moved_aside_is_kept_until_a_whole_one_of_its_step_or_a_later_one_is_there(tmp_path):
+    aside = put(tmp_path, 4)
+    aside = aside.rename(aside.with_suffix(".half-123"))
+    put(tmp_path, 2)
+    assert sweep(tmp_path) == []
+    assert aside.exists()
+    put(tmp_path, 4)
+    assert sweep(tmp_path) == [f"{aside} is removed: a whole one has taken its place"]
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]

@@ -1,0 +1,141 @@
+"""Does a run that is killed, or told to stop, at any moment keep what it has saved, and leave nothing behind?
+
+A handful of the moments that `python -m tests.train.kills` tries by the hundred; and what is said when there is nothing
+to save.
+"""
+
+import os
+import pty
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from sherd.train.manifest import newest
+from sherd.train.terminal import outlive_the_terminal
+from tests.forked import answer_of, sherd, start
+from tests.train.kills import ENVIRONMENT, SAVING_S, STEPS, Moment, Run, never_killed, prepared, tried
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks for ranks in /proc")
+
+TERM, HUP, KILL = signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses of a run never killed, and how long its start takes."""
+    with never_killed(tmp_path_factory.mktemp("whole") / "run", pythons=False) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("moment", "codes"),
+    [
+        (Moment("step", KILL, "launcher", 3, 0.5), {-9}),
+        (Moment("save", KILL, "all", 5, 0.3), {-9}),
+        (Moment("save", KILL, "rank 1", 3, 0.3), {0, 137}),
+        (Moment("step", HUP, "launcher", 4, 0.1), {143, 0}),
+        (Moment("sample", TERM, "launcher", 1, 0.1), {0}),
+    ],
+    ids=str,
+)
+def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_was(whole, tmp_path, moment, codes):
+    assert tried(tmp_path / "run", moment, False, *whole) in codes
+
+
+@pytest.mark.parametrize("number", [TERM, HUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_start_that_is_told_to_stop_leaves_one_line_a_code_of_its_own_and_no_folder(tmp_path, number):
+    prepared(tmp_path / "run")
+    run = Run(tmp_path / "run", False, "said")
+    run.until(lambda: len(run.ranks()) == 2)
+    os.kill(run.process.pid, number)
+    assert run.end() == 130
+    *before, last = run.words(".err").splitlines()
+    assert before == (["sherd train: stopping; Ctrl-C again to give up"] if number == signal.SIGINT else [])
+    assert last.startswith("sherd train: stopped without saving; nothing was saved before")
+    assert not run.out.exists()
+
+
+def test_a_rank_that_waits_for_others_leaves_at_once(tmp_path):
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
+    process = start(lonely, ["train"], alone, folder=tmp_path, output=tmp_path / "said")
+    while not (tmp_path / "waiting").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.terminate()
+    process.join(SAVING_S)
+    assert process.exitcode == 130
+    assert (tmp_path / "said.err").read_text() == "sherd train: stopped before the first step; nothing new was saved\n"
+
+
+def lonely(words, environment):
+    """The command `sherd` where another launcher's rank 0 would be, of a machine whose others never come."""
+    from sherd.train import cli, ranks
+
+    os.environ.update(environment)
+    meet = ranks.take_the_way_to_the_others
+    ranks.take_the_way_to_the_others = lambda: (open("waiting", "w").close(), meet())
+    cli.main(words)
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
+    folder = tmp_path / "run"
+    prepared(folder)
+    config = folder / "run.json"
+    config.write_text(config.read_text().replace(f'"steps": {STEPS}', '"steps": 100000'))
+    ours, theirs = pty.openpty()
+    words = ["train", "--config", str(config), "--out", str(folder / "out")]
+    process = start(on_terminal, os.ttyname(theirs), words, folder=folder, output=folder / "said")
+    os.close(theirs)
+    reader = threading.Thread(target=read_all, args=(ours,), daemon=True)
+    reader.start()
+    metrics = folder / "out" / "metrics.jsonl"
+    while not metrics.exists() or '"step": 3,' not in metrics.read_text():
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGSTOP)  # so that ranks print into what is closed before they are told
+    os.close(ours)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(120)
+    assert process.exitcode == 143
+    assert newest(folder / "out").manifest.step >= 3
+
+
+def on_terminal(name, words):
+    """The command `sherd` in a session of its own, whose terminal has that name."""
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(terminal, number)
+    os.close(terminal)
+    sherd(words, ENVIRONMENT)
+
+
+def read_all(terminal):
+    """A terminal that nobody reads fills up."""
+    while True:
+        try:
+            if not os.read(terminal, 1 << 16):
+                return
+        except OSError:
+            return
+
+
+def printed_without_a_reader():
+    read, write = os.pipe()
+    os.dup2(write, 1)
+    os.close(write)
+    outlive_the_terminal()
+    print("seen")
+    seen = os.read(read, 100)
+    os.close(read)
+    for _ in range(3):
+        print("lost")
+    return seen
+
+
+def test_prints_into_a_pipe_that_nobody_reads_any_more_are_lost_without_an_error():
+    assert answer_of(printed_without_a_reader) == b"seen\n"
