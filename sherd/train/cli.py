@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from sherd.train.codes import BAD_INPUT
 from sherd.train.config import InputError
+from sherd.train.loggers import require_loggers
+from sherd.train.uses import NAMES, use
 from sherd.train.words import configure, corpus_of, parse, require_fit
 
 __all__ = ["main"]
@@ -21,20 +23,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = parse(words)
+        if "use" in args:
+            return use(args, words)
         if "RANK" in os.environ:
             from sherd.train.rank import be_rank
 
             return be_rank(args)
         config, resumed = configure(args)
         require_fit(args, config)
+        require_loggers(config)
         corpus_of(config, resumed)
         from sherd.train.launch import launch
 
         return launch(args, words, config)
     except InputError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"sherd train: {error}", file=sys.stderr)
+            print(f"sherd {_command(words)}: {error}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _command(words: Sequence[str]) -> str:
+    """Which command a refusal is of."""
+    return words[0] if words and words[0] in NAMES else "train"
 
 
 if __name__ == "__main__":  # the name by which older scripts start ranks; today's is `-m sherd`

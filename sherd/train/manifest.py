@@ -11,7 +11,7 @@ from typing import Any
 from sherd import __version__
 from sherd.train.config import Config, InputError
 
-__all__ = ["MANIFEST", "Checkpoint", "Manifest", "NoCheckpoint", "newest"]
+__all__ = ["MANIFEST", "Checkpoint", "Manifest", "NoCheckpoint", "folder_of", "newest", "whole"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -59,7 +59,7 @@ class Checkpoint:
     def changes(self, config: Config) -> list[str]:
         """Fields that decide the losses and differ from the saved run's, as `section.field: old -> new`."""
         free = {"out", "ranks", "mesh", "timeout", "eval_every", "save_every", "keep", "path"}
-        free |= {"prompt", "sample", "temperature"}
+        free |= {"prompt", "sample", "temperature", "keep_best", "tensorboard", "logger"}
         saved = Config.of(self.manifest.config).tree()
         return [
             f"{section}.{name}: {saved[section][name]} -> {value}"
@@ -71,6 +71,24 @@ class Checkpoint:
 
 class NoCheckpoint(InputError):
     """A folder without a whole checkpoint."""
+
+
+def folder_of(out: Path, step: int) -> Path:
+    """Where the run in `out` keeps the checkpoint of a step."""
+    return out / "checkpoints" / f"step-{step:08}"
+
+
+def whole(path: Path) -> Checkpoint:
+    """The checkpoint in the folder `path`.
+
+    Raises:
+        NoCheckpoint: it is half-written.
+        InputError: it is of another format.
+    """
+    try:
+        return Checkpoint(path, _read_manifest(path))
+    except _Half as reason:
+        raise NoCheckpoint(f"{path} is no whole checkpoint ({reason})") from None
 
 
 def newest(out: Path) -> Checkpoint:

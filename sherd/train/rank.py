@@ -17,6 +17,7 @@ from sherd.train.codes import STOPPED
 from sherd.train.config import Config, InputError
 from sherd.train.device import device_type, require_ranks
 from sherd.train.folder import claim
+from sherd.train.loggers import Loggers
 from sherd.train.loop import Trainer, introduce, train
 from sherd.train.manifest import Checkpoint
 from sherd.train.mesh import Grid
@@ -25,7 +26,7 @@ from sherd.train.report import Report, Silent
 from sherd.train.text import Corpus
 from sherd.train.words import configure, corpus_of
 
-__all__ = ["be_rank"]
+__all__ = ["be_rank", "grid_of"]
 
 
 def be_rank(args: argparse.Namespace) -> int:
@@ -42,13 +43,17 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
     set_timeout(timedelta(seconds=config.run.timeout))
     together(lambda: _same_start(resumed))
     together(lambda: require_ranks(dist.get_world_size(), config))
+    tell = print if dist.get_rank() == 0 and not args.quiet else _tell_nobody
+    tell("reading the text ...", flush=True)
     corpus = together(lambda: corpus_of(config, resumed))
     together(lambda: _same(corpus))
     out = on_rank_0(lambda: claim(config))
     together(lambda: _seen_by_all(out))
-    grid = _grid(config)
+    loggers = together(lambda: Loggers(config, out) if dist.get_rank() == 0 else None)
+    tell("building the model ...", flush=True)
+    grid = grid_of(config)
     trainer = together(lambda: Trainer(config, corpus, grid))
-    with Report(out) if dist.get_rank() == 0 else Silent() as report:
+    with Report(out, loggers, args.quiet) if dist.get_rank() == 0 else Silent() as report:
         introduce(trainer, out, resumed, report)
         return train(trainer, out, resumed, report, stop)
 
@@ -90,8 +95,17 @@ def _same(corpus: Corpus) -> None:
         raise InputError(f"rank {dist.get_rank()} found another text in {corpus.source} than rank 0; give all the same")
 
 
-def _grid(config: Config) -> Grid:
+def _tell_nobody(text: str, flush: bool) -> None:
+    """In the place of `print`, on all ranks but the first."""
+
+
+def grid_of(config: Config) -> Grid:
+    """All ranks on their axes, and this one on its device. All make it together.
+
+    Raises:
+        InputError: the mesh of the config does not fit the number of ranks.
+    """
     device = device_type(config)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Grid(axes_of(config, dist.get_world_size()), device)

@@ -12,6 +12,7 @@ from sherd.train.config import Config, InputError, Tree, assigned, describe, rea
 from sherd.train.folder import last_run
 from sherd.train.manifest import Checkpoint, NoCheckpoint, newest
 from sherd.train.text import Corpus, read_corpus
+from sherd.train.uses import add_uses
 
 __all__ = ["configure", "corpus_of", "parse", "require_fit"]
 
@@ -30,7 +31,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     top = _Parser(prog="sherd", description="Train models that do not fit one device.")
-    commands = top.add_subparsers(required=True, metavar="train")
+    commands = top.add_subparsers(required=True, metavar="command")
+    add_uses(commands)
     p = commands.add_parser(
         "train",
         help="train a language model, sharded over ranks",
@@ -47,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--resume-or-start", action="store_true", help="the same, or start in --out where nothing was saved")
     p.add_argument("--mesh", metavar="AXES", help="run.mesh: how ranks share the work, as in dp=2,tp=2")
     p.add_argument("--nproc", type=int, metavar="N", help="processes to start: 2, or one per GPU, unless told")
+    p.add_argument("--quiet", action="store_true", help="nothing on the screen but what goes wrong")
     p.add_argument("fields", nargs="*", metavar="section.field=value", help="any other field")
     return top
 
