@@ -111,7 +111,12 @@ class Run:
     temperature: float = _at_least(0, 0.6, "of the text sample; 0 takes the likeliest byte")
     keep_best: bool = _field(True, "an evaluation that is the best so far is saved, and kept beside the last ones")
     tensorboard: bool = _field(False, "figures also go to OUT/tensorboard")
-    logger: str = _field("", "module:function that returns where figures also go: docs/using_a_model.md")
+    logger: str = _field(
+        "",
+        "a function that says where figures also go: docs/using_a_model.md",
+        "module:function",
+        lambda name: not name or all(name.partition(":")),
+    )
 
 
 SECTIONS: dict[str, type] = {"model": Model, "data": Data, "optimizer": Optimizer, "run": Run}

@@ -164,9 +164,9 @@ def asked(args: argparse.Namespace, checkpoint: Checkpoint) -> Asked:
         return Asked(checkpoint, Config.of(saved), 1)
     config = Config.of(saved, {"run": {"ranks": 0, "mesh": args.mesh, "device": args.device}})
     num_ranks = args.nproc or usual_ranks(config, 1)
-    # The batch of training means nothing here, but must fit the ranks.
-    samples = config.optimizer.micro_batch or 8
-    batch = samples * axes_of(config, num_ranks).num_data
+    # The batch of training means nothing here, but must fit the ranks, and have a micro-batch for each stage.
+    samples, axes = config.optimizer.micro_batch or 8, axes_of(config, num_ranks)
+    batch = samples * axes.num_data * axes.pp
     config = Config.of(config.tree(), {"optimizer": {"micro_batch": samples, "batch": batch}})
     text, source = _text(args, checkpoint, config) if args.use == "eval" else (b"", "")
     return Asked(checkpoint, config, num_ranks, text, source)
