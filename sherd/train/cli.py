@@ -1,4 +1,4 @@
-"""The command `sherd`: it starts ranks, or is one of them where RANK is set, as torchrun does.
+"""The command `sherd`: it starts ranks, or is one of them where RANK is set, as torchrun does; or uses what is trained.
 
 It loads torch only for words that can be used: that takes seconds, a refusal takes none.
 """

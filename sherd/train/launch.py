@@ -31,9 +31,10 @@ def launch(args: argparse.Namespace, words: list[str], config: Config) -> int:
     """
     num_ranks: int = args.nproc if args.nproc is not None else config.run.ranks or default_ranks(config)
     require_ranks(num_ranks, config)
+    out = claim(config)
     if not args.quiet:
         print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} ...", flush=True)
-    return start(num_ranks, "sherd", [*words, "--out", str(claim(config))])
+    return start(num_ranks, "sherd", [*words, "--out", str(out)])
 
 
 def start(num_ranks: int, module: str, words: list[str]) -> int:

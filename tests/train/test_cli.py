@@ -100,6 +100,12 @@ def test_only_the_first_rank_speaks(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_a_start_says_how_many_ranks_it_starts_unless_it_is_to_be_quiet(started, capsys):
+    for quiet, said in (([], "starting 2 ranks ...\n"), (["--quiet"], "")):
+        assert cli.main(["train", *TEXT, "run.device=cpu", *quiet]) == 0
+        assert capsys.readouterr().out == said
+
+
 def test_two_processes_and_a_new_numbered_folder_are_the_default(started, tmp_path):
     for expected in ("1", "2"):
         assert cli.main(["train", *TEXT, "run.device=cpu"]) == 0

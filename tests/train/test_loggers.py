@@ -2,7 +2,11 @@
 
 import importlib.util
 import math
+import re
 import sys
+import textwrap
+import types
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +64,23 @@ def test_a_users_function_gets_every_step_and_evaluation_and_is_closed(tmp_path,
         ({"held_out": 2.0, "held_out_nats": 2.0 * math.log(2)}, 3),
         "closed",
     ]
+
+
+def test_the_lines_of_the_guide_are_all_that_wandb_needs(tmp_path, monkeypatch):
+    guide = (Path(__file__).parents[2] / "docs" / "using_a_model.md").read_text()
+    lines = re.search(r"^    import wandb\n(    .*\n)+", guide, re.M)
+    (tmp_path / "my_wandb.py").write_text(textwrap.dedent(lines[0]))
+    wandb = types.ModuleType("wandb")
+    logged = []
+    wandb.init = lambda project, dir, config: types.SimpleNamespace(
+        log=lambda data, step=None, commit=None: logged.append((data, step))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Report(tmp_path, Loggers(logging("my_wandb:start"), tmp_path), quiet=True) as report:
+        report.write("evaluation", step=3, bits=2.0)
+    assert logged == [({"held_out": 2.0, "held_out_nats": 2.0 * math.log(2)}, 3)]
+    del sys.modules["my_wandb"]
 
 
 def test_a_logger_that_fails_is_told_once_and_left_out_and_the_run_goes_on(tmp_path, told, capsys):

@@ -5,8 +5,11 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -171,6 +174,18 @@ def test_an_exported_file_is_the_plain_modules_state(trained, said):
     assert not [path for path in folder.iterdir() if path.suffix == ".part"]
 
 
+def test_the_guides_lines_of_python_read_what_was_exported_and_what_was_not(trained, said, monkeypatch):
+    guide = (Path(__file__).parents[2] / "docs" / "using_a_model.md").read_text()
+    blocks = re.findall(r"^    (?:import torch|from sherd)[^$]*?(?=^\S)", guide, re.M)
+    assert len(blocks) == 2
+    lines = textwrap.dedent("".join(blocks)).replace('"runs/1"', repr(str(trained[0])))
+    lines = lines.replace("layers=4, width=128", ", ".join(f"{name}={value}" for name, value in MODEL.items()))
+    monkeypatch.chdir(said[0])
+    names = {}
+    exec(lines, names)
+    assert names["logits"].shape == (1, 5, 256)
+
+
 def test_torchs_own_converter_reads_a_checkpoint(trained, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -290,14 +305,21 @@ def test_a_refusal_of_these_commands_loads_no_torch_either():
 # Hugging Face
 
 
-def test_a_hugging_face_model_writes_is_judged_and_exported_as_transformers_reads_it(world, text, tmp_path):
+def train_and_use(folder, config, *words):
+    """A run into the folder `run`, then these commands: one process, for transformers takes seconds to load."""
+    os.chdir(folder)
+    with using.alone():
+        write_report(config, Path("run"))
+    return commands(folder, *words)
+
+
+def test_a_hugging_face_model_writes_is_judged_and_exported_as_transformers_reads_it(text, tmp_path):
     transformers = pytest.importorskip("transformers")
     path, out = hf_config(tmp_path, tie_word_embeddings=True, num_hidden_layers=1), tmp_path / "run"
     out.mkdir()
     config = Config.of(TREE, {"model": {"hf": path}, "data": {"path": text}, "run": {**RUN, "steps": 2}})
-    world(2).run(write_report, config, out)
     words = [["generate", out], ["eval", out, "--json"], ["export", out, "folder"], ["export", out, "model.pt"]]
-    answers = answer_of(commands, tmp_path, *words)
+    answers = answer_of(train_and_use, tmp_path, config, *words)
     assert [code for code, _, _ in answers] == [0, 0, 0, 0]
     assert answers[0][1][:-1] == (out / "sample.txt").read_text()
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
