@@ -22,6 +22,8 @@ from sherd.train.text import read_corpus, read_whole
 __all__ = ["NAMES", "Asked", "add_uses", "asked", "pick", "require_target", "use"]
 
 NAMES = ("generate", "eval", "export")
+OF_USE = ("seed", "precision", "prompt", "sample", "temperature", "timeout")  # fields of [run]
+SAMPLES = 8  # windows in one forward of one rank
 TORCH_FILES = (".pt", ".pth", ".bin")
 
 
@@ -159,17 +161,24 @@ def asked(args: argparse.Namespace, checkpoint: Checkpoint) -> Asked:
     Raises:
         InputError: the mesh does not fit, or the text cannot be used.
     """
-    saved = checkpoint.manifest.config
+    config = _trained(checkpoint)
     if args.use == "export":
-        return Asked(checkpoint, Config.of(saved), 1)
-    config = Config.of(saved, {"run": {"ranks": 0, "mesh": args.mesh, "device": args.device}})
+        return Asked(checkpoint, config, 1)
+    config = Config.of(config.tree(), {"run": {"mesh": args.mesh, "device": args.device}})
     num_ranks = args.nproc or usual_ranks(config, 1)
     # The batch of training means nothing here, but must fit the ranks, and have a micro-batch for each stage.
-    samples, axes = config.optimizer.micro_batch or 8, axes_of(config, num_ranks)
-    batch = samples * axes.num_data * axes.pp
-    config = Config.of(config.tree(), {"optimizer": {"micro_batch": samples, "batch": batch}})
+    axes = axes_of(config, num_ranks)
+    batch = SAMPLES * axes.num_data * axes.pp
+    config = Config.of(config.tree(), {"optimizer": {"micro_batch": SAMPLES, "batch": batch}})
     text, source = _text(args, checkpoint, config) if args.use == "eval" else (b"", "")
     return Asked(checkpoint, config, num_ranks, text, source)
+
+
+def _trained(checkpoint: Checkpoint) -> Config:
+    """What was trained, by the config of its run; how it was trained, on which ranks and devices, is left out."""
+    saved = checkpoint.manifest.config
+    run = {name: value for name, value in saved["run"].items() if name in OF_USE}
+    return Config.of({"model": saved["model"], "data": saved["data"], "run": run})
 
 
 def _text(args: argparse.Namespace, checkpoint: Checkpoint, config: Config) -> tuple[bytes, str]:
