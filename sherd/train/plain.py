@@ -80,6 +80,9 @@ def export(checkpoint: Checkpoint, config: Config, target: Path) -> None:
     else:
         module = _module(checkpoint, config)
         assert isinstance(module, HuggingFace), "require_target lets no other model go to a folder"
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # type: ignore[no-untyped-call] # what is said is one line
         write = module.lm.save_pretrained
     _whole_or_none(write, target)
 

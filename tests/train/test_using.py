@@ -321,6 +321,7 @@ def test_a_hugging_face_model_writes_is_judged_and_exported_as_transformers_read
     words = [["generate", out], ["eval", out, "--json"], ["export", out, "folder"], ["export", out, "model.pt"]]
     answers = answer_of(train_and_use, tmp_path, config, *words)
     assert [code for code, _, _ in answers] == [0, 0, 0, 0]
+    assert answers[2][2] == f"{out}/checkpoints/step-00000002 is exported to folder\n"
     assert answers[0][1][:-1] == (out / "sample.txt").read_text()
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads(answers[1][1])["bits_per_byte"] == pytest.approx(last["bits"], rel=1e-6)
