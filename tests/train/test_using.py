@@ -214,6 +214,7 @@ def be_rank(words):
     with (
         mock.patch.dict(os.environ, LOCAL_RANK="0"),
         mock.patch.object(using, "group", contextlib.nullcontext),  # there is one
+        mock.patch.object(using, "set_timeout"),  # which is that of the next tests too
         mock.patch.object(using.signal, "signal"),
         mock.patch("sys.stdout", io.TextIOWrapper(io.BytesIO())) as out,
     ):
