@@ -1,8 +1,8 @@
 """Fully sharded data parallel training for PyTorch. The names mirror `torch.distributed.fsdp`, so a changed import is a
 port.
 
-Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`, `sherd.comm_hooks` and `sherd.interop`;
-the others may change without notice.
+Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`, `sherd.comm_hooks`, `sherd.interop` and
+`sherd.train.plain`; the others may change without notice.
 """
 
 from importlib import import_module

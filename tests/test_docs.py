@@ -240,9 +240,10 @@ def test_an_error_is_documented_as_the_python_error_that_it_is(error):
     assert said or error == "SherdError"
 
 
-def test_every_option_of_sherd_train_that_the_readme_names_exists(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
+def test_every_option_of_the_command_that_the_readme_names_exists(capsys):
+    for command in ("train", "generate", "eval", "export"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     section = read("README.md").partition("## `sherd train`")[2].partition("\n## ")[0]
     named = set(re.findall(r"--[a-z-]+\b", section))

@@ -27,7 +27,12 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.distributed.checkpoint.storage import WriteResult
@@ -35,10 +40,11 @@ from torch.futures import Future
 
 from sherd.comm.objects import all_gather_objects
 from sherd.errors import SherdError
+from sherd.train.best import read_best
 from sherd.train.config import Config, InputError
-from sherd.train.manifest import MANIFEST, Checkpoint, Manifest, going_on
+from sherd.train.manifest import MANIFEST, Checkpoint, Manifest, folder_of, going_on
 
-__all__ = ["NO_SPACE", "NotSaved", "damage", "load", "save", "shapes"]
+__all__ = ["NO_SPACE", "NotSaved", "damage", "load", "load_model", "save", "shapes"]
 
 T = TypeVar("T")
 
@@ -53,14 +59,14 @@ class NotSaved(SherdError):
 
 
 def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: Config, text: str) -> Path:
-    """Write the state after `step` steps, and drop all but the last `config.run.keep` checkpoints.
+    """Write the state after `step` steps, and drop all but the last `config.run.keep` checkpoints, and the best.
 
     Every rank calls it and writes its own shards.
 
     Raises:
         NotSaved: a rank could not write; whatever was there before is still whole, and what was written is removed.
     """
-    part = out / "checkpoints" / f"step-{step:08}.part"
+    part = folder_of(out, step).with_suffix(".part")
     try:
         _told(lambda: _make_room(part) if dist.get_rank() == 0 else None)
         model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -165,8 +171,10 @@ def _finish(part: Path, manifest: Manifest) -> None:
     part.rename(final)
     # A later one is half-written: were it counted, the only whole one might be dropped in its favour.
     done = [path for path in sorted(final.parent.glob("step-*")) if not path.suffix and path <= final]
+    best = read_best(final.parent.parent) if manifest.config["run"]["keep_best"] else None
     for old in done[: -manifest.config["run"]["keep"]]:
-        shutil.rmtree(old.rename(old.with_suffix(".part")))  # half-deleted must not pass for whole
+        if not best or old != best.path(final.parent.parent):
+            shutil.rmtree(old.rename(old.with_suffix(".part")))  # half-deleted must not pass for whole
 
 
 def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -175,11 +183,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     Raises:
         InputError: the parameters have other names or shapes, as when a Hugging Face config has changed.
     """
-    if _digest(shapes(model)) != checkpoint.manifest.parameters:
-        raise InputError(
-            f"{checkpoint.path} is a checkpoint of another model: its parameters have other names or shapes; "
-            "use another --out"
-        )
+    _require_same_parameters(checkpoint, model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     own = set(model_state)
     state = {"model": model_state, "optimizer": optimizer_state}
@@ -188,6 +192,26 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     for group in groups:
         group["params"] = [name for name in group["params"] if name in own]
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+
+def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Put the saved values into `model` alone, for use without an optimizer.
+
+    Raises:
+        InputError: as in `load`.
+    """
+    _require_same_parameters(checkpoint, model)
+    state = get_model_state_dict(model)
+    read_shards({"model": state}, checkpoint_id=checkpoint.path)
+    set_model_state_dict(model, state)
+
+
+def _require_same_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
+    if _digest(shapes(model)) != checkpoint.manifest.parameters:
+        raise InputError(
+            f"{checkpoint.path} is a checkpoint of another model: its parameters have other names or shapes; "
+            "use another --out"
+        )
 
 
 def _name_those_of_all_stages(optimizer_state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The command `sherd`: it starts ranks, or is one of them where RANK and LOCAL_RANK are set, as torchrun does.
+"""The command `sherd`: it starts ranks, is one of them (where RANK and LOCAL_RANK are set), or uses what was trained.
 
 It loads torch only for words that can be used: that takes seconds, a refusal takes none.
 """
@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from sherd.train.codes import BAD_INPUT
 from sherd.train.config import InputError
 from sherd.train.fields import toml
+from sherd.train.loggers import require_loggers
 from sherd.train.stop import Stop, is_rank
+from sherd.train.uses import use
 from sherd.train.words import command_of, configure, corpus_of, parse, require_fit
 
 __all__ = ["main"]
@@ -22,25 +24,33 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """`sherd` with these words; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with Stop() as stop:
-        try:
-            args = parse(words)
-            if args.print_config or args.dry_run:
-                return _say(args)
-            if is_rank():
-                from sherd.train.rank import be_rank
+    try:
+        args = parse(words)
+        if "use" in args:
+            return use(args, words)
+        with Stop() as stop:
+            return _train(args, words, stop)
+    except InputError as error:
+        if not is_rank() or os.environ["RANK"] == "0":
+            print(f"{command_of(words)}: {error}", file=sys.stderr)
+        return BAD_INPUT
 
-                be_rank(args, stop)
-            config, resumed = configure(args)
-            require_fit(args, config)
-            corpus_of(config, resumed)
-            from sherd.train.launch import launch
 
-            return launch(args, words, config, stop)
-        except InputError as error:
-            if not is_rank() or os.environ["RANK"] == "0":
-                print(f"{command_of(words)}: {error}", file=sys.stderr)
-            return BAD_INPUT
+def _train(args: argparse.Namespace, words: list[str], stop: Stop) -> int:
+    """Be a launcher or a rank. Raises InputError."""
+    if args.print_config or args.dry_run:
+        return _say(args)
+    if is_rank():
+        from sherd.train.rank import be_rank
+
+        be_rank(args, stop)
+    config, resumed = configure(args)
+    require_fit(args, config)
+    require_loggers(config)
+    corpus_of(config, resumed)
+    from sherd.train.launch import launch
+
+    return launch(args, words, config, stop)
 
 
 def _say(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
 FREE = (
     *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
     *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
-    *("run.checkpointing", "run.compile"),
+    *("run.checkpointing", "run.compile", "run.keep_best", "run.tensorboard", "run.logger"),
 )
 """Fields that do not decide the losses, up to rounding; nor does any of `[shard]`."""
 Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
@@ -153,6 +153,14 @@ class Run:
     prompt: str = _field("", "how the text sample begins; empty: a new document")
     sample: int = _at_least(0, 200, "bytes of the text sample")
     temperature: float = _at_least(0, 0.6, "of the text sample; 0 takes the likeliest byte")
+    keep_best: bool = _field(True, "an evaluation that is the best so far is saved, and kept beside the last ones")
+    tensorboard: bool = _field(False, "figures also go to OUT/tensorboard")
+    logger: str = _field(
+        "",
+        "a function that says where figures also go: docs/using_a_model.md",
+        "module:function",
+        lambda name: not name or all(name.partition(":")),
+    )
 
 
 SECTIONS: dict[str, type] = {"model": Model, "data": Data, "optimizer": Optimizer, "shard": Shard, "run": Run}

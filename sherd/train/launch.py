@@ -45,6 +45,8 @@ def launch(args: argparse.Namespace, words: list[str], config: Config, stop: Sto
     require_ranks(num_ranks, config)
     stop()  # from here on we wait for ranks
     with claim(config) as folder:
+        if not args.quiet:
+            print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} ...", flush=True)
         code = start(num_ranks, "sherd", [*words, "--out", str(folder.path)], folder, stop)
         if code != 0:
             folder.drop_if_empty()

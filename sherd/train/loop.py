@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import shlex
 import statistics
 import time
 from collections import deque
@@ -17,15 +19,18 @@ from torch import nn
 from sherd import clip_grad_norm_, flatten_optimizer
 from sherd.train import checkpoint as checkpoints
 from sherd.train.axes import Axes
+from sherd.train.best import Best, read_best, write_best
 from sherd.train.config import Config, InputError, Optimizer
-from sherd.train.data import Windows, batch, seeded, tokens
-from sherd.train.manifest import Checkpoint
+from sherd.train.data import Windows, batch, tokens
+from sherd.train.judging import Score, judge
+from sherd.train.manifest import Checkpoint, folder_of
 from sherd.train.mesh import Grid
 from sherd.train.parallel import build
 from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
-from sherd.train.text import SEPARATOR, Corpus
+from sherd.train.sampling import Draw, continued, readable
+from sherd.train.text import Corpus
 
 __all__ = ["Step", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
 
@@ -144,40 +149,23 @@ class Trainer:
         for at in range(first, first + share, size):
             yield batch(self.text, config.data.context, config.run.seed, at, size)
 
-    @torch.no_grad()
-    def evaluate(self, num_windows: int | None = None) -> float:
-        """Bits per byte of the held-out text, or of about `num_windows` windows spread evenly over it."""
-        self.model.eval()
-        spread = max(1, self.windows.num // num_windows) if num_windows else 1
-        chosen = range(0, self.windows.num, spread)
-        rank = self.grid.data_rank
-        share = -(-len(chosen) // self.grid.axes.num_data)  # of each rank; the last ones may get empty windows
-        mine = [n * spread for n in range(rank * share, (rank + 1) * share)]
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # nats, bytes
-        size = self.split.micro_batch
-        for at in range(0, share, size):
-            inputs, targets, weights = self.windows.batch(mine[at : at + size])
-            weights = self.passes.part(weights).flatten()
-            total += torch.stack([self.passes.losses(inputs, targets) @ weights, weights.sum()])
-        dist.all_reduce(total)
-        return float(total[0] / total[1]) / math.log(2)
+    def judge(self, num_windows: int | None = None) -> Score:
+        """The score of the held-out text, or of about `num_windows` windows spread evenly over it."""
+        return judge(self.passes, self.windows, self.split.micro_batch, num_windows)
 
-    @torch.no_grad()
     def sample(self) -> str:
         """Text after `run.prompt`. All ranks compute it together: a forward gathers every rank's shards."""
         self.model.eval()
-        run, generator = self.config.run, seeded("sample", self.config.run.seed)
-        prompt = SEPARATOR + run.prompt.encode()
-        tokens = list(prompt)
-        for _ in range(run.sample):
-            context = torch.tensor([tokens[-self.config.data.context :]], device=self.device)
-            logits = self.passes.logits(context)[0, -1, :256].float().cpu()
-            if run.temperature:
-                odds = torch.softmax(logits / run.temperature, dim=0)
-                tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
-            else:
-                tokens.append(int(logits.argmax()))
-        return bytes(tokens[1:]).replace(SEPARATOR, b"\n\n").decode(errors="replace")
+        run, draw = self.config.run, Draw(self.config.run.temperature, seed=self.config.run.seed)
+        prompt = run.prompt.encode(errors="surrogateescape")
+        tokens = continued(self.passes.logits, prompt, run.sample, self.config.data.context, draw, self.device)
+        return "".join(readable(tokens))
+
+    @property
+    def judged(self) -> str:
+        """A digest of what quick evaluations judge: the scores of two runs that agree in it are comparable."""
+        what = (self.config.data.context, QUICK_WINDOWS, hashlib.sha256(self.corpus.held_out).hexdigest())
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.Optimizer:
@@ -197,9 +185,8 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: S
     """Say what is about to be trained, on what, and from where."""
     corpus, config = trainer.corpus, trainer.config
     num_parameters = sum(math.prod(shape) for shape in checkpoints.shapes(trainer.model).values())
-    report.write(
-        "start", step=trainer.done, ranks=trainer.grid.axes.num_ranks, config=config.tree(), text=corpus.digest
-    )
+    done = resumed.manifest.step if resumed else 0
+    report.write("start", step=done, ranks=trainer.grid.axes.num_ranks, config=config.tree(), text=corpus.digest)
     axes = trainer.grid.axes
     ranks = f"{axes.num_ranks} rank{'s' if axes.num_ranks > 1 else ''}"
     mesh = "" if axes == Axes(dp=axes.num_ranks) else f", {axes}"
@@ -217,6 +204,7 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: S
         report.say(f"note   {note}; passed over")
     for change in resumed.changes(config) if resumed else ():
         report.say(f"note   {change}; losses will differ from those of the run as it was begun")
+    report.begin(done, config.run.steps)
 
 
 def train(
@@ -237,6 +225,8 @@ def train(
         trainer.done = resumed.manifest.step
         report.say(f"going on after step {trainer.done}")
     saved = trainer.done
+    if resumed and _due(saved, run.eval_every) and not trainer.finished:
+        _evaluate(trainer, out, report, saved)  # it was saved, and may have been stopped before it was judged
     while not trainer.finished:
         step = trainer.step(stop())
         _tell(trainer, step, report)
@@ -246,17 +236,40 @@ def train(
             report.say(f"stopped after step {trainer.done}, which is saved; --resume goes on from there")
             return False
         if _due(trainer.done, run.eval_every) and not trainer.finished:
-            bits = trainer.evaluate(QUICK_WINDOWS)
-            report.write("evaluation", step=trainer.done, bits=bits)
-            report.say(f"step {trainer.done:>6}  held-out {bits:.3f} bits per byte, about {QUICK_WINDOWS} windows")
+            saved = _evaluate(trainer, out, report, saved)
     if saved < trainer.done:
         _save(trainer, out, report)
-    _finish(trainer, report)
+    _finish(trainer, out, report)
     return True
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _evaluate(trainer: Trainer, out: Path, report: Silent, saved: int) -> int:
+    """Judge the model on a part of the held-out text, and keep it if it never was better. Returns the step that is
+    saved now; `saved` is that of the last checkpoint."""
+    score = trainer.judge(QUICK_WINDOWS)
+    report.write("evaluation", step=trainer.done, bits=score.bits)
+    told = f"{score.nats:.3f} nats, {score.bits:.3f} bits per byte"
+    report.say(f"step {trainer.done:>6}  held-out {told}, about {QUICK_WINDOWS} windows")
+    return _keep_if_best(trainer, out, report, saved, score)
+
+
+def _keep_if_best(trainer: Trainer, out: Path, report: Silent, saved: int, score: Score) -> int:
+    """Save what no evaluation before was better than, and name it the best."""
+    run = trainer.config.run
+    best = Best(trainer.done, score.bits, trainer.judged)
+    # Rank 0 decides for all: it alone is sure to read what it has written.
+    if not (run.keep_best and run.save_every and on_rank_0(lambda: best.beats(read_best(out), out))):
+        return saved
+    if saved < trainer.done:
+        saved = _save(trainer, out, report)
+    failure = on_rank_0(lambda: write_best(out, best))
+    if failure:
+        report.say(f"note   step {best.step} is the best so far, which could not be noted: {failure}")
+    return saved
 
 
 def _tell(trainer: Trainer, step: Step, report: Silent) -> None:
@@ -277,18 +290,28 @@ def _tell(trainer: Trainer, step: Step, report: Silent) -> None:
 def _save(trainer: Trainer, out: Path, report: Silent) -> int:
     path = checkpoints.save(out, trainer.model, trainer.optimizer, trainer.done, trainer.config, trainer.corpus.digest)
     report.write("checkpoint", step=trainer.done, path=str(path))
+    report.say(f"step {trainer.done:>6}  saved to {path}")
     return trainer.done
 
 
-def _finish(trainer: Trainer, report: Silent) -> None:
+def _finish(trainer: Trainer, out: Path, report: Silent) -> None:
     """Judge the model on all held-out bytes, beside lzma, and let it write."""
-    bits, packed = trainer.evaluate(), lzma_bits(trainer.corpus.held_out)
-    report.write("evaluation", step=trainer.done, bits=bits, lzma_bits=packed)
+    run, num_bytes = trainer.config.run, trainer.windows.num_bytes
+    report.say(f"judging the model on all {num_bytes:,} held-out bytes ...")
+    # The last step beside the evaluations before it: by as much text as these, or it would not be comparable.
+    _keep_if_best(trainer, out, report, trainer.done, trainer.judge(QUICK_WINDOWS))
+    score, packed = trainer.judge(), lzma_bits(trainer.corpus.held_out)
+    report.write("evaluation", step=trainer.done, bits=score.bits, lzma_bits=packed)
+    report.say(f"drawing the sample, {run.sample:,} bytes ...")
     sample = trainer.sample()
     report.say(f"\nsample\n------\n{sample}\n------")
-    report.say(f"held-out  {bits:.3f} bits per byte, over all {trainer.windows.num_bytes:,} bytes")
+    report.say(f"held-out  {score}, over all {num_bytes:,} bytes")
     if packed is None:
         report.say("lzma      is not part of this Python, so there is nothing to compare with")
     else:
         report.say(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone (preset 9 extreme)")
     report.finish(sample, packed)
+    best = on_rank_0(lambda: read_best(out))
+    better = f"; the best by then is {best.path(out).name}" if best and best.step != trainer.done else ""
+    report.say(f"model     {folder_of(out, trainer.done)}{better}")
+    report.say(f'try       sherd generate {shlex.quote(str(out))} --prompt "def " --length 200')

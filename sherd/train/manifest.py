@@ -12,7 +12,7 @@ from typing import Any
 from sherd import __version__
 from sherd.train.config import FREE, Config, InputError
 
-__all__ = ["MANIFEST", "Checkpoint", "Manifest", "NoCheckpoint", "going_on", "newest"]
+__all__ = ["MANIFEST", "Checkpoint", "Manifest", "NoCheckpoint", "folder_of", "going_on", "newest", "whole"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -71,6 +71,24 @@ class Checkpoint:
 
 class NoCheckpoint(InputError):
     """A folder without a whole checkpoint."""
+
+
+def folder_of(out: Path, step: int) -> Path:
+    """Where the run in `out` keeps the checkpoint of a step."""
+    return out / "checkpoints" / f"step-{step:08}"
+
+
+def whole(path: Path) -> Checkpoint:
+    """The checkpoint in the folder `path`.
+
+    Raises:
+        NoCheckpoint: it is half-written.
+        InputError: it is of another format.
+    """
+    try:
+        return Checkpoint(path, _read_manifest(path))
+    except _Half as reason:
+        raise NoCheckpoint(f"{path} is no whole checkpoint ({reason})") from None
 
 
 def newest(out: Path, damaged: Mapping[Path, str] | None = None) -> Checkpoint:

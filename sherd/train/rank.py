@@ -26,6 +26,7 @@ from sherd.train.config import Config, InputError
 from sherd.train.device import device_type, require_ranks
 from sherd.train.fields import write_config
 from sherd.train.folder import claim, sweep
+from sherd.train.loggers import Loggers
 from sherd.train.loop import Trainer, introduce, train
 from sherd.train.manifest import Checkpoint, going_on
 from sherd.train.mesh import Grid
@@ -36,7 +37,7 @@ from sherd.train.terminal import outlive_the_terminal
 from sherd.train.text import Corpus
 from sherd.train.words import configure, corpus_of
 
-__all__ = ["be_rank"]
+__all__ = ["be_rank", "grid_of"]
 
 
 def be_rank(args: argparse.Namespace, stop: Stop) -> NoReturn:
@@ -72,16 +73,20 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
     """Returns False for a run that was stopped before its last step."""
     config, resumed = _configured(args)
     together(lambda: require_ranks(dist.get_world_size(), config))
+    tell = print if dist.get_rank() == 0 and not args.quiet else _tell_nobody
+    tell("reading the text ...", flush=True)
     corpus = together(lambda: corpus_of(config, resumed))
     together(lambda: _same(corpus))
     config = config.from_anywhere()
     out = on_rank_0(lambda: _claimed(config, stop))
     together(lambda: _seen_by_all(out))
     swept = sweep(out) if dist.get_rank() == 0 else []
-    grid = _grid(config)
+    loggers = together(lambda: Loggers(config, out) if dist.get_rank() == 0 else None)
+    tell("building the model ...", flush=True)
+    grid = grid_of(config)
     trainer = together(lambda: Trainer(config, corpus, grid))
     on_rank_0(lambda: write_config(config, out))  # a model that was refused has left the folder empty, to be tried anew
-    with _report(out) as report:
+    with _report(out, loggers, args.quiet) as report:
         introduce(trainer, out, resumed, report)
         for line in swept:
             report.say(f"note   {line}")
@@ -109,14 +114,14 @@ def _claimed(config: Config, stop: Stop) -> Path:
 
 
 @contextmanager
-def _report(out: Path) -> Iterator[Silent]:
+def _report(out: Path, loggers: Loggers | None, quiet: bool) -> Iterator[Silent]:
     """The report of this rank. A disk that takes no more is told as one that takes no checkpoint.
 
     Raises:
         NotSaved: what rank 0 reports could not be written.
     """
     try:
-        with Report(out) if dist.get_rank() == 0 else Silent() as report:
+        with Report(out, loggers, quiet) if dist.get_rank() == 0 else Silent() as report:
             yield report
     except OSError as error:
         if error.errno not in NO_SPACE:
@@ -161,8 +166,17 @@ def _same(corpus: Corpus) -> None:
         raise InputError(f"rank {dist.get_rank()} found another text in {corpus.source} than rank 0; give all the same")
 
 
-def _grid(config: Config) -> Grid:
+def _tell_nobody(text: str, flush: bool) -> None:
+    """In the place of `print`, on all ranks but the first."""
+
+
+def grid_of(config: Config) -> Grid:
+    """All ranks on their axes, and this one on its device. All make it together.
+
+    Raises:
+        InputError: the mesh of the config does not fit the number of ranks.
+    """
     device = device_type(config)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Grid(axes_of(config, dist.get_world_size()), device)

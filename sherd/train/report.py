@@ -1,20 +1,24 @@
-"""What a run tells: a progress bar or plain lines, metrics.jsonl, and the loss curve as a PNG."""
+"""What a run tells: on the screen, in metrics.jsonl, to loggers, and as a PNG of the loss curve."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sherd.train.display import Display, NoDisplay, PlainDisplay, RichDisplay
 from sherd.train.extras import install
+from sherd.train.loggers import Loggers
 
-__all__ = ["PlainDisplay", "Report", "RichDisplay", "Silent", "curve", "peak_memory"]
+__all__ = ["Report", "Silent", "curve", "peak_memory", "records"]
+
+METRICS = "metrics.jsonl"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -23,70 +27,6 @@ def peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class PlainDisplay:
-    """A line every few seconds, for files and pipes."""
-
-    SECONDS = 5.0
-
-    def __init__(self) -> None:
-        self._last = -self.SECONDS
-
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
-    def progress(self, step: int, record: dict[str, Any]) -> None:
-        """Show the step just done, unless another was shown a moment ago."""
-        if time.monotonic() - self._last < self.SECONDS and step != record["steps"]:
-            return
-        self._last = time.monotonic()
-        self.say(f"step {step:>6}/{record['steps'] or '?'}  {_figures(record)}  {_left(record)} left")
-
-    def close(self) -> None:
-        """Nothing to put back."""
-
-
-class RichDisplay:
-    """A progress bar, for terminals. Raises ImportError where rich is missing."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._progress = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("{task.fields[left]} left"),
-        )
-        self._task = self._progress.add_task("", total=None, figures="", left="?")
-        self._progress.start()
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
-
-    def progress(self, step: int, record: dict[str, Any]) -> None:
-        """Move the bar to the step just done."""
-        total, left = record["steps"] or None, _left(record)
-        self._progress.update(self._task, completed=step, total=total, figures=_figures(record), left=left)
-        if step == total:
-            self.close()  # what is said at the end shall stand below the bar
-
-    def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back."""
-        self._progress.stop()
-
-
-def _figures(record: dict[str, Any]) -> str:
-    tokens, memory = record["tokens_per_second"], record["peak_bytes"] / 2**20
-    return f"loss {record['loss']:.3f}  {tokens:,.0f} tokens/s  {memory:,.0f} MiB"
-
-
-def _left(record: dict[str, Any]) -> str:
-    if record["seconds_left"] is None:
-        return "?:??"
-    minutes, seconds = divmod(round(record["seconds_left"]), 60)
-    return f"{minutes}:{seconds:02}"
 
 
 class Silent:
@@ -101,6 +41,9 @@ class Silent:
     def say(self, text: str) -> None:
         """Tell the user a line."""
 
+    def begin(self, done: int, steps: int) -> None:
+        """Tell that steps begin: `done` of `steps` are done; 0 steps: not yet known how many."""
+
     def write(self, event: str, **record: Any) -> None:
         """Keep a record in metrics.jsonl."""
 
@@ -112,15 +55,19 @@ class Silent:
 
 
 class Report(Silent):
-    """The report of rank 0, into `out`."""
+    """The report of rank 0, into `out`. With `quiet` nothing is on the screen, and all files are written.
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self._metrics = (out / "metrics.jsonl").open("a")  # resuming adds to it
-        self._display: PlainDisplay | RichDisplay = PlainDisplay()
+    `loggers` is closed with it.
+    """
+
+    def __init__(self, out: Path, loggers: Loggers | None = None, quiet: bool = False) -> None:
+        self.out, self.quiet = out, quiet
+        self._metrics = _opened(out / METRICS)
+        self._loggers = loggers
+        self._display: Display = NoDisplay() if quiet else PlainDisplay()
 
     def __enter__(self) -> Report:
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not self.quiet:
             try:
                 self._display = RichDisplay()
             except ImportError:
@@ -130,13 +77,20 @@ class Report(Silent):
     def __exit__(self, *exception: object) -> None:
         self._display.close()
         self._metrics.close()
+        if self._loggers:
+            self._note(self._loggers.close())
 
     def say(self, text: str) -> None:
         self._display.say(text)
 
+    def begin(self, done: int, steps: int) -> None:
+        self._display.begin(done, steps)
+
     def write(self, event: str, **record: Any) -> None:
         self._metrics.write(json.dumps({"event": event, **record}) + "\n")
         self._metrics.flush()
+        if self._loggers:
+            self._note(self._loggers.pass_on(event, record))
 
     def step(self, **record: Any) -> None:
         self.write("step", **record)
@@ -145,18 +99,39 @@ class Report(Silent):
     def finish(self, sample: str, lzma_bits: float | None) -> None:
         (self.out / "sample.txt").write_text(sample, encoding="utf-8")
         try:
-            curve(self.out / "metrics.jsonl", self.out / "curve.png", lzma_bits)
+            self._note(curve(self.out / METRICS, self.out / "curve.png", lzma_bits))
         except ImportError:
             self.say(f"for a picture of the loss curve: {install('viz')}")
+        there = [name for name in ("curve.png", "sample.txt", METRICS) if (self.out / name).exists()]
+        self.say(f"written   {', '.join(there)} in {self.out}")
+
+    def _note(self, notes: list[str]) -> None:
+        for note in notes:
+            self.say(note)
 
 
-def curve(metrics: Path, picture: Path, lzma_bits: float | None) -> None:
-    """Draw the losses in `metrics` as a PNG. Raises ImportError where matplotlib is missing."""
+def _opened(metrics: Path) -> Any:
+    """`metrics`, to be added to: on a line of its own, for a full disk or a power cut may have left half of one."""
+    file = metrics.open("ab+")
+    if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+        file.write(b"\n")
+    file.close()
+    return metrics.open("a", encoding="utf-8")
+
+
+def curve(metrics: Path, picture: Path, lzma_bits: float | None) -> list[str]:
+    """Draw the losses in `metrics` as a PNG. Returns a note if there are lines that were passed over.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
     from matplotlib.figure import Figure  # no pyplot: it keeps figures alive and may look for a screen
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    trained, judged = dict(_points(metrics, "step", "loss")), dict(_points(metrics, "evaluation", "bits"))
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    read = list(records(lines))
+    trained, judged = points(read, "step", "loss"), points(read, "evaluation", "bits")
     axes.plot(list(trained), list(trained.values()), linewidth=0.8, alpha=0.7, label="training, each step's batch")
     axes.plot(list(judged), list(judged.values()), "o-", label="held-out")
     if lzma_bits is not None:
@@ -165,11 +140,30 @@ def curve(metrics: Path, picture: Path, lzma_bits: float | None) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)
+    damaged = sum(1 for line in lines if line.strip()) - len(read)
+    several = "s" if damaged > 1 else ""
+    return [f"note   {metrics} has {damaged} damaged line{several}, passed over"] if damaged else []
 
 
-def _points(metrics: Path, event: str, name: str) -> Iterator[tuple[int, float]]:
-    """(step, value) of each such event; after a resume a step may come twice, and the later one counts."""
-    for line in metrics.read_text().splitlines():
-        record = json.loads(line)
-        if record["event"] == event:
-            yield record["step"], record[name]
+def records(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """The records of metrics.jsonl, without lines that a crash has cut."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "event" in record:
+            yield record
+
+
+def points(read: list[dict[str, Any]], event: str, name: str) -> dict[int, float]:
+    """The value of `name` at each step of such an event. What a run did after the step that it was later resumed from
+    has been done again, and the later values count."""
+    found: dict[int, float] = {}
+    for record in read:
+        step, value = record.get("step"), record.get(name)
+        if record["event"] == "start" and step:
+            found = {earlier: kept for earlier, kept in found.items() if earlier <= step}
+        if record["event"] == event and isinstance(step, int) and isinstance(value, (int, float)):
+            found[step] = value
+    return dict(sorted(found.items()))

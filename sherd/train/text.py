@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sherd.train.config import Data, InputError
 
-__all__ = ["SEPARATOR", "VOCABULARY", "Corpus", "read_corpus"]
+__all__ = ["SEPARATOR", "VOCABULARY", "Corpus", "read_corpus", "read_whole"]
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -47,18 +47,36 @@ def read_corpus(data: Data) -> Corpus:
         InputError: nothing readable there, or too little for one sample on either side of the cut.
     """
     source = data.path or sysconfig.get_path("stdlib")
-    documents = sorted(_documents(Path(source), sources_only=not data.path), key=lambda d: hashlib.sha256(d).digest())
-    row = b"".join(SEPARATOR + document for document in documents)
+    documents, row = _row(data)
     cut = len(row) - int(len(row) * data.held_out)
     for share, size in (("training", cut), ("held-out", len(row) - cut)):
         if size <= data.context:
             raise InputError(
-                f"{source} holds {_count(len(row) - len(documents), 'byte')} of text in "
-                f"{_count(len(documents), 'document')}, which leaves {_count(size, f'{share} byte')}; a sample needs "
+                f"{source} holds {_count(len(row) - documents, 'byte')} of text in "
+                f"{_count(documents, 'document')}, which leaves {_count(size, f'{share} byte')}; a sample needs "
                 f"{data.context + 1}: give more text, or a smaller data.context"
             )
     digest = hashlib.sha256(row).hexdigest()[:16]
-    return Corpus(row[:cut], row[cut:], len(documents), digest, source)
+    return Corpus(row[:cut], row[cut:], documents, digest, source)
+
+
+def read_whole(path: str) -> bytes:
+    """All documents of the text at `path`, none held out.
+
+    Raises:
+        InputError: there is nothing readable.
+    """
+    documents, row = _row(Data(path=path))
+    if not documents:
+        raise InputError(f"{path} holds no text; give a text file, or a folder of them")
+    return row
+
+
+def _row(data: Data) -> tuple[int, bytes]:
+    """The number of documents at `data.path`, and all of them in a row."""
+    source = Path(data.path or sysconfig.get_path("stdlib"))
+    documents = sorted(_documents(source, sources_only=not data.path), key=lambda d: hashlib.sha256(d).digest())
+    return len(documents), b"".join(SEPARATOR + document for document in documents)
 
 
 def _count(number: int, noun: str) -> str:

@@ -18,6 +18,7 @@ from sherd.train.fields import describe
 from sherd.train.folder import is_free, last_run
 from sherd.train.manifest import Checkpoint, NoCheckpoint, newest
 from sherd.train.text import Corpus, read_corpus
+from sherd.train.uses import add_uses
 
 __all__ = ["command_of", "configure", "corpus_of", "parse", "require_fit"]
 
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     top = _Parser(prog="sherd", description="Train models that do not fit one device.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=_versions())
     commands = top.add_subparsers(required=True, metavar="command")
+    add_uses(commands)
     p = commands.add_parser(
         "train",
         usage="sherd train [options] [section.field=value ...], in any order",
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--print-config", action="store_true", help="print all fields as TOML for --config, and start nothing"
     )
+    p.add_argument("--quiet", action="store_true", help="nothing on the screen but what goes wrong")
     return top
 
 

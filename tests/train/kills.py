@@ -182,7 +182,7 @@ def require(first: Run, code: int, saved: int, second: Run, never_killed: dict[i
     for record in second.records("step"):  # also those that were done twice
         assert record["loss"] == never_killed[record["step"]], context
     assert max(reported) == STEPS, context
-    left = [path.name for path in (second.out / "checkpoints").iterdir() if path.suffix]
+    left = [path.name for path in (second.out / "checkpoints").iterdir() if path.is_dir() and path.suffix]
     assert not left, context
 
 

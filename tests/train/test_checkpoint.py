@@ -230,7 +230,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_by_all_in_one_line_and_gets_it
 
 def metrics_refused(out):
     put(out, 4)
-    with pytest.raises(checkpoint.NotSaved) as caught, rank._report(out):
+    with pytest.raises(checkpoint.NotSaved) as caught, rank._report(out, None, quiet=False):
         raise OSError(errno.ENOSPC, "No space left on device")
     return str(caught.value)
 

@@ -167,6 +167,12 @@ def test_rank_alone_which_some_schedulers_set_for_a_whole_pod_makes_no_rank_of_a
     assert len(started) == 1
 
 
+def test_a_start_says_how_many_ranks_it_starts_unless_it_is_to_be_quiet(started, capsys):
+    for quiet, said in (([], "starting 2 ranks ...\n"), (["--quiet"], "")):
+        assert cli.main(["train", *TEXT, "run.device=cpu", *quiet]) == 0
+        assert capsys.readouterr().out == said
+
+
 def test_two_processes_and_a_new_numbered_folder_are_the_default(started, tmp_path):
     for expected in ("1", "2"):
         assert cli.main(["train", *TEXT, "run.device=cpu"]) == 0
@@ -249,7 +255,7 @@ def test_a_run_of_an_older_version_goes_on_with_its_micro_batch_or_without(capsy
     del saved["shard"], saved["optimizer"]["flatten"], saved["run"]["compile"]
     digest = read_corpus(Data(path="text.txt")).digest
     put(tmp_path / "run", 3, config=saved, text=digest)
-    words = [*TEXT, "--out", "run", "--resume", "--nproc"]
+    words = [*TEXT, "--out", "run", "--resume", "--quiet", "--nproc"]
     assert cli.main(["train", *words, "2"]) == 0
     assert "set optimizer.micro_batch=0, which finds one that fits" in refused(capsys, *words, "4")
     assert cli.main(["train", *words, "4", "optimizer.micro_batch=0"]) == 0

@@ -188,7 +188,7 @@ def test_without_a_number_of_steps_all_ranks_agree_on_what_fits_into_the_minutes
 
 def evaluate(config):
     trainer = Trainer(config, read_corpus(config.data), grid(config))
-    return trainer.evaluate(), trainer.evaluate(3), trainer.sample()
+    return trainer.judge().bits, trainer.judge(3).bits, trainer.sample()
 
 
 def test_evaluation_and_sample_do_not_depend_on_the_number_of_ranks(world, text):
@@ -244,8 +244,15 @@ def test_a_run_leaves_metrics_a_sample_and_a_picture_and_ends_with_its_bits_besi
     assert len((tmp_path / "sample.txt").read_text()) <= 3
     bits, packed = records[-1]["bits"], records[-1]["lzma_bits"]
     assert said[0] == "model  8,016 parameters, sharded over 1 rank on cpu"
-    assert said[-2] == f"held-out  {bits:.3f} bits per byte, over all 461 bytes"
-    assert said[-1].startswith(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone")
+    nats = f"{bits * math.log(2):.3f} nats, perplexity {2**bits:,.2f}"
+    held_out, lzma, written, model, try_next = said[-5:]
+    assert held_out == f"held-out  {bits:.3f} bits per byte ({nats}), over all 461 bytes"
+    assert lzma.startswith(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone")
+    assert written == f"written   curve.png, sample.txt, metrics.jsonl in {tmp_path}"
+    assert model == f"model     {tmp_path}/checkpoints/step-00000006"
+    assert try_next == f'try       sherd generate {tmp_path} --prompt "def " --length 200'
+    assert f"step      2  saved to {tmp_path}/checkpoints/step-00000002" in said
+    assert said.index("drawing the sample, 3 bytes ...") < said.index("sample")
 
 
 def test_a_run_that_is_all_warm_up_begins_with_a_note(world, text, tmp_path):

@@ -41,7 +41,7 @@ def train_and_judge(config):
     trainer = Trainer(config, read_corpus(config.data), grid(config))
     steps = [trainer.step() for _ in range(config.run.steps)]
     norms = [step.gradient_norm for step in steps]
-    return [step.loss for step in steps], norms, trainer.evaluate(4), trainer.sample()
+    return [step.loss for step in steps], norms, trainer.judge(4).bits, trainer.sample()
 
 
 def train_under(configs):

@@ -6,21 +6,27 @@ import sys
 import pytest
 import torch
 
-from sherd.train.report import PlainDisplay, Report, RichDisplay, peak_memory
+from sherd.train.display import PlainDisplay, RichDisplay
+from sherd.train.report import Report, peak_memory, points, records
 
 RECORD = {
     "step": 3,
     "steps": 10,
     "loss": 2.5,
+    "gradient_norm": 0.523,
+    "learning_rate": 2e-3,
     "tokens_per_second": 12345.6,
     "peak_bytes": 3 * 2**20,
     "seconds_left": 75.4,
 }
 
 
-def test_plain_lines_hold_every_figure(capsys):
+def test_plain_lines_hold_every_figure_with_its_unit(capsys):
     PlainDisplay().progress(3, RECORD)
-    assert capsys.readouterr().out == "step      3/10  loss 2.500  12,346 tokens/s  3 MiB  1:15 left\n"
+    assert capsys.readouterr().out == (
+        "step      3/10  loss 1.733 nats  2.500 bits  12,346 tokens/s  lr 2.0e-03  gradient norm 0.52  "
+        "rank 0 holds 3 MiB  1:15 left\n"
+    )
 
 
 def test_plain_lines_leave_out_steps_that_follow_at_once_but_not_the_last(capsys):
@@ -40,12 +46,55 @@ def test_before_the_steps_are_counted_neither_their_number_nor_the_time_left_is_
 def test_a_terminal_gets_a_bar_with_the_same_figures(capsys):
     pytest.importorskip("rich")
     display = RichDisplay()
+    display.begin(0, 10)
     display.progress(3, RECORD)
     display.say("a [line] of text")
     display.close()
     said = capsys.readouterr().out
     assert "a [line] of text" in said
     assert "3/10" in said
+
+
+@pytest.mark.parametrize("columns", [40, 50, 80, 120])
+def test_a_bar_fits_its_terminal_and_drops_the_figures_that_matter_least(capsys, monkeypatch, columns):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever it says
+    monkeypatch.setenv("COLUMNS", str(columns))
+    display = RichDisplay()
+    display.begin(0, 10)
+    display.progress(3, RECORD)
+    display.close()
+    last = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2]
+    assert len(last.rstrip()) <= columns
+    assert "loss 1.733 nats" in last
+    assert last.rstrip().endswith("3/10 loss 1.733 nats  2.500 bits 1:15 left") == (columns == 50)
+    assert ("lr 2.0e-03" in last, "rank 0 holds 3 MiB" in last) == (columns >= 80, columns >= 120)
+
+
+def test_a_bar_knows_the_number_of_steps_before_the_first(capsys):
+    pytest.importorskip("rich")
+    display = RichDisplay()
+    display.begin(0, 30)
+    display.close()
+    assert " 0/30" in capsys.readouterr().out
+
+
+def test_a_line_longer_than_the_terminal_is_left_for_it_to_break_so_that_it_can_be_copied(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "50")
+    RichDisplay().say("try " + "word " * 20)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_quiet_report_shows_nothing_and_writes_everything(tmp_path, capsys):
+    with Report(tmp_path, quiet=True) as report:
+        report.begin(0, 10)
+        report.say("words")
+        report.step(**RECORD)
+        report.finish("text", None)
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 3
+    assert (tmp_path / "sample.txt").read_text() == "text"
 
 
 def test_a_terminal_without_rich_gets_plain_lines_and_one_hint(tmp_path, capsys, monkeypatch):
@@ -81,10 +130,29 @@ def test_without_matplotlib_one_line_says_how_to_get_the_picture(tmp_path, capsy
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with Report(tmp_path) as report:
         report.finish("text", None)
-    assert (
-        capsys.readouterr().out
-        == "for a picture of the loss curve: pip install '.[viz]' in the folder of sherd's sources\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "for a picture of the loss curve: pip install '.[viz]' in the folder of sherd's sources",
+        f"written   sample.txt, metrics.jsonl in {tmp_path}",
+    ]
+
+
+def test_after_a_cut_line_the_next_record_is_on_a_line_of_its_own_and_the_cut_one_is_passed_over(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"event": "step", "step": 1, "loss": 8.0}\n{"event": "step", "step": 2, "lo'
     )
+    with Report(tmp_path) as report:
+        report.write("step", step=2, loss=7.0)
+        report.finish("text", None)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert points(list(records(lines)), "step", "loss") == {1: 8.0, 2: 7.0}
+    assert capsys.readouterr().out.splitlines()[0] == f"note   {tmp_path}/metrics.jsonl has 1 damaged line, passed over"
+
+
+def test_what_was_done_after_the_step_that_a_run_went_on_from_does_not_count():
+    read = [{"event": "step", "step": step, "loss": float(step)} for step in range(1, 9)]
+    read += [{"event": "start", "step": 4}, {"event": "step", "step": 5, "loss": 50.0}]
+    assert points(read, "step", "loss") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 50.0}
 
 
 def test_peak_memory_is_in_bytes():

@@ -1,0 +1,95 @@
+"""Where else the figures of a run go: TensorBoard, or whatever a function of the user's passes them on to.
+
+A logger is a callable. Rank 0 calls it with scalars by name and the step that they are of:
+
+    log({"loss": 2.31, "learning_rate": 0.002, ...}, 17)
+
+`run.logger = "module:function"` names a function that is given the run's folder and its config, a dict of sections,
+and returns one. If that has a method `close`, it is called at the run's end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sherd.train.config import Config, InputError
+
+__all__ = ["Log", "Loggers", "require_loggers"]
+
+Log = Callable[[dict[str, float], int], Any]
+OF_A_STEP = ("loss", "gradient_norm", "learning_rate", "tokens_per_second")
+TENSORBOARD = "sherd.train.tensorboard:start"
+
+
+def require_loggers(config: Config) -> None:
+    """Raises InputError where the config asks for a package that is not there. Loads none."""
+    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise InputError(
+            "run.tensorboard needs the package tensorboard: install it, or sherd with its extra tensorboard"
+        )
+
+
+class Loggers:
+    """The loggers of a run, of which none can end it.
+
+    Raises:
+        InputError: one cannot be made.
+    """
+
+    def __init__(self, config: Config, out: Path) -> None:
+        require_loggers(config)
+        names = [TENSORBOARD] * config.run.tensorboard + [config.run.logger] * bool(config.run.logger)
+        self._logs: dict[str, Log] = {name: _made(name, config, out) for name in names}
+
+    def pass_on(self, event: str, record: Mapping[str, Any]) -> list[str]:
+        """Call each logger with the scalars of the event, if it has any. Returns a note for each that failed; it is not
+        called again."""
+        scalars = _scalars(event, record)
+        return self._each(lambda log: log(scalars, record["step"])) if scalars else []
+
+    def close(self) -> list[str]:
+        """Call each logger's `close`, if it has one. Returns notes, as `pass_on` does."""
+        notes = self._each(lambda log: getattr(log, "close", lambda: None)())
+        self._logs.clear()
+        return notes
+
+    def _each(self, action: Callable[[Log], Any]) -> list[str]:
+        notes = []
+        for name, log in list(self._logs.items()):
+            try:
+                action(log)
+            except Exception as error:  # whatever a user's function, or the network behind it, comes up with
+                del self._logs[name]
+                said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                notes.append(f"note   the logger {name} failed ({said}); it gets nothing more, the run goes on")
+        return notes
+
+
+def _scalars(event: str, record: Mapping[str, Any]) -> dict[str, float]:
+    """Losses are in bits per byte, as in metrics.jsonl, and once more in nats."""
+    if event == "step":
+        return {**{name: record[name] for name in OF_A_STEP}, "loss_nats": record["loss"] * math.log(2)}
+    if event == "evaluation":
+        return {"held_out": record["bits"], "held_out_nats": record["bits"] * math.log(2)}
+    return {}
+
+
+def _made(name: str, config: Config, out: Path) -> Log:
+    module, _, function = name.partition(":")
+    try:
+        log = getattr(importlib.import_module(module), function)(out, config.tree())
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InputError(f"run.logger = {name!r} cannot be started: {said}") from error
+    if not callable(log):
+        raise InputError(
+            f"run.logger = {name!r} returned {type(log).__name__}, which cannot be called; it must return a function "
+            "of scalars and a step"
+        )
+    started: Log = log
+    return started

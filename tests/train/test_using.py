@@ -1,0 +1,336 @@
+"""Can what was trained be used: written with, judged and exported, as the run itself would, and nothing overwritten?"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sherd.train import cli, launch, using
+from sherd.train.config import Config
+from sherd.train.models import Decoder
+from sherd.train.plain import load_model
+from sherd.train.text import read_corpus
+from sherd.train.uses import asked, pick
+from sherd.train.using import generate, loaded, score
+from sherd.train.words import parse
+from tests.forked import answer_of
+from tests.train.test_checkpoint import break_it, put
+from tests.train.test_loop import TREE, text, write_report
+from tests.train.test_models import hf_config
+
+__all__ = ["text"]  # the fixture
+
+# Heads, layers and an own head, so that each axis can cut it.
+MODEL = {**TREE["model"], "kv_heads": 2, "tied": False}
+RUN = {**TREE["run"], "steps": 4, "eval_every": 2, "sample": 12, "prompt": "the naïve ", "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def trained(world, text, tmp_path_factory):
+    """A run's folder, and what it said."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    out.mkdir()
+    config = Config.of(TREE, {"model": MODEL, "data": {"path": text}, "run": RUN})
+    return out, world(2).run(write_report, config, out)[0]
+
+
+def commands(folder, *each):
+    """The exit code of each command, what it said to stdout and to stderr. They run one after the other, alone."""
+    os.chdir(folder)
+    os.environ.pop("LOCAL_RANK", None)
+    said = []
+    for words in each:
+        out, err = io.TextIOWrapper(io.BytesIO(), encoding="ascii"), io.StringIO()  # a terminal that knows no UTF-8
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main([str(word) for word in words])
+        out.flush()
+        said.append((code, out.buffer.getvalue().decode(), err.getvalue()))
+    return said
+
+
+def everything_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def said(trained, text, tmp_path_factory):
+    """By name, what commands said that were asked one after the other in one process."""
+    out, _ = trained
+    folder = tmp_path_factory.mktemp("said")
+    (folder / "other.txt").write_text("words of another text")
+    sample = ["generate", "--length", 9, "--seed", 7]
+    asked = {
+        "as the run": ["generate", out],
+        "seed": [*sample, out],
+        "seed again": [*sample, out],
+        "checkpoint": [*sample, out / "checkpoints" / "step-00000004"],
+        "best": [*sample, out, "--best"],
+        "two": [*sample, "--num", 2, out],
+        "greedy": [*sample, out, "--temperature", 0, "--prompt", "é, naïve"],
+        "greedy, other seed": ["generate", "--length", 9, out, "--temperature", 0, "--prompt", "é, naïve"],
+        "eval": ["eval", out],
+        "json": ["eval", out, "--json"],
+        "other": ["eval", out, "--json", "--data", "other.txt"],
+        "pt": ["export", out, "model.pt"],
+        "safetensors": ["export", out, "model.safetensors"],
+        "again": ["export", out, "model.pt"],
+    }
+    before = everything_in(out)
+    answers = dict(zip(asked, answer_of(commands, folder, *asked.values()), strict=True))
+    assert everything_in(out) == before, "a command has changed the run"
+    return folder, answers
+
+
+def text_of(answer):
+    code, out, err = answer
+    assert (code, err) == (0, "")
+    assert out.endswith("\n")
+    return out[:-1]
+
+
+def test_without_options_the_text_is_the_runs_own_sample(trained, said):
+    assert text_of(said[1]["as the run"]) == (trained[0] / "sample.txt").read_text()
+    assert text_of(said[1]["as the run"]).startswith("the naïve ")
+
+
+def test_a_seed_gives_the_same_text_again_from_the_run_its_checkpoint_and_its_best(trained, said):
+    answers = said[1]
+    assert pick(str(trained[0]), best=True).manifest.step == 4
+    assert answers["seed"] == answers["seed again"] == answers["checkpoint"] == answers["best"]
+    assert answers["seed"] != answers["as the run"]
+
+
+def test_several_samples_stand_between_dashes_and_the_first_is_the_only_one_of_before(said):
+    first, second = text_of(said[1]["two"]).split("\n---------------\n")
+    assert first == text_of(said[1]["seed"])
+    assert second != first
+
+
+def test_greedy_text_is_what_plain_pytorch_finds_likeliest_whatever_the_seed(trained, said):
+    model = load_model(trained[0])
+    assert isinstance(model, Decoder)
+    assert not model.training
+    tokens = list(b"\0" + "é, naïve".encode())
+    for _ in range(9):
+        tokens.append(int(model(torch.tensor([tokens[-16:]]))[0, -1].argmax()))
+    assert text_of(said[1]["greedy"]) == bytes(tokens[1:]).decode(errors="replace").replace("\0", "\n\n")
+    assert said[1]["greedy"] == said[1]["greedy, other seed"]
+
+
+def test_eval_says_what_the_run_said_at_its_end(trained, text, said):
+    out, told = trained
+    found = json.loads(text_of(said[1]["json"]))
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["bits_per_byte"] == pytest.approx(last["bits"], rel=1e-6)
+    assert found["nats_per_token"] == pytest.approx(last["bits"] * math.log(2), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(2 ** last["bits"], rel=1e-5)
+    assert (found["step"], found["bytes"]) == (
+        4,
+        len(read_corpus(Config.of(TREE, {"data": {"path": text}}).data).held_out),
+    )
+    figures = f"{found['bits_per_byte']:.3f} bits per byte"
+    assert text_of(said[1]["eval"]).startswith(figures)
+    assert f"held-out  {figures}" in told
+
+
+def test_eval_of_another_text_scores_all_of_it_as_plain_pytorch_does(trained, said):
+    found, model = json.loads(text_of(said[1]["other"])), load_model(trained[0])
+    row = b"\0words of another text"
+    # Windows of 16 that score their later 8 bytes, from NULs on.
+    padded = torch.tensor([0] * 16 + list(row))
+    losses = []
+    for at in range(len(row)):
+        end = 16 + (at // 8 + 1) * 8
+        seen = padded[end - 17 : 16 + at]
+        losses.append(F.cross_entropy(model(seen[None])[0, -1:], padded[16 + at][None]))
+    assert found["bytes"] == len(row)
+    assert found["nats_per_token"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_an_exported_file_is_the_plain_modules_state(trained, said):
+    folder, answers = said
+    assert answers["pt"] == (0, "", f"{trained[0]}/checkpoints/step-00000004 is exported to model.pt\n")
+    state = torch.load(folder / "model.pt", weights_only=True)
+    plain = Decoder(Config.of(TREE, {"model": MODEL}).model)
+    plain.load_state_dict(state)
+    for name, parameter in load_model(trained[0]).named_parameters():
+        assert torch.equal(plain.get_parameter(name), parameter), name
+    safetensors = pytest.importorskip("safetensors.torch")
+    assert answers["safetensors"][0] == 0
+    again = safetensors.load_file(folder / "model.safetensors")
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert not [path for path in folder.iterdir() if path.suffix == ".part"]
+
+
+def test_the_guides_lines_of_python_read_what_was_exported_and_what_was_not(trained, said, monkeypatch):
+    guide = (Path(__file__).parents[2] / "docs" / "using_a_model.md").read_text()
+    blocks = re.findall(r"^    (?:import torch|from sherd)[^$]*?(?=^\S)", guide, re.M)
+    assert len(blocks) == 2
+    lines = textwrap.dedent("".join(blocks)).replace('"runs/1"', repr(str(trained[0])))
+    lines = lines.replace("layers=4, width=128", ", ".join(f"{name}={value}" for name, value in MODEL.items()))
+    monkeypatch.chdir(said[0])
+    names = {}
+    exec(lines, names)
+    assert names["logits"].shape == (1, 5, 256)
+
+
+def test_torchs_own_converter_reads_a_checkpoint(trained, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(trained[0] / "checkpoints" / "step-00000004", tmp_path / "all.pt")
+    state = torch.load(tmp_path / "all.pt", weights_only=True)["model"]
+    Decoder(Config.of(TREE, {"model": MODEL}).model).load_state_dict(state)
+
+
+def on_a_mesh(out, mesh):
+    args = parse(["generate", out, "--mesh", mesh, "--length", "9", "--seed", "7"])
+    ask = asked(args, pick(out, best=False))
+    judged = asked(parse(["eval", out, "--mesh", mesh]), ask.checkpoint)
+    model = loaded(ask)
+    return "".join(generate(model, ask, args)), score(model, judged)["bits_per_byte"]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "pp=2", "cp=2"])
+def test_ranks_that_share_a_model_write_and_judge_as_one_does(world, trained, said, mesh):
+    for written, bits in world(2).run(on_a_mesh, str(trained[0]), mesh):
+        assert written == said[1]["seed"][1]
+        assert bits == pytest.approx(json.loads(said[1]["json"][1])["bits_per_byte"], rel=1e-5)
+
+
+def be_rank(words):
+    """What this rank, one of those that the command has started, says to stdout."""
+    with (
+        mock.patch.dict(os.environ, LOCAL_RANK="0"),
+        mock.patch.object(using, "group", contextlib.nullcontext),  # there is one
+        mock.patch.object(using, "set_timeout"),  # which is that of the next tests too
+        mock.patch.object(using.signal, "signal"),
+        mock.patch("sys.stdout", io.TextIOWrapper(io.BytesIO())) as out,
+    ):
+        assert cli.main(words) == 0
+        return out.buffer.getvalue().decode()
+
+
+def test_the_command_starts_ranks_of_which_the_first_writes_the_same_text(world, trained, said, monkeypatch):
+    words = ["generate", str(trained[0]), "--nproc", "2", "--length", "9", "--seed", "7"]
+    started = []
+    monkeypatch.setattr(launch, "start", lambda *how: started.append(how) or 0)
+    assert cli.main(words) == 0
+    assert started == [(2, "sherd", words)]
+    assert world(2).run(be_rank, words) == [said[1]["seed"][1], ""]
+
+
+# What cannot be done
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    """Refuses these words in one line, before anything is started. Returns the line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(launch, "start", lambda *args: pytest.fail("something was started"))
+
+    def refuse(*words):
+        assert cli.main([str(word) for word in words]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith(f"sherd {words[0]}: ")
+        assert told.err.count("\n") == 1
+        return told.err
+
+    return refuse
+
+
+REFUSED = [
+    (["generate", "nowhere"], "nowhere is no folder; name a run's, as in runs/1, or a checkpoint's"),
+    (["generate"], "there is no run under"),
+    (["generate", "."], "holds no checkpoint; name a run's folder, or a checkpoint's"),
+    (["generate", "RUN", "--length", "-1"], "--length: -1 is out of its limits; it must be at least 0"),
+    (["generate", "RUN", "--length", "many"], "--length: invalid int value: 'many'"),
+    (["generate", "RUN", "--temperature", "nan"], "--temperature: nan is out of its limits"),
+    (["generate", "RUN", "--top-k", "0"], "--top-k: 0 is out of its limits"),
+    (["generate", "RUN", "--num", "0"], "--num: 0 is out of its limits"),
+    (["generate", "RUN", "--nproc", "0"], "--nproc: 0 is out of its limits"),
+    (["generate", "RUN", "--mesh", "xp=2"], "names 'xp=2', which is no axis"),
+    (["generate", "RUN", "--mesh", "tp=4"], "does not divide model.heads = 2"),
+    (["generate", "RUN", "--mesh", "dp=2", "--nproc", "3"], "is for 2 ranks, but there are 3"),
+    (["generate", "RUN", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
+    (["generate", "RUN", "--lenght", "3"], "unknown option --lenght; did you mean --length?"),
+    (["generate", "RUN/checkpoints/step-00000004", "--best"], "--best chooses among a run's checkpoints"),
+    (["eval", "RUN", "--data", "absent"], "cannot read the text absent"),
+    (["eval", "RUN", "--data", "empty"], "empty holds no text"),
+    (["export", "RUN", "model"], "model ends in no known form; choose a name that ends in .pt or in .safetensors"),
+    (["export", "RUN", "absent/model.pt"], "absent is no folder"),
+    (["export", "RUN", "empty"], "empty is there already, and nothing is overwritten"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_what_cannot_be_used_is_refused_in_one_line(refused, trained, tmp_path, words, told):
+    (tmp_path / "empty").mkdir()
+    assert told in refused(*[word.replace("RUN", str(trained[0])) for word in words])
+
+
+def test_an_export_that_is_there_already_stays(said):
+    code, out, err = said[1]["again"]
+    assert (code, out) == (2, "")
+    assert err == "sherd export: model.pt is there already, and nothing is overwritten; choose another name\n"
+
+
+def test_a_run_without_a_whole_checkpoint_and_a_text_that_has_changed_are_refused(refused, tmp_path):
+    (tmp_path / "text.txt").write_text("some words, and some more of them. " * 500)
+    path = put(tmp_path / "run", 3, config=Config.of({"data": {"path": "text.txt"}}).tree())
+    assert "no longer holds the text that run/checkpoints/step-00000003 was trained on" in refused("eval", "run")
+    break_it(path, "short file")
+    assert "data has 2 of 4 bytes" in refused("generate", "run")
+    assert "is no whole checkpoint (data has 2 of 4 bytes)" in refused("generate", path)
+
+
+def test_a_refusal_of_these_commands_loads_no_torch_either():
+    program = "import sys; from sherd.train.cli import main; assert main(['generate', 'absent']) == 2; "
+    program += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+# Hugging Face
+
+
+def train_and_use(folder, config, *words):
+    """A run into the folder `run`, then these commands: one process, for transformers takes seconds to load."""
+    os.chdir(folder)
+    with using.alone():
+        write_report(config, Path("run"))
+    return commands(folder, *words)
+
+
+def test_a_hugging_face_model_writes_is_judged_and_exported_as_transformers_reads_it(text, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path, out = hf_config(tmp_path, tie_word_embeddings=True, num_hidden_layers=1), tmp_path / "run"
+    out.mkdir()
+    config = Config.of(TREE, {"model": {"hf": path}, "data": {"path": text}, "run": {**RUN, "steps": 2}})
+    words = [["generate", out], ["eval", out, "--json"], ["export", out, "folder"], ["export", out, "model.pt"]]
+    answers = answer_of(train_and_use, tmp_path, config, *words)
+    assert [code for code, _, _ in answers] == [0, 0, 0, 0]
+    assert answers[2][2] == f"{out}/checkpoints/step-00000002 is exported to folder\n"
+    assert answers[0][1][:-1] == (out / "sample.txt").read_text()
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(answers[1][1])["bits_per_byte"] == pytest.approx(last["bits"], rel=1e-6)
+
+    tokens = torch.randint(256, (2, 7))
+    expected = load_model(out)(tokens)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    torch.testing.assert_close(read(tokens).logits, expected)
+    own = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    own.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    torch.testing.assert_close(own.eval()(tokens).logits, expected)
