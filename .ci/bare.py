@@ -1,6 +1,7 @@
 """Tries what a newcomer has after `pip install .`: torch, and nothing that torch does not bring along itself.
 
-README's first program runs on 2 ranks, then `sherd train` for a few steps, and goes on by --resume.
+README's first program runs on 2 ranks, then `sherd train` for a few steps, and goes on by --resume; what was trained
+is used.
 """
 
 import importlib.util
@@ -30,6 +31,9 @@ def main() -> None:
         train = ("sherd", "train", "--nproc", "2", "--out", "run")
         run(*train, "--data", str(ROOT / "docs"), "--steps", "4", *TINY)
         assert "going on after step 4" in run(*train, "--resume", "--steps", "6"), "resumed"
+        assert run("sherd", "generate", "run", "--prompt", "def ", "--length", "4").startswith("def "), "written"
+        assert "bits per byte" in run("sherd", "eval", "run", "--nproc", "2"), "judged on two ranks"
+        run("sherd", "export", "run", "model.pt")
 
 
 def first_program(page: Path) -> str:

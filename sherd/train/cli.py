@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from sherd.train.codes import BAD_INPUT
@@ -24,6 +25,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """`sherd` with these words; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # torch says so whenever it is loaded; nothing here needs numpy.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     try:
         args = parse(words)
         if "use" in args:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import set_timeout
+from sherd.comm.objects import do_without_numpy
 from sherd.train.checkpoint import damage, load_model
 from sherd.train.config import InputError
 from sherd.train.data import Windows, tokens
@@ -56,6 +57,7 @@ def be_rank(args: argparse.Namespace) -> int:
 @contextmanager
 def alone() -> Iterator[None]:
     """A process group of this process, which needs no launcher and opens no port that others know."""
+    do_without_numpy()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined] # public, but its stubs do not say so
