@@ -37,7 +37,7 @@ def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: 
 
 
 def _forget_destroyed_groups() -> None:
-    for group in [each for each in _known if is_destroyed(each)]:
+    for group in [each for each in tuple(_known) if is_destroyed(each)]:  # ranks may be threads
         _known.pop(group, None)
 
 
