@@ -14,6 +14,7 @@ from typing import Any
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.best import read_best
 from sherd.train.config import Config, InputError
+from sherd.train.extras import install
 from sherd.train.folder import last_run
 from sherd.train.manifest import MANIFEST, Checkpoint, NoCheckpoint, newest, whole
 from sherd.train.stop import is_rank
@@ -209,4 +210,4 @@ def require_target(target: Path, config: Config) -> None:
     if package is None:
         raise InputError(f"{target} ends in no known form; choose a name that ends in .pt or in .safetensors")
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{target} is written by the package {package}: install it, or sherd with its extra hf")
+        raise InputError(f"{target} is written by the package {package}: {install('hf')}")
