@@ -30,6 +30,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is public, without the modules that its parts were imported from."""
+    """Returns the public names, without the modules that define them."""
     own = [name for name in globals() if name.startswith("__")]
     return sorted({*import_module("sherd._public").__all__, *own, "errors", "wrap"})

@@ -18,7 +18,7 @@ __all__ = ["wait_for_gloo_at_exit"]
 MOST = 1.0  # seconds
 THREADS = Path("/proc/self/task")
 NAME = "pt_gloo_runloop"
-"""What torch calls these threads."""
+"""The name that torch gives these threads."""
 
 
 @functools.cache

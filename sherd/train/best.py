@@ -51,7 +51,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def read_best(out: Path) -> Best | None:
-    """What the run in `out` knows as its best; None where it knows of none, or the file is damaged."""
+    """Returns the best checkpoint that the run in `out` has named; None if there is none, or the file is damaged."""
     try:
         values = json.loads((out / "checkpoints" / NAME).read_text())
         return Best(**{f.name: values[f.name] for f in fields(Best)})

@@ -53,7 +53,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NotSaved(SherdError):
-    """What a run was to keep could not be written. The message is one line; all ranks of a save raise it."""
+    """A checkpoint or record could not be written. The message is one line; all ranks of a save raise it."""
 
     names_rank = False
 
@@ -83,7 +83,7 @@ def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def _told(action: Callable[[], T]) -> list[T]:
-    """What `action` returned on each rank. An OSError on any of them is raised on all: none waits for one that left."""
+    """Returns the results of `action` on all ranks. An OSError on one is raised on all, so that none waits for it."""
     value, refusal = None, None
     try:
         value = action()

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Stop() as stop:
             return _train(args, words, stop)
     except InputError as error:
-        if not is_rank() or os.environ["RANK"] == "0":
+        if _speaks():
             print(f"{command_of(words)}: {error}", file=sys.stderr)
         return BAD_INPUT
 
@@ -57,7 +57,7 @@ def _train(args: argparse.Namespace, words: list[str], stop: Stop) -> int:
 
 
 def _say(args: argparse.Namespace) -> int:
-    """What was asked about a run that is not started. Raises InputError."""
+    """Print the config or the plan of a run, and start nothing. Raises InputError."""
     config, _ = configure(args)
     if args.print_config:
         said = toml(config)
@@ -66,9 +66,14 @@ def _say(args: argparse.Namespace) -> int:
         from sherd.train.plan import plan
 
         said = plan(config, args.nproc)
-    if os.environ.get("RANK", "0") == "0":
+    if _speaks():
         print(said, end="")
     return 0
+
+
+def _speaks() -> bool:
+    """Returns whether this process is no rank, or the first of them."""
+    return not is_rank() or os.environ["RANK"] == "0"
 
 
 if __name__ == "__main__":  # the name by which older scripts start ranks; today's is `-m sherd`

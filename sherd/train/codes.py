@@ -6,7 +6,7 @@ BAD_INPUT = 2
 """Told in one line."""
 
 NO_ROOM = 74
-"""What was to be saved could not be written, as on a full disk; told in one line. EX_IOERR of BSD's sysexits."""
+"""A checkpoint or record could not be written, as on a full disk; told in one line. EX_IOERR of BSD's sysexits."""
 
 NOT_SAVED = 128 + signal.SIGINT
 """Stopped by SIGTERM, SIGHUP or Ctrl-C, without saving: in the start, or because a rank was stuck."""

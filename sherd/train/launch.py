@@ -22,6 +22,7 @@ from sherd.train.codes import BAD_INPUT, NO_ROOM, NOT_SAVED, STOPPED
 from sherd.train.config import Config
 from sherd.train.device import default_ranks, require_ranks
 from sherd.train.folder import HELD, Folder, claim
+from sherd.train.machines import LOOPBACK
 from sherd.train.manifest import going_on
 from sherd.train.stop import LAUNCHER, SAVING_S, Stop, say
 
@@ -78,8 +79,7 @@ def _environment(num_ranks: int, port: int, folder: Folder | None) -> dict[str, 
     """What all ranks find in their environment. What the user has set himself of the first three stays."""
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
-        # Asked for by name, loopback works where gloo's own search does not: on a laptop without a network.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
         SAVING_S: _seconds_to_save(),
         **os.environ,
         "WORLD_SIZE": str(num_ranks),

@@ -14,10 +14,15 @@ from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_
 from sherd.train.config import InputError
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 
-__all__ = ["group", "on_rank_0", "together"]
+__all__ = ["backend", "group", "on_rank_0", "together"]
 
 T = TypeVar("T")
 STARTING = timedelta(minutes=10)  # by which one rank may be ready later than another
+
+
+def backend() -> str:
+    """Returns the backends of a run's process groups, as `init_process_group` names them."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 @contextmanager
@@ -30,7 +35,7 @@ def group() -> Iterator[None]:
     take_the_way_to_the_others()
     do_without_numpy()
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=STARTING)
+        dist.init_process_group(backend(), timeout=STARTING)
     except RuntimeError as error:
         raise apart(error) from error
     try:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from sherd._torch import set_timeout
@@ -21,11 +20,12 @@ from sherd.train.checkpoint import damage, load_model
 from sherd.train.config import InputError
 from sherd.train.data import Windows, tokens
 from sherd.train.judging import judge
+from sherd.train.machines import LOOPBACK
 from sherd.train.manifest import whole
 from sherd.train.parallel import build
 from sherd.train.passes import Passes, passes
 from sherd.train.rank import grid_of
-from sherd.train.ranks import group, on_rank_0, together
+from sherd.train.ranks import backend, group, on_rank_0, together
 from sherd.train.sampling import Draw, continued, readable
 from sherd.train.uses import Asked, asked, pick
 
@@ -58,10 +58,9 @@ def be_rank(args: argparse.Namespace) -> int:
 def alone() -> Iterator[None]:
     """A process group of this process, which needs no launcher and opens no port that others know."""
     do_without_numpy()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     store = dist.HashStore()  # type: ignore[attr-defined] # public, but its stubs do not say so
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    dist.init_process_group(backend(), store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -167,6 +167,12 @@ def test_rank_alone_which_some_schedulers_set_for_a_whole_pod_makes_no_rank_of_a
     assert len(started) == 1
 
 
+def test_rank_alone_does_not_keep_the_command_from_printing(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["train", *TEXT, "--print-config"]) == 0
+    assert "[optimizer]" in capsys.readouterr().out
+
+
 def test_a_start_says_how_many_ranks_it_starts_unless_it_is_to_be_quiet(started, capsys):
     for quiet, said in (([], "starting 2 ranks ...\n"), (["--quiet"], "")):
         assert cli.main(["train", *TEXT, "run.device=cpu", *quiet]) == 0
