@@ -75,6 +75,7 @@ def start(function: Callable[..., None], *args: Any, folder: Path, output: Path)
 
 def _say(folder: Path, output: Path, function: Callable[..., None], args: Sequence[Any]) -> None:
     os.chdir(folder)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also where the tests run under nohup
     for number, path in ((1, output), (2, output.with_suffix(".err"))):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     function(*args)

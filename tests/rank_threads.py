@@ -21,6 +21,18 @@ from tests.rank_failures import Failure, RanksFailed, failure_of, name_of
 GRACE_S = 1.0
 
 
+def _break_off_collectives() -> None:
+    """Have every rank leave the collective it waits in. torch's own `exception_handle` does so while it walks a
+    dictionary that other ranks change."""
+    group = multi_threaded_pg.ProcessLocalGroup
+    group._terminate.set()
+    with group._coll_lock:
+        collectives = list(group._cur_coll_on_pgs.values())
+    for condition in (each for one in collectives for each in (one._start_cond, one._done_cond)):
+        with condition:
+            condition.notify_all()
+
+
 @dataclass(eq=False)
 class _Task:
     """One function for every rank, and what has become of it."""
@@ -75,7 +87,7 @@ class _Rank:
                 task.failures[self._rank] = failure_of(error)
         except BaseException as error:
             task.failures[self._rank] = failure_of(error)
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+            _break_off_collectives()
         if len(dist.distributed_c10d._world.pg_map) != 1:
             task.groups_changed = True
 
@@ -134,6 +146,6 @@ class Threads:
         for number in late:
             task.failures.setdefault(number, Failure("TimeoutError", said, f"{said}\n{self._ranks[number].stack()}"))
         if late:
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(TimeoutError(said))
+            _break_off_collectives()
             for number in late:
                 self._ranks[number].finished_within(GRACE_S)
