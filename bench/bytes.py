@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sherd.comm import gloo, shared_memory, sums, transport
+from sherd.comm import transport
+from sherd.comm.host import gloo, shared_memory, sums
 
 from .models import num_bytes
 from .ranks import Conditions, on_fake_ranks, on_ranks

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sherd
 from sherd.api.placements import PRESETS
-from sherd.engine.memory import held_by
-from sherd.engine.seal import units_below
+from sherd.engine.run.seal import units_below
+from sherd.memory.sizes import held_by
 from sherd.policy import Level
 from sherd.schedule.forecast import Kind
 

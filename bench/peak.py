@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import sherd
-from sherd.api.memory import BESIDE_UNITS, memory_report, track_memory
+from sherd.memory.report import BESIDE_UNITS, memory_report, track_memory
 
 from .models import Workload, gpt, num_bytes
 from .ranks import Conditions, on_ranks

@@ -5,8 +5,6 @@ from sherd.api.auto_shard import auto_shard
 from sherd.api.extensions import DTensorExtensions, FSDPExtensions
 from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
-from sherd.api.memory import memory_report, track_memory
-from sherd.api.migration import explain_migration
 from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from sherd.api.placements import OnMesh, Placements
 from sherd.api.replicate import replicate
@@ -27,10 +25,11 @@ from sherd.api.unsharded import unsharded
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.checkpoint.rekeying import OptimStateKeyType
 from sherd.clip import clip_grad_norm_
-from sherd.engine.flat import FlatParameter
+from sherd.engine.state.flat import FlatParameter
 from sherd.errors import SherdError
 from sherd.grad_scaler import ShardedGradScaler
 from sherd.layout.runs import Blocks, Flat, Whole
+from sherd.memory.report import memory_report, track_memory
 from sherd.optim import flatten_optimizer
 from sherd.policy import (
     AllGather,
@@ -43,6 +42,7 @@ from sherd.policy import (
     PrefetchPolicy,
     ReduceScatter,
 )
+from sherd.port.explain import explain_migration
 from sherd.tensor.ragged import RaggedDTensor
 
 __all__ = [

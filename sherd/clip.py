@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
 from sherd.comm.failures import named
 from sherd.comm.groups import group_of
-from sherd.engine.parameter import record_of
+from sherd.engine.state.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
-from sherd.tensor.moves import counted_here
+from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.reductions import wide

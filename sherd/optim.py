@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import hooked_step
-from sherd.engine.group import Group
-from sherd.engine.parameter import record_of
-from sherd.engine.unit import Unit
-from sherd.engine.vector import Home, Run, Seat, States, copy_of, is_elementwise
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import record_of
+from sherd.engine.state.span import Home, Run, Seat, States, copy_of, is_elementwise
 from sherd.errors import OptimizerError, PolicyTypeError
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (

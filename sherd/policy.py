@@ -284,14 +284,36 @@ class ReduceScatter(Comm):
 class CountsBackwards(Protocol):
     """Knows which of several backwards is the last before the optimizer step."""
 
-    def begin_forward(self, units: Sequence[Any]) -> bool:
-        """One begins, of the model that `units` are; whether shards may have been written since the last."""
+    def begin_forward(self, root: int) -> bool:
+        """A forward begins of the model whose root unit has the id `root`. Returns True if shards may have been written
+        since the last one."""
 
-    def begin_backward(self, units: Sequence[Any]) -> None:
-        """One begins, of the model that `units` are."""
+    def begin_backward(self, root: int, name: str) -> bool:
+        """A backward of that model begins, called `name` in errors. Returns True if it is the last one before the
+        optimizer step."""
 
-    def end_backward(self, units: Sequence[Any]) -> None:
-        """One is over, of the model that `units` are."""
+    def end_backward(self, root: int, has_brought_gradients: bool) -> None:
+        """A backward of it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardTerms:
+    """What a user asks for who works with unsharded copies of a unit's parameters. The fields are named as the
+    arguments of `sherd.unsharded`."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+    def missing_from(self, outer: UnshardTerms) -> list[str]:
+        """What the context around does not give, though this one asks for it."""
+        wanted = {
+            "writeback=True": self.writeback and not outer.writeback,
+            "rank0_only=False": outer.rank0_only and not self.rank0_only,
+            "with_grads=True": self.with_grads and not outer.with_grads,
+        }
+        return [argument for argument, is_missing in wanted.items() if is_missing]
 
 
 @dataclass(frozen=True)

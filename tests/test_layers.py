@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # `sherd` is the package's own __init__, `_public` the public names.
 RULE = """
 errors, policy, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
-< checkpoint, optim, clip, grad_scaler < api < _public, sherd < interop, train, __main__
+< checkpoint, optim, clip, grad_scaler, memory < api < port < _public, sherd < interop, train, __main__
 """
 SIMULATE_KNOWS = {"layout", "schedule", "policy"}
 KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}
@@ -125,7 +125,7 @@ def planted(tmp_path):
 @pytest.mark.parametrize(
     ("path", "source", "why"),
     [
-        ("comm/mesh.py", "from sherd.engine.unit import Unit", "comm may not know engine"),
+        ("comm/mesh.py", "from sherd.engine.run.unit import Unit", "comm may not know engine"),
         ("comm/mesh.py", "import sherd.layout", "comm may not know layout"),
         ("comm/mesh.py", "from sherd import schedule", "comm may not know schedule"),
         ("comm/mesh.py", "from ..schedule import order", "comm may not know schedule"),
@@ -137,7 +137,7 @@ def planted(tmp_path):
         ("simulate/replay.py", "from sherd.comm import mesh", "simulate may not know comm"),
         ("__init__.py", "from sherd.train import cli", "sherd may not know train"),
         ("wrap.py", "from sherd.comm import mesh", "wrap may not know comm"),
-        ("wrap.py", "from sherd.engine.unit import Unit", "wrap may not know engine"),
+        ("wrap.py", "from sherd.engine.run.unit import Unit", "wrap may not know engine"),
         ("layout/extent.py", "import torch", "layout does without torch"),
         ("schedule/order.py", "from torch import Tensor", "schedule does without torch"),
         ("engine/unit.py", "from torch.distributed import fsdp", "torch's own FSDP"),

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from sherd.engine.accumulation import Accumulation
-from sherd.engine.seal import units_below
+from sherd.engine.run.accumulation import Accumulation
+from sherd.engine.run.seal import units_below
 from sherd.errors import ModuleError, StateError
 from sherd.policy import require_int
 

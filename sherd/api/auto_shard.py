@@ -16,9 +16,9 @@ from torch import nn
 from sherd.api.blocks import in_words, repeated_blocks
 from sherd.api.fully_shard import fully_shard
 from sherd.api.module import FSDPModule
-from sherd.engine.making import is_taken
-from sherd.engine.ownership import belongings
-from sherd.engine.seal import unit_of
+from sherd.engine.build.build import is_taken
+from sherd.engine.run.seal import unit_of
+from sherd.engine.state.ownership import belongings
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import WrapPolicy, choose, is_container, post_order
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from sherd.api.module import FSDPModule
-from sherd.engine.group import Group
-from sherd.engine.unit import Unit
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.group import Group
 from sherd.errors import PolicyError, PolicyTypeError, WrapperStateError
 from sherd.policy import ReduceScatter
 

@@ -22,15 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import DTensorSpec, local_tensor, sharded_tensor_of_rows, spec_of
-from sherd.checkpoint.parts import around, lies_as
+from sherd.checkpoint.relayout import around, lies_as
 from sherd.comm.mesh import DataMesh
-from sherd.engine.other_axes import beside, own_spec
-from sherd.engine.pieces import piece_of
+from sherd.engine.state.tensor_parallel import beside, own_spec
 from sherd.errors import PlacementError, PolicyTypeError, UnsupportedError
 from sherd.layout.placement import Cut
 from sherd.layout.placement import Replicate as Copies
 from sherd.layout.placement import Shard as Rows
-from sherd.tensor.moves import gather_part
+from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, local_part
 
@@ -140,7 +139,7 @@ class DTensorExtensions(FSDPExtensions):
             spec = beside(spec_of(tensor), mesh, cut, "a parameter of a state dict")
         else:
             spec = own_spec(mesh, cut, tensor.shape, tensor.dtype)
-        return around(piece_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
+        return around(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
 
     def pre_load_state_dict_transform(self, tensor: Any) -> tuple[Any, list[Any]]:
         """Of torch's nested ones the inner one: this rank's part under tensor parallelism."""

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard as ShardSpec
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, swap_class
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
 from sherd.comm.mesh import DataMesh, data_mesh
-from sherd.engine.forms import Wish
-from sherd.engine.making import is_taken, make_unit
-from sherd.engine.ownership import Found, belongings
-from sherd.engine.seal import unit_of
-from sherd.engine.unit import Unit
+from sherd.engine.build.build import is_taken, make_unit
+from sherd.engine.build.sharding import Wish
+from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.ownership import Found, belongings
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import RunPlacement

@@ -15,8 +15,8 @@ from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
-from sherd.engine.seal import unit_of
-from sherd.engine.structures import map_tensors
+from sherd.engine.run.seal import unit_of
+from sherd.engine.run.structures import map_tensors
 from sherd.errors import ModuleError, PolicyTypeError
 from sherd.tensor.ragged import local_part
 

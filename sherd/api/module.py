@@ -13,10 +13,10 @@ from torch import nn
 
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
-from sherd.engine.methods import BoundForward
-from sherd.engine.runtime import Runtime
-from sherd.engine.seal import runtime_of, unit_of, units_below
-from sherd.engine.unit import Unit
+from sherd.engine.run.methods import BoundForward
+from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.seal import runtime_of, unit_of, units_below
+from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, ShardedAccessError, StateError
 from sherd.policy import AllGather, ReduceScatter, require_bool, require_int
 
@@ -33,7 +33,7 @@ class UnshardHandle:
         Nothing is left to wait for once a forward has done so, or `reshard()` has given the gather up.
         """
         unit, self._unit = self._unit, None
-        runtime = None if unit is None else unit.runtime
+        runtime = None if unit is None else runtime_over(unit)
         if unit is not None and runtime is not None:
             runtime.finish_unshard(unit)
 
@@ -69,8 +69,9 @@ class FSDPModule(_Module):
     def reshard(self) -> None:
         """Free this unit's whole parameters and show the shards; not those of units below it."""
         unit = self._sherd_own_unit
-        if unit.runtime is not None:
-            unit.runtime.reshard(unit)
+        runtime = runtime_over(unit)
+        if runtime is not None:
+            runtime.reshard(unit)
 
     def reset_iter_state(self) -> None:
         """Give up a forward or backward that raised: everything back to shards, gradients not yet reduced are lost.

@@ -7,7 +7,7 @@ Both go through nn.Module's own machinery, which finds shards where parameters h
     after       paths become clean names, shards what was asked for (`state_dict_type.py`); the flat parameter is the
                 registered one again
 
-`sherd/engine/loading.py` cuts whole tensors, and shards of other layouts, on the way in.
+`sherd/engine/between/load.py` cuts whole tensors, and shards of other layouts, on the way in.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from sherd.api.state_dict_type import (
     settings_of,
 )
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
-from sherd.checkpoint.parts import around, lies_as, on_mesh_device, whole_of
+from sherd.checkpoint.relayout import around, lies_as, on_mesh_device, whole_of
 from sherd.comm.mesh import DataMesh, permuted
-from sherd.engine.flat import FlatParameter
-from sherd.engine.loan import whole_copies
-from sherd.engine.parameter import WRAPPED, ShardedParameter, plain_name
-from sherd.engine.seal import unit_of
-from sherd.engine.unit import Unit
+from sherd.engine.between.unsharded import whole_copies
+from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.flat import FlatParameter
+from sherd.engine.state.parameter import WRAPPED, ShardedParameter, plain_name
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 
@@ -98,7 +98,7 @@ def _shows_names(unit: Unit) -> bool:
 def settle(wrapper: nn.Module) -> None:
     """Have flat parameters registered again, if a state dict, ended or broken off, has left the names."""
     for each in wrapper.__dict__.pop(_SHOWING, ()):
-        each.register_parameters(each.loan is not None)
+        each.register_parameters(each.lent is not None)
 
 
 # Whose is what
@@ -206,7 +206,7 @@ def _kind_of(unit: Unit, wrapper: Any, settings: StateDictSettings) -> StateDict
 
 def _lends_elsewhere(unit: Unit) -> bool:
     """Whether the parameters are lent on rank 0 only, and this is another one: rank 0 may be alone in asking."""
-    return unit.loan is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
+    return unit.lent is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
 
 
 def _put_whole(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, shown: bool, on_host: bool) -> None:
@@ -214,7 +214,7 @@ def _put_whole(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, sh
     tensor parallelism over its axes too."""
     unit = _unit(wrapper)
     wholes = _wholes(unit, contents, shown, on_host)
-    if has_own(wrapper._sherd_extensions, "all_gather_dtensor") and unit.loan is None:
+    if has_own(wrapper._sherd_extensions, "all_gather_dtensor") and unit.lent is None:
         for record in wrapper._sherd_extended:
             gathered = _gathered(wrapper, record, record.shard.detach())
             wholes.update({record: gathered} if shown else {})
@@ -238,7 +238,7 @@ def _gathered(wrapper: Any, record: ShardedParameter, shards: Any) -> torch.Tens
 
 
 def _wholes(unit: Unit, contents: _Contents, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
-    if unit.loan is None:
+    if unit.lent is None:
         wholes = whole_copies(unit, shown, on_host)
     else:
         wholes = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}

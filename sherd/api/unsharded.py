@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from sherd.engine.loan import Loan, Terms, require_lendable
-from sherd.engine.seal import unit_of, units_below
-from sherd.engine.unit import Unit
+from sherd.engine.between.unsharded import UnshardedCopies, require_covers, require_lendable
+from sherd.engine.run.seal import unit_of, units_below
+from sherd.engine.run.unit import Unit
 from sherd.errors import PolicyTypeError, UnsupportedError
-from sherd.policy import require_bool
+from sherd.policy import UnshardTerms, require_bool
 
 
 @contextmanager
@@ -50,22 +50,22 @@ def unsharded(
             that gives less, or has gradients that wait for a reduction and were asked for. Nothing is lent then.
         PlacementError: on leaving with `writeback`, a parameter has another shape.
     """
-    terms = Terms(writeback, rank0_only, offload_to_cpu, with_grads)
+    terms = UnshardTerms(writeback, rank0_only, offload_to_cpu, with_grads)
     _check(module, terms, recurse=recurse, **dataclasses.asdict(terms))
     to_lend = []
     for unit in _units(module, recurse):
-        if unit.loan is None:
+        if unit.lent is None:
             require_lendable(unit, terms)
             to_lend.append(unit)
         else:
-            unit.loan.require_covers(terms)
+            require_covers(unit, terms)
     with ExitStack() as lent:  # takes each back, even if another one cannot be
         for unit in to_lend:
-            lent.callback(Loan(unit, terms).end)
+            lent.callback(UnshardedCopies(unit, terms).end)
         yield
 
 
-def _check(module: nn.Module, terms: Terms, **flags: Any) -> None:
+def _check(module: nn.Module, terms: UnshardTerms, **flags: Any) -> None:
     if not isinstance(module, nn.Module):
         raise PolicyTypeError(f"unsharded expects a module, got a {type(module).__name__}")
     for name, value in flags.items():

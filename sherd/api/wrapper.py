@@ -33,11 +33,12 @@ from sherd.api.placements import Placements, rule_of
 from sherd.api.unsharded import unsharded
 from sherd.clip import clip_grad_norm_
 from sherd.comm.mesh import DataMesh
-from sherd.engine.flat import FlatParameter
-from sherd.engine.forms import Wish
-from sherd.engine.making import is_taken, make_unit
-from sherd.engine.ownership import Belongings, belongings
-from sherd.engine.parameter import WRAPPED, plain_name
+from sherd.engine.build.build import is_taken, make_unit
+from sherd.engine.build.sharding import Wish
+from sherd.engine.run.runtime import runtime_over
+from sherd.engine.state.flat import FlatParameter
+from sherd.engine.state.ownership import Belongings, belongings
+from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, UnsupportedError, WrapperStateError
 from sherd.wrap import apply_wraps, check_frozen, check_none_wrapped, choose
 
@@ -350,7 +351,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As nn.Module's: `fn` sees each module with its parameters whole, and what it changes is kept."""
-        if self._sherd_own_unit.loan is not None:
+        if self._sherd_own_unit.lent is not None:
             raise WrapperStateError(
                 "apply() inside an unshard context that lends this unit's parameters; call it outside, or on "
                 "the wrapped module"
@@ -412,13 +413,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def _sherd_require_root(self, method: str) -> None:
         unit = self._sherd_own_unit
         if not self.check_is_root():
-            runtime = unit.runtime
+            runtime = runtime_over(unit)
             root = runtime.root.name if runtime is not None else "?"
             raise WrapperStateError(
                 f"`{method}()` on inner FSDP instances is not supported. Please call `{method}()` on root FSDP module: "
                 f"this is {unit.name}, the root is {root}"
             )
-        if unit.loan is not None:
+        if unit.lent is not None:
             raise WrapperStateError(f"{method}() inside an unshard context; leave it first")
 
     # State dicts

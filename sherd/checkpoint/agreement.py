@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd.checkpoint.names import Owned
-from sherd.checkpoint.parts import around, local_shape
+from sherd.checkpoint.catalog import Owned
+from sherd.checkpoint.relayout import around, local_shape
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
-from sherd.engine.parameter import record_of
+from sherd.engine.state.parameter import record_of
 from sherd.errors import OptimStateError
 
 State = dict[str, Any]

@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd._torch import answer_checkpointing
+from sherd.checkpoint.catalog import Catalog
 from sherd.checkpoint.loading import optim_state_dict_to_load
-from sherd.checkpoint.names import Catalog
 from sherd.checkpoint.saving import optim_state_dict
-from sherd.engine.adoption import watcher
-from sherd.engine.flat import FlatParameter
-from sherd.engine.seal import units_below
+from sherd.engine.run.seal import units_below
+from sherd.engine.state.flat import FlatParameter
+from sherd.engine.state.optimizers import watcher
 from sherd.errors import OptimStateError
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, spec_of
-from sherd.engine.flat import FlatParameter
-from sherd.engine.parameter import ShardedParameter, plain_name, record_of
-from sherd.engine.seal import units_below
-from sherd.engine.unit import Unit
+from sherd.engine.run.seal import units_below
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.flat import FlatParameter
+from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
 from sherd.errors import OptimStateError, PolicyTypeError
 from sherd.layout.extent import Extent
 

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, whole_of_sharded_tensor
 from sherd.checkpoint.agreement import State
-from sherd.checkpoint.names import Catalog, Groups, Member, Owned
-from sherd.checkpoint.parts import is_of_scalar, laid_out, vector_of
-from sherd.checkpoint.sent import NO_STATE, Sent, from_rank0
-from sherd.engine.adoption import watcher
-from sherd.engine.parameter import plain_name
+from sherd.checkpoint.broadcast import NO_STATE, Sent, from_rank0
+from sherd.checkpoint.catalog import Catalog, Groups, Member, Owned
+from sherd.checkpoint.relayout import is_of_scalar, laid_out, vector_of
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.parameter import plain_name
 from sherd.errors import OptimStateError
 from sherd.optim import ELEMENTWISE
 from sherd.tensor.ragged import local_part

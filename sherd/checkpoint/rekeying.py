@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.checkpoint.names import Catalog
-from sherd.engine.parameter import plain_name
+from sherd.checkpoint.catalog import Catalog
+from sherd.engine.state.parameter import plain_name
 from sherd.errors import OptimStateError
 
 

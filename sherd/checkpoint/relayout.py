@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
-from sherd.checkpoint.names import Member, Owned
-from sherd.engine.group import own_view
-from sherd.tensor.moves import gather_part
+from sherd.checkpoint.catalog import Member, Owned
+from sherd.engine.state.group import own_view
+from sherd.tensor.gather import gather_part
+from sherd.tensor.optimizer_state import COUNTS
 from sherd.tensor.placement import RaggedShard, is_ragged, layout_of
 from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
-from sherd.tensor.states import COUNTS
 
 
 def around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

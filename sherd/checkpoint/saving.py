@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, spec_of
 from sherd.checkpoint.agreement import State, agree
-from sherd.checkpoint.names import Catalog, Groups, Owned
-from sherd.checkpoint.parts import (
+from sherd.checkpoint.catalog import Catalog, Groups, Owned
+from sherd.checkpoint.relayout import (
     around,
     as_rows,
     cut_out,
@@ -26,8 +26,8 @@ from sherd.checkpoint.parts import (
     vector_gathered,
     whole_of,
 )
-from sherd.engine.adoption import watcher
-from sherd.engine.vector import copy_of
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.span import copy_of
 
 
 def optim_state_dict(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from sherd.comm.gloo import Gloo
 from sherd.comm.groups import is_destroyed, require_alive
-from sherd.comm.shared_memory import SharedMemory
+from sherd.comm.host.gloo import Gloo
+from sherd.comm.host.shared_memory import SharedMemory
 from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls, Transport
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy

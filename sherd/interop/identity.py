@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from sherd.api.module import FSDPModule
-from sherd.engine.seal import unit_of
+from sherd.engine.run.seal import unit_of
 from sherd.interop.step import StageUnits
 from sherd.policy import require_bool
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-from sherd.engine.seal import unit_of
+from sherd.engine.run.seal import unit_of
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
 from sherd.interop.step import StageUnits

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine.runtime import Runtime
-from sherd.engine.seal import runtime_of, units_below
-from sherd.engine.unit import Unit
+from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.seal import runtime_of, units_below
+from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.schedule.actions import EndBackward, GradientsReady
 from sherd.schedule.state import Live
@@ -83,7 +83,7 @@ class StageUnits:
                     "leave it out, as a step of a schedule reduces once by itself, and to add several steps up call "
                     "set_requires_gradient_sync(False) before all but the last"
                 )
-            runtime = unit.runtime
+            runtime = runtime_over(unit)
             if runtime is not None and runtime.root.id not in units:
                 raise StateError(
                     f"{self.name}: unit {unit.name} has run below {runtime.root.name}, which is not in the stage; "

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine.memory import (
+from sherd.engine.run.seal import unit_of, units_below
+from sherd.engine.run.unit import Unit
+from sherd.errors import ModuleError
+from sherd.memory.sizes import (
     Watch,
     bytes_of,
     forecast_for,
@@ -20,9 +23,6 @@ from sherd.engine.memory import (
     staging_bytes,
     watched,
 )
-from sherd.engine.seal import unit_of, units_below
-from sherd.engine.unit import Unit
-from sherd.errors import ModuleError
 from sherd.policy import require_int
 from sherd.schedule.actions import (
     AfterBackward,

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
-from sherd.engine.gradients import Gradients
-from sherd.engine.group import Group
-from sherd.engine.parameter import ShardedParameter, record_of
-from sherd.engine.rows import BATCH_BYTES
-from sherd.engine.runtime import Runtime
-from sherd.engine.seal import runtime_of, unit_of
-from sherd.engine.selfgather import SelfGatheredWeights
-from sherd.engine.unit import Unit
-from sherd.engine.weights import Weights
+from sherd.engine.moves.gradients import Gradients
+from sherd.engine.moves.reduce_buffer import BATCH_BYTES
+from sherd.engine.moves.selfgather import SelfGatheredWeights
+from sherd.engine.moves.weights import Weights
+from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.seal import runtime_of, unit_of
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import StateError
 from sherd.policy import UnitPolicy
 from sherd.schedule import actions as do
@@ -136,7 +136,7 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
 
 def _runtime_of(units: Sequence[Unit]) -> Runtime | None:
     """The one that has just these units, if they are sealed: numbers of units mean the same there."""
-    runtime = units[0].runtime
+    runtime = runtime_over(units[0])
     return runtime if runtime is not None and runtime.units == tuple(units) else None
 
 

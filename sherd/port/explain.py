@@ -23,12 +23,12 @@ from sherd import wrap
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
 from sherd.api.ignored import Ignored
-from sherd.api.source import NoLiteralError, Source
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.comm.mesh import default_device_type
 from sherd.errors import PolicyTypeError
 from sherd.layout.runs import Flat
 from sherd.policy import MixedPrecisionPolicy
+from sherd.port.source import NoLiteralError, Source
 
 TAKES = tuple(name for name in inspect.signature(FullyShardedDataParallel.__init__).parameters if name != "self")
 DEFAULTS = {name: each.default for name, each in inspect.signature(fully_shard).parameters.items() if name != "module"}

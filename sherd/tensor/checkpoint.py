@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from sherd.tensor.chunks import Rectangle, rectangles
 from sherd.tensor.placement import Layout
+from sherd.tensor.rectangles import Rectangle, rectangles
 
 
 def _rectangles(layout: Layout) -> tuple[Rectangle, ...]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.elementwise import wrapped
-from sherd.tensor.moves import piece_of
+from sherd.tensor.gather import piece_of
 from sherd.tensor.operands import WAYS_OUT, layouts_in, local_of, lone_value, mixed, name_of
 from sherd.tensor.owned import common_owner, on_owner
 from sherd.tensor.placement import Layout, layout_of

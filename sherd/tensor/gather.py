@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sherd._torch import all_gather_single
 from sherd.comm.failures import named
+from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import Layout, Split
 
@@ -141,6 +142,16 @@ def counted_here(local: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         return [local]
     line = local.reshape(-1)
     return [line[each.start : each.stop] for each in layout.counted]
+
+
+def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
+    """What `rank` holds of `tensor`, in the shape it has there: a view if `tensor` is contiguous or cut on a dim."""
+    if isinstance(cut, Runs):
+        return run_of(tensor, cut, rank)
+    if cut.dim is None:
+        return tensor
+    rows = cut.rows[rank]
+    return tensor.narrow(cut.dim, rows.start, rows.numel)
 
 
 def piece_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:

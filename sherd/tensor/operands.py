@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
-from sherd.tensor.moves import gather, piece_of
+from sherd.tensor.gather import gather, piece_of
 from sherd.tensor.placement import Layout, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor
+from sherd.tensor.replicated import KnownDTensor
 from sherd.tensor.trees import tensors_in
-from sherd.tensor.values import KnownDTensor
 
 WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "

@@ -29,9 +29,9 @@ from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
-from sherd.tensor.covering import as_asked_for
-from sherd.tensor.moves import gather, gather_part, part_given, piece_of, run_of
+from sherd.tensor.gather import gather, gather_part, part_given, piece_of, run_of
 from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
+from sherd.tensor.row_copy import as_asked_for
 from sherd.tensor.table import operation_for
 from sherd.tensor.vectors import VectorShard
 

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
 from sherd.comm.failures import named
+from sherd.tensor.gather import counted_here, gather
 from sherd.tensor.lists import by_kind
-from sherd.tensor.moves import counted_here, gather
 from sherd.tensor.operands import layouts_in, local_of, lone_value, unknown
 from sherd.tensor.owned import on_owner
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
+from sherd.tensor.replicated import known
 from sherd.tensor.table import Args, Kwargs, answers
-from sherd.tensor.values import known
 
 Reduce = dist.ReduceOp
 

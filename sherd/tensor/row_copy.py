@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sherd._torch import NO_TORCH_FUNCTION
-from sherd.tensor.moves import run_of
+from sherd.tensor.gather import run_of
 from sherd.tensor.placement import Layout
 
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from sherd import memory_report
 from sherd._torch import fake_tensors, imagined_ranks
-from sherd.api.memory import MemoryReport
-from sherd.engine.memory import sizes_of
-from sherd.engine.seal import units_below
+from sherd.engine.run.seal import units_below
+from sherd.memory.report import MemoryReport
+from sherd.memory.sizes import sizes_of
 from sherd.schedule.forecast import Kind
 from sherd.train.axes import Axes, axes_of, usual_ranks
 from sherd.train.config import Config, Split

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from sherd import fully_shard
-from sherd.api.memory import memory_report, track_memory
-from sherd.engine.seal import unit_of
+from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, StateError
+from sherd.memory.report import memory_report, track_memory
 from tests.models import build, shard
 from tests.ranks import RanksFailed
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sherd
 from sherd import fully_shard
-from sherd.engine.parameter import plain_name
+from sherd.engine.state.parameter import plain_name
 from sherd.interop import torch_fsdp_identity
 from tests.api.compared import assert_trained, made, mean_square, train
 from tests.models import Block

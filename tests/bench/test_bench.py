@@ -35,7 +35,8 @@ from bench.table import (
     row_of_rounds,
     three_digits,
 )
-from sherd.comm import sums, transport
+from sherd.comm import transport
+from sherd.comm.host import sums
 
 KIB = 1024
 NUMBERS = KIB // 4  # fp32 numbers in a KiB

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sherd.comm.gloo import Gloo
+from sherd.comm.host.gloo import Gloo
 from sherd.errors import CommError
 
 SUMMED = [

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sherd.comm import neighbours, shared_memory
-from sherd.comm.shared_memory import SharedMemory
+from sherd.comm.host import neighbours, shared_memory
+from sherd.comm.host.shared_memory import SharedMemory
 from sherd.errors import CommError
 
 KIB = 1 << 10

@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sherd.comm import shared_memory
-from sherd.comm.shared_memory import SharedMemory
+from sherd.comm.host import shared_memory
+from sherd.comm.host.shared_memory import SharedMemory
 from sherd.errors import CommError
 from tests.ranks import warm_up
 

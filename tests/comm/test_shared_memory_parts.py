@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.comm.segments import Regions, Segment
-from sherd.comm.sums import add_up, can_add, sum_dtype
+from sherd.comm.host.segments import Regions, Segment
+from sherd.comm.host.sums import add_up, can_add, sum_dtype
 
 MIB = 1 << 20
 

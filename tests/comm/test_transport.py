@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sherd.comm.gloo import Gloo
+from sherd.comm.host.gloo import Gloo
 from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls, Transport, are_even, parts
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from sherd.comm import transports
-from sherd.comm.gloo import Gloo
-from sherd.comm.shared_memory import SharedMemory
+from sherd.comm.host.gloo import Gloo
+from sherd.comm.host.shared_memory import SharedMemory
 from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from sherd import Flat, fully_shard
-from sherd.engine.seal import unit_of
-from sherd.engine.unit import Unit
+from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 
 
 def stack(placement):

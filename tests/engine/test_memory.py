@@ -11,11 +11,11 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from bench.peak import LiveBytes
 from sherd import CommPolicy, Flat, MixedPrecisionPolicy, PrefetchPolicy, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
-from sherd.engine import group
-from sherd.engine.gradients import Gradients
-from sherd.engine.memory import bytes_of, forecast_for, held_by, sizes_of, watched
-from sherd.engine.runtime import Runtime
-from sherd.engine.seal import unit_of, units_below
+from sherd.engine.moves.gradients import Gradients
+from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.seal import unit_of, units_below
+from sherd.engine.state import group
+from sherd.memory.sizes import bytes_of, forecast_for, held_by, sizes_of, watched
 from sherd.schedule.forecast import Kind
 
 WIDTH = 128
@@ -269,12 +269,17 @@ def classes_around_a_watch():
     unit = unit_of(model)
     try:
         with watched(model, unit):
-            within = type(unit.runtime) is Runtime, type(unit.gradients[0]) is Gradients
+            within = type(runtime_over(unit)) is Runtime, type(unit.gradients[0]) is Gradients
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
-    after = type(unit.runtime) is Runtime, type(unit.gradients[0]) is Gradients
-    return within, after, set(vars(unit.runtime)) & {"watcher"}, set(vars(unit.gradients[0])) & {"watcher", "owner"}
+    after = type(runtime_over(unit)) is Runtime, type(unit.gradients[0]) is Gradients
+    return (
+        within,
+        after,
+        set(vars(runtime_over(unit))) & {"watcher"},
+        set(vars(unit.gradients[0])) & {"watcher", "owner"},
+    )
 
 
 def test_nothing_is_left_of_a_watch_when_it_ends_be_it_by_an_exception(world):

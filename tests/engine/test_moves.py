@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from sherd.engine.gradients import Scale
-from sherd.engine.weights import MOVES, Position
+from sherd.engine.moves.gradients import Scale
+from sherd.engine.moves.weights import MOVES, Position
 from sherd.errors import SherdError, StateError
 from sherd.schedule.state import Live
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd import CommPolicy, Flat, Whole, fully_shard
-from sherd.engine.gradients import Gradients
+from sherd.engine.moves.gradients import Gradients
 
 
 class Either(nn.Module):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
+from sherd.engine.run.structures import map_tensors, tensors_held_by, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)

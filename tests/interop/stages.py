@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, unsharded
-from sherd.engine.parameter import plain_name
-from sherd.engine.runtime import Runtime
+from sherd.engine.run.runtime import Runtime
+from sherd.engine.state.parameter import plain_name
 from sherd.interop.pipelining import PipelineStage
 from sherd.layout.runs import Flat
 from sherd.schedule.actions import Gather, Reduce

@@ -9,7 +9,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd import accumulate, fully_shard
-from sherd.engine.seal import unit_of
+from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.interop import torch_fsdp_identity
 from sherd.interop.pipelining import PipelineStage

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from sherd.engine.pieces import RowViews, copy_out, piece_of, row_views, sources_for, tensor_views
+from sherd.engine.moves.buffer_views import RowViews, copy_out, piece_of, row_views, sources_for, tensor_views
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Cut
 from sherd.layout.plan import plan

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from sherd.engine.parameter import record_of
+from sherd.engine.state.parameter import record_of
 from sherd.optim import flatten_optimizer
 from tests.optim.twins import (
     CLOSE,

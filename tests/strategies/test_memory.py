@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from sherd import CommPolicy, MixedPrecisionPolicy
-from sherd.api.memory import memory_report, track_memory
+from sherd.memory.report import memory_report, track_memory
 from sherd.policy import Level
 from tests.models import build
 from tests.strategies.cases import sharded

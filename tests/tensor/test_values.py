@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sherd.tensor.values import KnownDTensor
+from sherd.tensor.replicated import KnownDTensor
 from tests.tensor.cuts import line, numbers, ragged, uneven, whole_of
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import sherd
 from sherd._torch import strided_shard
-from sherd.engine.other_axes import _reads_as_cut
+from sherd.engine.state.tensor_parallel import _reads_as_cut
 from sherd.layout.extent import chunks
 from tests.tensor_parallel.training import mesh_of
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from sherd import RaggedDTensor, fully_shard
 from sherd.api.module import FSDPModule
 from sherd.api.wrapper import FullyShardedDataParallel
-from sherd.engine.flat import FlatParameter
+from sherd.engine.state.flat import FlatParameter
 from sherd.errors import ModuleError, PolicyTypeError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.models import WIDTH, Block, build, noise

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 import sherd
 from sherd import FullyShardedDataParallel, flatten_optimizer, unsharded
-from sherd.api.migration import explain_migration
 from sherd.errors import PolicyError, PolicyTypeError
+from sherd.port.explain import explain_migration
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.models.specimen import WIDTH, Block
 

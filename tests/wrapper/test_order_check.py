@@ -11,10 +11,10 @@ from torch import nn
 
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from sherd._torch import named_group
-from sherd.engine import order_check
-from sherd.engine.order_check import MOST_SHOWN, Deed, checked
-from sherd.engine.runtime import DO
-from sherd.engine.seal import runtime_of, unit_of
+from sherd.engine.run import order_check
+from sherd.engine.run.order_check import MOST_SHOWN, Deed, checked
+from sherd.engine.run.runtime import DO
+from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError
 from sherd.schedule.actions import Gather, Reduce
 

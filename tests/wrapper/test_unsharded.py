@@ -21,8 +21,8 @@ from sherd import (
     fully_shard,
     unsharded,
 )
-from sherd.engine.parameter import plain_name
-from sherd.engine.seal import unit_of
+from sherd.engine.run.seal import unit_of
+from sherd.engine.state.parameter import plain_name
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
 from tests.models import Block
 from tests.wrapper.nets import (

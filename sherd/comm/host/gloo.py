@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import adopt_timeout
-from sherd.comm import sums
 from sherd.comm.failures import unfinished
+from sherd.comm.host import sums
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.errors import CommError
 

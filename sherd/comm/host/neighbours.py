@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from sherd.comm.host.segments import Segment
 from sherd.comm.objects import all_gather_objects
-from sherd.comm.segments import Segment
 from sherd.errors import CommError
 
 _POST, _READ, _ABORT, _LEAVE = range(4)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from sherd.comm.sums import add_up
+from sherd.comm.host.sums import add_up
 from sherd.comm.transport import Land
 
 ALL_GATHER, ALL_GATHER_ONTO, REDUCE_SCATTER, ALL_REDUCE = range(4)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import adopt_timeout, backend_of
-from sherd.comm.neighbours import Neighbour, Neighbours, Post, meet
-from sherd.comm.rounds import (
+from sherd.comm.host.neighbours import Neighbour, Neighbours, Post, meet
+from sherd.comm.host.rounds import (
     ALL_GATHER,
     ALL_GATHER_ONTO,
     ALL_REDUCE,
@@ -34,8 +34,8 @@ from sherd.comm.rounds import (
     Sum,
     SumOfWholes,
 )
-from sherd.comm.segments import Regions, Segment
-from sherd.comm.sums import can_add, sum_dtype
+from sherd.comm.host.segments import Regions, Segment
+from sherd.comm.host.sums import can_add, sum_dtype
 from sherd.comm.transport import Land, Pending, Transport, parts
 from sherd.errors import CommError
 

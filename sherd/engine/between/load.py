@@ -1,5 +1,5 @@
-"""What `load_state_dict` finds in place of whole tensors: before it, each is cut to this rank's shard; after it, shards
-may be new.
+"""Hooks for state dicts. Before `load_state_dict`, each whole tensor is cut to this rank's shard; after it, shards may
+be new.
 
 torch copies a DTensor into a DTensor, but refuses a plain tensor. Here a full state dict loads as it is, without
 communication, as every rank holds all of it.
@@ -7,6 +7,7 @@ communication, as every rank holds all of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,13 +15,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sherd._torch import dtensor_spec, replace_local_tensor
-from sherd.engine.adoption import watcher
-from sherd.engine.group import kind_of
-from sherd.engine.parameter import ShardedParameter, record_of
-from sherd.engine.unit import Unit
+from sherd.engine.run.hooks import eager
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.group import kind_of
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import StateError
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged
+
+
+def install(unit: Unit, holders: Iterable[nn.Module]) -> None:
+    """Hook the `holders` of the unit's parameters."""
+    for holder in holders:
+        holder.register_state_dict_pre_hook(eager(before_save, unit))
+        holder.register_load_state_dict_pre_hook(eager(before_load, unit))
+        holder.register_load_state_dict_post_hook(eager(after_load, unit))
+
+
+def before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Show the shards of `module`, which are what is saved."""
+    unit.show_shards()
+    require_names(unit, module, "state_dict")
 
 
 def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

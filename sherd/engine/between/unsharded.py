@@ -13,7 +13,6 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,68 +20,39 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor
-from sherd.engine.group import Group
-from sherd.engine.parameter import ShardedParameter
-from sherd.engine.pieces import copy_out
-from sherd.engine.unit import Unit
+from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.run.runtime import runtime_over
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
+from sherd.policy import UnshardTerms
 from sherd.tensor.ragged import as_dtensor, local_part
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What was asked for: changes kept, whole parameters on rank 0 of the shard axis only, on the host, with gradients.
+class UnshardedCopies:
+    """Unsharded copies of one unit's parameters, for the user. Collective over the shard axis when it is made."""
 
-    The fields are named as the arguments of `unsharded`.
-    """
-
-    writeback: bool
-    rank0_only: bool
-    offload_to_cpu: bool
-    with_grads: bool
-
-    def missing_from(self, outer: Terms) -> list[str]:
-        """What the context around does not give, though this one asks for it."""
-        wanted = {
-            "writeback=True": self.writeback and not outer.writeback,
-            "rank0_only=False": outer.rank0_only and not self.rank0_only,
-            "with_grads=True": self.with_grads and not outer.with_grads,
-        }
-        return [argument for argument, is_missing in wanted.items() if is_missing]
-
-
-class Loan:
-    """One unit's parameters, lent. Collective over the shard axis when it begins."""
-
-    def __init__(self, unit: Unit, terms: Terms) -> None:
+    def __init__(self, unit: Unit, terms: UnshardTerms) -> None:
         self._terms = terms
+        self._is_over = False
         self.unit = unit
         groups = [weights.group for weights in unit.weights]
         shown = self._is_shown
         wholes = [_wholes(unit, group, _rest, shown, terms.offload_to_cpu) for group in groups]
         grads = [_wholes(unit, group, _gradients, shown, False) if terms.with_grads else None for group in groups]
         # On every rank, shown or not: they must agree on what is lent, or one refuses a forward that the others run.
-        unit.lend(self)
+        unit.lend(terms)
         if shown:
             for group, of_group, grads_of_group in zip(groups, wholes, grads, strict=True):
                 self._lend(group, of_group, grads_of_group)
         # Before the first forward nothing was computed that could be out of date.
-        watched = unit.parameters if terms.writeback and unit.runtime is not None else []
+        watched = unit.parameters if terms.writeback and runtime_over(unit) is not None else []
         self._digests = {id(record): _digest(record.lent) for record in watched if record.lent is not None}
 
     @property
     def _is_shown(self) -> bool:
         return not self._terms.rank0_only or self.unit.mesh.shard_rank == 0
-
-    @property
-    def writes_back(self) -> bool:
-        """Whether the shards will be written at the end."""
-        return self._terms.writeback
-
-    @property
-    def lends_gradients(self) -> bool:
-        """Whether gradients are lent too, and will be written at the end."""
-        return self._terms.with_grads
 
     def _lend(self, group: Group, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         has_grad = {index for leaf in group.leaves if leaf.parameter.grad is not None for index in leaf.members}
@@ -91,18 +61,10 @@ class Loan:
             if grads is not None and index in has_grad:
                 parameter.grad = grads[index]
             if parameter.requires_grad:
-                refuse = functools.partial(_refuse_lost_gradient, weakref.ref(self), self.unit.name, record.name)
-                parameter.register_post_accumulate_grad_hook(refuse)
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(_refuse_lost_gradient, weakref.ref(self), self.unit.name, record.name)
+                )
             record.lend(parameter)
-
-    def require_covers(self, terms: Terms) -> None:
-        """Raise `StateError` if a context within this one asks for more than this one gives."""
-        missing = terms.missing_from(self._terms)
-        if missing:
-            raise WrapperStateError(
-                "Cannot manually unshard parameters when already unsharding parameters: a context around this one has "
-                f"lent unit {self.unit.name} without {' and '.join(missing)}; ask for that in the outer context"
-            )
 
     @torch.no_grad()
     def end(self) -> None:
@@ -112,10 +74,11 @@ class Loan:
             PlacementError: a parameter, or its gradient, is of another shape or kind than it was. All others are
                 written back nevertheless.
         """
-        runtime = self.unit.runtime
+        runtime = runtime_over(self.unit)
         if runtime is not None:
             runtime.reshard(self.unit)  # somebody may have gathered it meanwhile, without showing it
         taken = [(record, record.lent, record.take_back()) for record in self.unit.parameters]
+        self._is_over = True
         self.unit.lend(None)
         if self._terms.writeback and self._is_shown:
             self._write_back(taken)
@@ -151,7 +114,18 @@ class Loan:
         return before is not None and not torch.equal(before, _digest(whole))
 
 
-def require_lendable(unit: Unit, terms: Terms) -> None:
+def require_covers(unit: Unit, terms: UnshardTerms) -> None:
+    """Raise `StateError` if a context asks for more (`terms`) than the one around it, which has lent `unit`, gives."""
+    assert unit.lent is not None, "a context around has lent it"
+    missing = terms.missing_from(unit.lent)
+    if missing:
+        raise WrapperStateError(
+            "Cannot manually unshard parameters when already unsharding parameters: a context around this one has "
+            f"lent unit {unit.name} without {' and '.join(missing)}; ask for that in the outer context"
+        )
+
+
+def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
     """Bring `unit` to rest, its shards up to date with what a user has put in their place.
 
     Raises:
@@ -159,7 +133,7 @@ def require_lendable(unit: Unit, terms: Terms) -> None:
             for a reduction.
         PlacementError: something of another shape was put in a shard's place.
     """
-    runtime = unit.runtime
+    runtime = runtime_over(unit)
     try:
         if runtime is not None:
             runtime.show_shards(unit)
@@ -247,21 +221,19 @@ def whole_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParamete
     return wholes
 
 
-def _refuse_lost_gradient(lender: weakref.ref[Loan], unit: str, name: str, lent: torch.Tensor) -> None:
+def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name: str, lent: torch.Tensor) -> None:
     """Raise `StateError` for a gradient of a copy that is given up with the context, or was.
 
     Who enters without `writeback` to look may look at gradients as well.
     """
-    loan = lender()
-    is_over = loan is None or loan.unit.loan is not loan
-    if is_over:
+    copies = lender()
+    if copies is None or copies._is_over:
         raise WrapperStateError(
             f"a backward has reached {name} of unit {unit} as it was lent by an unshard context (unsharded, "
             "summon_full_params) that is over, so its gradient would be lost; call backward inside, with "
             "with_grads=True, or compute this part of the loss in the model's forward"
         )
-    assert loan is not None, "it is not over"
-    if loan.writes_back and not loan.lends_gradients:
+    if copies._terms.writeback and not copies._terms.with_grads:
         raise WrapperStateError(
             f"a backward has reached {name} of unit {unit}, which an unshard context (unsharded, summon_full_params) "
             "lends, so its gradient would be lost with the context; enter it with with_grads=True to keep gradients, "

@@ -12,14 +12,16 @@ from torch import nn
 from sherd._torch import attributes_of, is_replicated, manage, move_hooks, trace_nothing_in
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
-from sherd.engine import hooks
-from sherd.engine.adoption import watcher
-from sherd.engine.forms import Wish, forget_loads, forms_of, loads_balance
-from sherd.engine.ownership import Belongings, Found
-from sherd.engine.parameter import WRAPPED, ShardedParameter
-from sherd.engine.pieces import piece_of
-from sherd.engine.seal import attach, unit_of
-from sherd.engine.unit import Unit
+from sherd.engine.between import load
+from sherd.engine.run import hooks
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.build.sharding import Wish, forms_of
+from sherd.engine.state.loads import forget_loads, loads_balance
+from sherd.engine.state.ownership import Belongings, Found
+from sherd.engine.state.parameter import WRAPPED, ShardedParameter
+from sherd.tensor.gather import shard_of
+from sherd.engine.run.seal import attach, unit_of
+from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.ragged import as_dtensor
@@ -61,9 +63,8 @@ def make_unit(
     _borrow(found)
     unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy, surrounds, found)
     _bring_buffers(found.modules, mesh.device)
-    hooks.install(
-        unit, modules, [each for each in found.modules if any(p is not None for p in each._parameters.values())]
-    )
+    hooks.install(unit, modules)
+    load.install(unit, [each for each in found.modules if any(p is not None for p in each._parameters.values())])
     for each in modules:
         attach(each, unit)
     for each in found.modules:
@@ -91,7 +92,7 @@ def _shard(
     for each, form in zip(found.owned, forms_of(found.owned, streams, wish_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
-        part = piece_of(form.data.detach(), form.cut, form.mesh.piece)
+        part = shard_of(form.data.detach(), form.cut, form.mesh.piece)
         local = part.clone(memory_format=torch.contiguous_format)
         shard = nn.Parameter(as_dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
         vars(shard).update(attributes_of(each.parameter))

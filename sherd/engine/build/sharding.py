@@ -5,21 +5,21 @@ Everything is decided here before anything is moved, so that an error leaves the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
-from sherd.engine.group import travels_alone
-from sherd.engine.other_axes import beside, on_full_mesh, own_spec
-from sherd.engine.ownership import Found
+from sherd.engine.state.group import travels_alone
+from sherd.engine.state.tensor_parallel import beside, on_full_mesh, own_spec
+from sherd.engine.moves.selfgather import require_can_gather_itself
+from sherd.engine.state.loads import loads_of
+from sherd.engine.state.ownership import Found
 from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Placement, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
@@ -70,7 +70,7 @@ def forms_of(
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for form, wish in zip(forms, wishes, strict=True):
         if isinstance(form.cut, Runs) and isinstance(wish.placement, RunPlacement) and wish.placement.owned:
-            _loads_of(form.mesh)[form.cut.first] += form.cut.numel
+            loads_of(form.mesh)[form.cut.first] += form.cut.numel
     return forms
 
 
@@ -100,23 +100,6 @@ def _cut_by_itself(each: Found, wish: Wish) -> Cut:
     return cut
 
 
-def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut | Runs, mesh: DataMesh) -> None:
-    """Raise `PlacementError` for a tensor with its own all-gather that is not cut as that needs it."""
-    if not hasattr(tensor, "fsdp_pre_all_gather"):
-        return
-    if mesh.spreads:
-        raise PlacementError(
-            f"{name}: a {type(tensor).__name__} gathers itself, from whole shards, and replicas that own pieces of a "
-            "shard have none; let replicas be copies (placements='hsdp') in its unit"
-        )
-    if isinstance(cut, Runs) or cut.dim != 0:
-        how = "into runs" if isinstance(cut, Runs) else f"on dim {cut.dim}"
-        raise PlacementError(
-            f"{name}: a {type(tensor).__name__} gathers itself and is cut on dim 0 only, not {how}; let "
-            "shard_placement_fn return Shard(0) for it"
-        )
-
-
 def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
     """A plain parameter is cut over a mesh that is data parallel only."""
     if mesh.full is None or mesh.dims is None:
@@ -126,28 +109,6 @@ def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
             f"{each.name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so parameters must "
             "be DTensors on that mesh (distribute_module, parallelize_module); this one is a plain tensor"
         )
-
-
-# Cut into runs
-
-_loads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[int]]] = weakref.WeakKeyDictionary()
-"""By shard group and number of pieces: the elements of each piece of units whose model has not run yet."""
-
-
-EVEN = 1.1
-"""Loads balance if the largest is at most so many times the mean."""
-
-
-def forget_loads(mesh: DataMesh) -> None:
-    """A model over `mesh` is complete: the owners of the next one are chosen as if it were the first."""
-    if mesh.shard_group is not None:
-        _loads.pop(mesh.shard_group, None)
-
-
-def loads_balance(mesh: DataMesh) -> bool:
-    """Whether the ranks own about as much each of the units whose model has not run yet."""
-    loads = _loads.get(mesh.shard_group, {}).get(mesh.num_pieces, []) if mesh.shard_group is not None else []
-    return sum(loads) > 0 and max(loads) * len(loads) <= EVEN * sum(loads)
 
 
 def _require_shapes(found: Sequence[Found]) -> None:
@@ -197,19 +158,14 @@ def _planned(
             lot = mesh, data.dtype, each.parameter.requires_grad, placement.owned, alone
             lots.setdefault(lot, []).append(index)
     cuts: dict[int, tuple[Runs, int]] = {}
-    loads_of: dict[DataMesh, list[int]] = {}
+    by_mesh: dict[DataMesh, list[int]] = {}
     for number, ((mesh, _, _, owned, _), members) in enumerate(lots.items()):
-        loads = loads_of.setdefault(mesh, list(_loads_of(mesh))) if owned else None
+        loads = by_mesh.setdefault(mesh, list(loads_of(mesh))) if owned else None
         for index, cut in zip(members, plan([wanted[each] for each in members], mesh.num_pieces, loads), strict=True):
             cuts[index] = cut, number
             if loads is not None:
                 loads[cut.first] += cut.numel
     return cuts
-
-
-def _loads_of(mesh: DataMesh) -> list[int]:
-    assert mesh.shard_group is not None, "parameters are cut over a shard axis"
-    return _loads.setdefault(mesh.shard_group, {}).setdefault(mesh.num_pieces, [0] * mesh.num_pieces)
 
 
 def _require_no_own_gather(each: Found, placement: RunPlacement) -> None:

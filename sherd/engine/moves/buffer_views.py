@@ -15,17 +15,7 @@ from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, RunSlot, Slot
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
-from sherd.tensor.moves import run_of
-
-
-def piece_of(whole: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
-    """What `rank` holds of `whole`, in the shape it has there: a view, where `whole` is contiguous or cut on a dim."""
-    if isinstance(cut, Runs):
-        return run_of(whole, cut, rank)
-    if cut.dim is None:
-        return whole
-    rows = cut.rows[rank]
-    return whole.narrow(cut.dim, rows.start, rows.numel)
+from sherd.tensor.gather import shard_of
 
 
 class RowViews:
@@ -226,7 +216,7 @@ class _CopyStrips(CopyOut):
 
     def _landing(self, rank: int) -> _Landing:
         scattered = [
-            (slot.held(rank), piece_of(self._tensor(slot), slot.cut, rank))
+            (slot.held(rank), shard_of(self._tensor(slot), slot.cut, rank))
             for slot in self._scattered
             if slot.cut.local_numel(rank)
         ]

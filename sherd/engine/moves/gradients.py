@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import DTensorSpec, after_accumulation_hooks, dynamo_disabled, gradient_hooks, local_tensor
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
-from sherd.engine.group import Group
-from sherd.engine.rows import Collected, Rows
+from sherd.engine.moves.reduce_buffer import Collected, Rows
+from sherd.engine.state.group import Group
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.forecast import Kind

@@ -10,8 +10,8 @@ import torch
 
 from sherd.comm.buffers import Buffer
 from sherd.comm.transport import Sizes
-from sherd.engine.group import Group
-from sherd.engine.pieces import RowViews, sources_for
+from sherd.engine.moves.buffer_views import RowViews, sources_for
+from sherd.engine.state.group import Group
 from sherd.schedule.forecast import Kind
 
 BATCH_BYTES = 1 << 20

@@ -25,12 +25,15 @@ from torch import nn
 
 from sherd._torch import dtensor, dtensor_spec, will_get_gradient
 from sherd.comm.buffers import Buffer
+from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Transport
-from sherd.engine import saved
-from sherd.engine.group import Group
-from sherd.engine.weights import Position
+from sherd.engine.moves import saved
+from sherd.engine.moves.weights import Position
+from sherd.engine.state.group import Group
+from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
+from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.forecast import Kind
 from sherd.schedule.state import Live
@@ -308,3 +311,20 @@ def _part(gathered: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     """The part of `gathered`, 1-D, that `rank` of `size` keeps."""
     numel = gathered.numel() // size
     return gathered[rank * numel : (rank + 1) * numel].clone()
+
+
+def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut | Runs, mesh: DataMesh) -> None:
+    """Raise `PlacementError` for a tensor with its own all-gather that is not cut as that needs it."""
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
+        return
+    if mesh.spreads:
+        raise PlacementError(
+            f"{name}: a {type(tensor).__name__} gathers itself, from whole shards, and replicas that own pieces of a "
+            "shard have none; let replicas be copies (placements='hsdp') in its unit"
+        )
+    if isinstance(cut, Runs) or cut.dim != 0:
+        how = "into runs" if isinstance(cut, Runs) else f"on dim {cut.dim}"
+        raise PlacementError(
+            f"{name}: a {type(tensor).__name__} gathers itself and is cut on dim 0 only, not {how}; let "
+            "shard_placement_fn return Shard(0) for it"
+        )

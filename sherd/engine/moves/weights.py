@@ -22,10 +22,10 @@ from sherd._torch import will_get_gradient
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Land, Pending, Transport
-from sherd.engine import saved
-from sherd.engine.group import Group
-from sherd.engine.parameter import ShardedParameter
-from sherd.engine.pieces import copy_out
+from sherd.engine.moves import saved
+from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import StateError
 from sherd.layout.packing import RunSlot, Slot
 from sherd.schedule.forecast import Kind

@@ -1,15 +1,10 @@
-"""Which of several backwards is the last one before the optimizer step, and what do the others leave undone?"""
+"""Which of several backwards is the last one before the optimizer step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from sherd.errors import StateError
-
-if TYPE_CHECKING:
-    from sherd.engine.unit import Unit
 
 
 class Accumulation:
@@ -29,30 +24,29 @@ class Accumulation:
         """How many backwards the model has had that had fewest; 0 if none has ended."""
         return min(self._ended.values(), default=0)
 
-    def begin_forward(self, units: Sequence[Unit]) -> bool:
-        """A forward begins of the model that `units` are; whether it is the first, before which shards may have been
-        written."""
-        is_first = units[0].id not in self._forwarded
-        self._forwarded.add(units[0].id)
+    def begin_forward(self, root: int) -> bool:
+        """Note that a forward of the model begins whose root unit has the id `root`. Returns True if it is the first,
+        before which shards may have been written."""
+        is_first = root not in self._forwarded
+        self._forwarded.add(root)
         return is_first
 
-    def begin_backward(self, units: Sequence[Unit]) -> None:
-        """A backward begins of the model that `units` are, the root's first.
+    def begin_backward(self, root: int, name: str) -> bool:
+        """Note that a backward of the model begins whose root unit has the id `root`, and that `name`. Returns True if
+        it is the last one.
 
         Raises:
             StateError: it is one more than announced, after gradients were reduced for the last time.
         """
-        number = self._ended[units[0].id] + 1
+        number = self._ended[root] + 1
         if number > self.num_backwards:
             raise StateError(
-                f"backward number {number} of {units[0].name} inside accumulate(model, {self.num_backwards}); leave "
-                "the context after that many, or announce as many as there are"
+                f"backward number {number} of {name} inside accumulate(model, {self.num_backwards}); leave the context "
+                "after that many, or announce as many as there are"
             )
-        is_last = number == self.num_backwards
-        for unit in units:
-            unit.reduce_fully(is_last)
+        return number == self.num_backwards
 
-    def end_backward(self, units: Sequence[Unit]) -> None:
-        """A backward is over of the model that `units` are. It counts if it has brought gradients, as
-        `torch.autograd.grad` for other tensors does not."""
-        self._ended[units[0].id] += any(unit.has_received for unit in units)
+    def end_backward(self, root: int, has_brought_gradients: bool) -> None:
+        """Note that a backward is over. It counts only if it `has_brought_gradients`, as `torch.autograd.grad` for
+        other tensors does not."""
+        self._ended[root] += has_brought_gradients

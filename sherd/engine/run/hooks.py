@@ -1,4 +1,4 @@
-"""Module calls, autograd and state dicts, turned into calls of the runtime. The only file that hooks into modules.
+"""Module calls and autograd, turned into calls of the runtime.
 
     where                         hook                                    what the runtime hears
     module call                   forward pre-hook, first of all          enter
@@ -30,13 +30,12 @@ import torch
 from torch import nn
 
 from sherd._torch import beneath_transforms, dynamo_disabled
-from sherd.engine.loading import after_load, before_load, require_names
-from sherd.engine.runtime import Runtime
-from sherd.engine.saved import source_of
-from sherd.engine.seal import RUNTIME, UNIT, runtime_of
-from sherd.engine.sharded_access import explain
-from sherd.engine.structures import map_tensors, tensors_held_by, tensors_in
-from sherd.engine.unit import Unit
+from sherd.engine.moves.saved import source_of
+from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.seal import RUNTIME, UNIT, runtime_of
+from sherd.engine.run.sharded_access import explain
+from sherd.engine.run.structures import map_tensors, tensors_held_by, tensors_in
+from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 
 _BORDERS = "sherd_borders"
@@ -49,20 +48,17 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def install(unit: Unit, modules: Sequence[nn.Module], holders: Iterable[nn.Module]) -> None:
-    """Hook the unit's `modules` for forward and backward, and the `holders` of its parameters for state dicts."""
+def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
+    """Hook the unit's `modules` for forward and backward."""
     for module in modules:
         # Disabled for Dynamo here and not inside: a compiled block must find no Python of ours to trace
         # (test_blocks_compile_as_one_graph_each).
-        module.register_forward_pre_hook(_eager(_before_forward, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_eager(_after_forward, unit), always_call=True)
-    for holder in holders:
-        holder.register_state_dict_pre_hook(_eager(_before_save, unit))
-        holder.register_load_state_dict_pre_hook(_eager(before_load, unit))
-        holder.register_load_state_dict_post_hook(_eager(after_load, unit))
+        module.register_forward_pre_hook(eager(_before_forward, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(eager(_after_forward, unit), always_call=True)
 
 
-def _eager(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
+def eager(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
+    """`function` of `unit` as a hook that Dynamo does not trace."""
     return dynamo_disabled(functools.partial(function, unit))
 
 
@@ -106,7 +102,7 @@ def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -
 
 
 def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
-    runtime = unit.runtime
+    runtime = runtime_over(unit)
     if runtime is None:
         return output
     output = map_tensors(_with_own_memory, output)
@@ -170,7 +166,7 @@ class _Border:
 
     def cross(self) -> None:
         """Backward is there."""
-        runtime = self.unit.runtime or self.runtime  # a root may have taken the unit over since
+        runtime = runtime_over(self.unit) or self.runtime  # a root may have taken the unit over since
         if self.is_output:
             runtime.before_backward(self.unit)
         else:
@@ -230,11 +226,3 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
             if node is not None:
                 nodes[node] = None
     return list(nodes)
-
-
-# State dicts
-
-
-def _before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    unit.show_shards()
-    require_names(unit, module, "state_dict")

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from sherd.engine.hooks import as_forward
-from sherd.engine.unit import Unit
+from sherd.engine.run.hooks import as_forward
+from sherd.engine.run.unit import Unit
 
 
 class BoundForward:

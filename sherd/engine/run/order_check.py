@@ -19,8 +19,8 @@ import torch.distributed as dist
 from sherd.comm.groups import group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
-from sherd.engine.parameter import ShardedParameter
-from sherd.engine.unit import Unit
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Gather, Reduce
 

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage
-from sherd.engine.order_check import checked
-from sherd.engine.saved import begin_watching, end_watching
-from sherd.engine.under_way import UnderWay
-from sherd.engine.unit import Unit
+from sherd.engine.moves.saved import begin_watching, end_watching
+from sherd.engine.run.call_stack import UnderWay
+from sherd.engine.run.order_check import checked
+from sherd.engine.run.unit import Unit
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import (
@@ -77,6 +77,12 @@ class Call:
     watches: bool
 
 
+def runtime_over(unit: Unit) -> Runtime | None:
+    """The runtime that `unit` is sealed into, if that still exists."""
+    conductor = unit.conductor
+    return conductor if isinstance(conductor, Runtime) else None
+
+
 class Runtime:
     """The units of one model, in the order of `named_modules`, the first being the root's, and last the `guests` (ids),
     which are not below the root, but own parameters that are used there.
@@ -131,7 +137,7 @@ class Runtime:
         A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's
         backward is like any other.
         """
-        lent = next((each for each in (unit, *unit.companions) if each.loan is not None), None)
+        lent = next((each for each in (unit, *unit.companions) if each.lent is not None), None)
         if lent is not None:
             of = "" if lent is unit else f", which uses parameters of unit {lent.name},"
             raise WrapperStateError(
@@ -188,7 +194,7 @@ class Runtime:
                 "sherd.interop.torch_fsdp_identity() first"
             )
         counted = self.root.policy.accumulation
-        if counted is None or counted.begin_forward(self.units):
+        if counted is None or counted.begin_forward(self.root.id):
             for each in self.units:
                 each.notice_moved()
                 each.outdate_kept()
@@ -211,8 +217,10 @@ class Runtime:
         """Autograd has reached an output of `unit`."""
         unit.require_not_lent()
         if not self.in_backward:
-            if self.root.policy.accumulation is not None:
-                self.root.policy.accumulation.begin_backward(self.units)
+            if (counted := self.root.policy.accumulation) is not None:
+                is_last = counted.begin_backward(self.root.id, self.root.name)
+                for each in self.units:
+                    each.reduce_fully(is_last)
             self.in_backward = True
             self.revise()
             at_end_of_backward(self._end_backward)
@@ -253,8 +261,8 @@ class Runtime:
         for index, unit in enumerate(self.units):
             if unit.awaits_reduction or self._is_owed(unit):
                 self.on(AfterBackward(index, unreduced=True))
-        if self.root.policy.accumulation is not None:
-            self.root.policy.accumulation.end_backward(self.units)
+        if (counted := self.root.policy.accumulation) is not None:
+            counted.end_backward(self.root.id, any(unit.has_received for unit in self.units))
         for unit in self.units:
             unit.end_backward()
         self.on(EndBackward(self._is_last_backward))

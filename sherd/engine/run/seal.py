@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import is_replicated, outside_transforms, say_fully_sharded
-from sherd.engine.forms import forget_loads, require_can_gather_itself
-from sherd.engine.ownership import require_not_torchs
-from sherd.engine.parameter import plain_name, record_of
-from sherd.engine.runtime import Runtime
-from sherd.engine.unit import Unit
+from sherd.engine.moves.selfgather import require_can_gather_itself
+from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.loads import forget_loads
+from sherd.engine.state.ownership import require_not_torchs
+from sherd.engine.state.parameter import plain_name, record_of
 from sherd.errors import OwnershipError, StateError
 
 UNIT = "_sherd_unit"
@@ -42,7 +43,7 @@ def attach(module: nn.Module, unit: Unit) -> None:
 
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
     """The runtime that `unit` is sealed into; if there is none yet, `module`, one of its modules, becomes a root."""
-    runtime = unit.runtime
+    runtime = runtime_over(unit)
     if runtime is not None and not (runtime.is_idle and unit.id in runtime.guests):
         return runtime
     with outside_transforms():  # buffers that are made anew would be of the transform's level
@@ -72,7 +73,7 @@ def seal(root: nn.Module) -> Runtime:
     names.update({owner.id: (owner, [owner.name]) for owner in owners.values()})
     units = [unit for unit, _ in names.values()]
     for unit, unit_names in names.values():
-        earlier = unit.runtime
+        earlier = runtime_over(unit)
         if earlier is not None and not earlier.is_idle:
             raise StateError(
                 f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "

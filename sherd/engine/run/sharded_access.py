@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine.parameter import ShardedParameter, record_of
-from sherd.engine.unit import Unit
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import PlacementError
 
 MIXED = "got mixed torch.Tensor and DTensor"

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,29 +19,38 @@ from sherd._torch import in_backward
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
-from sherd.engine.adoption import watcher
-from sherd.engine.flat import FlatShard
-from sherd.engine.gradients import Gradients
-from sherd.engine.group import Group, Kind, kind_of, travels_alone
-from sherd.engine.offload import RestingPlace
-from sherd.engine.ownership import Belongings
-from sherd.engine.parameter import Place, ShardedParameter, key_of
-from sherd.engine.saved import source_of
-from sherd.engine.selfgather import SelfGatheredWeights
-from sherd.engine.weights import Weights
+from sherd.engine.moves.gradients import Gradients
+from sherd.engine.moves.saved import source_of
+from sherd.engine.moves.selfgather import SelfGatheredWeights
+from sherd.engine.moves.weights import Weights
+from sherd.engine.state.flat import FlatShard
+from sherd.engine.state.group import Group, Kind, kind_of, travels_alone
+from sherd.engine.state.offload import RestingPlace
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.ownership import Belongings
+from sherd.engine.state.parameter import Place, ShardedParameter, key_of
 from sherd.errors import StateError, WrapperStateError
 from sherd.layout.runs import Runs
-from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy, UnshardTerms
 from sherd.schedule.state import Live
-
-if TYPE_CHECKING:
-    from sherd.engine.loan import Loan
-    from sherd.engine.runtime import Runtime
 
 _ids = itertools.count()
 
 RECOMPUTED = -1
 """Stands among the numbers of groups for a recomputation of the unit."""
+
+
+class Conductor(Protocol):
+    """What a unit asks of the runtime it is sealed into."""
+
+    def show_shards(self, unit: Unit) -> None:
+        """Free the unit's unsharded parameters, for somebody who will read or write shards."""
+
+    def shards_written(self, unit: Unit) -> None:
+        """Note that the unit's unsharded parameters, if there are any, are older than its shards."""
+
+    def before_backward(self, unit: Unit) -> None:
+        """Note that backward has reached the unit."""
 
 
 class Unit:
@@ -79,12 +88,12 @@ class Unit:
         self._surrounds = surrounds
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self._runtime: weakref.ref[Runtime] | None = None
+        self._conductor: weakref.ref[Conductor] | None = None
         self._on_gradients: Callable[[Unit, int | None], None] | None = None
         self._completed = 0
         self.has_reduced = self.is_entered = False
         self._to_run: set[int] = set()
-        self.loan: Loan | None = None
+        self.lent: UnshardTerms | None = None
         self._flat_place: Place | None = None
         self.weights: list[Weights | SelfGatheredWeights] = []
         self.gradients: list[Gradients] = []
@@ -117,13 +126,14 @@ class Unit:
         return sum(weights.group.whole_bytes for weights in self.weights)
 
     @property
-    def runtime(self) -> Runtime | None:
-        """The runtime it is sealed into, if that still exists."""
-        return None if self._runtime is None else self._runtime()
+    def conductor(self) -> Conductor | None:
+        """The runtime it is sealed into, if that still exists. `sherd.engine.run.runtime.runtime_over` gives it with
+        its type."""
+        return None if self._conductor is None else self._conductor()
 
-    def join(self, runtime: Runtime) -> None:
-        """Be sealed into `runtime`, which holds the unit; the unit holds it weakly."""
-        self._runtime = weakref.ref(runtime)
+    def join(self, conductor: Conductor) -> None:
+        """Be sealed into a runtime, which holds the unit; the unit holds it weakly."""
+        self._conductor = weakref.ref(conductor)
 
     def record_at(self, module: nn.Module, attribute: str) -> ShardedParameter | None:
         """The parameter of this unit that hangs on `module`, one of its own, as `attribute`."""
@@ -307,13 +317,13 @@ class Unit:
 
     # What the user asks for
 
-    def lend(self, loan: Loan | None) -> None:
-        """Its parameters are lent, whole, until they are taken back (None)."""
-        self.loan = loan
-        self.register_parameters(loan is not None)
+    def lend(self, terms: UnshardTerms | None) -> None:
+        """Note that unsharded copies of its parameters are lent, on these terms, until they are taken back (None)."""
+        self.lent = terms
+        self.register_parameters(terms is not None)
 
     def _require_own_shards(self) -> None:
-        if self.loan is not None and self.loan.writes_back:
+        if self.lent is not None and self.lent.writeback:
             raise WrapperStateError(
                 f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the whole "
                 "parameters will be written over its shards; step outside, or enter the context with writeback=False"
@@ -323,7 +333,7 @@ class Unit:
         """Raise if its parameters, or those it borrows, are lent: a backward belongs before or after that, as in FSDP1.
         It would give gradients to shards that nobody sees meanwhile, and that lent ones may be written over."""
         for each in (self, *self.companions):
-            if each.loan is not None:
+            if each.lent is not None:
                 raise WrapperStateError(
                     f"backward of unit {self.name} inside an unshard context (unsharded, summon_full_params) that "
                     f"lends the parameters of unit {each.name}; call backward before or after it"
@@ -343,18 +353,18 @@ class Unit:
             WriteBackError: shards were given other memory, and its values are lost.
         """
         self.notice_moved()
-        runtime = self.runtime
-        if runtime is None:
+        conductor = self.conductor
+        if conductor is None:
             self.free()
         elif self.live is not Live.SHARDED:
-            runtime.show_shards(self)
+            conductor.show_shards(self)
 
     def shards_written(self) -> None:
         """Shards have new values: whole parameters made from the old ones are stale."""
         self.outdate_kept()
-        runtime = self.runtime
-        if runtime is not None and self.live is not Live.SHARDED:
-            runtime.shards_written(self)
+        conductor = self.conductor
+        if conductor is not None and self.live is not Live.SHARDED:
+            conductor.shards_written(self)
 
     def outdate_kept(self) -> None:
         """Shards may have been written, unnoticed (`parameter.data.copy_(...)`): what is kept of them whole, by
@@ -549,9 +559,9 @@ class Unit:
     def enter_backward(self) -> None:
         """Backward has reached it, and none of its outputs on the way: through a loss that a module has kept for
         itself, a weight that was used after `unshard()`, a gradient of a gradient."""
-        runtime = self.runtime
-        if runtime is not None:
-            runtime.before_backward(self)
+        conductor = self.conductor
+        if conductor is not None:
+            conductor.before_backward(self)
 
     def leave_backward(self) -> None:
         """Backward has passed it; it may come again, to what another forward of the unit has saved."""

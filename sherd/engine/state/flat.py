@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from sherd._torch import attributes_of, dispatches_itself, register_foreach_type
-from sherd.engine.group import Group, own_view
-from sherd.engine.other_axes import merged_spec
-from sherd.engine.parameter import record_of
+from sherd.engine.state.group import Group, own_view
+from sherd.engine.state.parameter import record_of
+from sherd.engine.state.tensor_parallel import merged_spec
 from sherd.errors import StateError
 from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
 

@@ -19,10 +19,10 @@ from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor, spec_o
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
-from sherd.engine.fetched import FetchedShard
-from sherd.engine.offload import RestingPlace
-from sherd.engine.parameter import ShardedParameter
-from sherd.engine.seats import Seats
+from sherd.engine.state.offload import RestingPlace
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.replica_shard import FetchedShard
+from sherd.engine.state.shard_memory import Seats
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from sherd.engine.parameter import Owner, ShardedParameter, record_of
-from sherd.engine.steppable import require_steppable
+from sherd.engine.state.parameter import Owner, ShardedParameter, record_of
+from sherd.engine.state.steppable import require_steppable
 from sherd.errors import OptimizerError
 
 

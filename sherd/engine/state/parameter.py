@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_functional_call, local_tensor
 from sherd.comm.mesh import DataMesh
-from sherd.engine.pieces import piece_of
 from sherd.errors import UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
-from sherd.tensor.moves import part_given
+from sherd.tensor.gather import part_given, shard_of
 from sherd.tensor.ragged import as_dtensor
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
@@ -368,7 +367,7 @@ class ShardedParameter:
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of `whole`, of shape `shape`; a view where the cut allows."""
-        return piece_of(whole, self.cut, self.mesh.piece)
+        return shard_of(whole, self.cut, self.mesh.piece)
 
     def lend(self, whole: nn.Parameter) -> None:
         """Show `whole` until it is taken back."""

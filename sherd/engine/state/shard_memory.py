@@ -21,9 +21,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import dtensor, has_bytes, local_tensor, local_tensors, replace_local_tensor, spec_of
-from sherd.engine.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import WriteBackError
-from sherd.tensor.moves import part_given
+from sherd.tensor.gather import part_given
 from sherd.tensor.ragged import RaggedDTensor
 
 _storage_of = torch.Tensor.untyped_storage

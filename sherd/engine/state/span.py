@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import dtensor_spec, gradients_of, local_gradients, local_tensor
-from sherd.engine.group import Group, own_view
-from sherd.engine.parameter import ShardedParameter
+from sherd.engine.state.group import Group, own_view
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent
 from sherd.tensor.ragged import as_dtensor, local_part
 

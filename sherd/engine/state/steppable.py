@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
 
-from sherd.engine.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import OptimizerError
 from sherd.tensor.ragged import RaggedDTensor
 

@@ -1,0 +1,1 @@
+"""Outside of a step: unsharded copies for the user, and loading."""

@@ -1,0 +1,1 @@
+"""From shard to unsharded and back: all-gathers of weights, reductions of gradients."""

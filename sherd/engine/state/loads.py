@@ -1,0 +1,37 @@
+"""How many elements each rank owns of the tensors that are never cut, over all units whose model has not run yet.
+
+The planner gives the next tensor to the rank that owns least.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as dist
+
+from sherd.comm.mesh import DataMesh
+
+_loads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[int]]] = weakref.WeakKeyDictionary()
+"""By shard group and number of pieces: the elements of each piece of units whose model has not run yet."""
+
+
+EVEN = 1.1
+"""Loads balance if the largest is at most so many times the mean."""
+
+
+def forget_loads(mesh: DataMesh) -> None:
+    """A model over `mesh` is complete: the owners of the next one are chosen as if it were the first."""
+    if mesh.shard_group is not None:
+        _loads.pop(mesh.shard_group, None)
+
+
+def loads_balance(mesh: DataMesh) -> bool:
+    """Whether the ranks own about as much each of the units whose model has not run yet."""
+    loads = _loads.get(mesh.shard_group, {}).get(mesh.num_pieces, []) if mesh.shard_group is not None else []
+    return sum(loads) > 0 and max(loads) * len(loads) <= EVEN * sum(loads)
+
+
+def loads_of(mesh: DataMesh) -> list[int]:
+    """The elements that each piece of `mesh` owns by now: the list that the planner adds to."""
+    assert mesh.shard_group is not None, "parameters are cut over a shard axis"
+    return _loads.setdefault(mesh.shard_group, {}).setdefault(mesh.num_pieces, [0] * mesh.num_pieces)

@@ -1,0 +1,1 @@
+"""What memory a step takes, predicted and measured."""

@@ -1,0 +1,1 @@
+"""What helps a program move from FSDP1 to `fully_shard`."""
