@@ -27,7 +27,7 @@ from .table import Aim, Aims, Figure, Row, row_of_counts
 
 NUM_FAKE_RANKS = 16
 
-# What a rank sends, at least, for one collective over W ranks: which argument's bytes (the whole buffer, all
+# What a rank sends, at least, for one collective over W ranks: which argument's bytes (the unsharded buffer, all
 # ranks' parts), times which multiple of (W - 1) / W. A broadcast's cost is shared out over the ranks.
 WIRE = {
     "c10d::_allgather_base_": (0, 1),

@@ -19,7 +19,7 @@ from sherd.api.placements import PRESETS
 from sherd.engine.run.seal import units_below
 from sherd.memory.sizes import held_by
 from sherd.policy import Level
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 
 from .bytes import MovedBytes
 from .models import Model, Workload, gpt, num_bytes
@@ -158,13 +158,13 @@ def bytes_of(name: str, mesh: DeviceMesh, given: Workload) -> Kept:
     trainee.drop_gradients()
     with sherd.accumulate(trainee.model, 2):
         trainee.forward_backward(trainee.batch(2))
-        unreduced = _held(trainee.model, Kind.GRADIENT_ROWS, Kind.REDUCED)
+        unreduced = _held(trainee.model, MemoryKind.GRADIENT_ROWS, MemoryKind.REDUCED)
         unreduced += sum(_local_bytes(parameter.grad) for parameter in trainee.model.parameters())
         trainee.forward_backward(trainee.batch(3))
     trainee.optimizer.step()
     trainee.drop_gradients()
     state = sum(_local_bytes(value) for each in trainee.optimizer.state.values() for value in each.values())
-    kept = _held(trainee.model, Kind.SHARDS, Kind.WHOLE)
+    kept = _held(trainee.model, MemoryKind.SHARDS, MemoryKind.UNSHARDED)
     least = least_sent(name, unit, num_bytes_of_root(trainee.model, unit), *mesh.mesh.shape)
     sent = sum(moved.sent.values())
     return Kept(*(size / unit for size in (sent, least, kept, gradients, unreduced, state)))
@@ -193,12 +193,12 @@ def _share(num_ranks: int) -> float:
 
 
 def num_bytes_of_root(model: nn.Module, default: float) -> float:
-    """Bytes of the whole parameters of the root unit."""
+    """Bytes of the unsharded parameters of the root unit."""
     root = units_below(model)[0]
     return sum(each.shape.numel() * each.dtype.itemsize for each in root.parameters) if root else default
 
 
-def _held(model: nn.Module, *kinds: Kind) -> float:
+def _held(model: nn.Module, *kinds: MemoryKind) -> float:
     return sum(size for unit in units_below(model) for kind, size in held_by(unit).values() if kind in kinds)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
 from sherd.layout.plan import Wanted, plan
-from sherd.layout.runs import Blocks, Flat, RunPlacement, Whole
+from sherd.layout.runs import Blocks, Flat, Owned, RunPlacement
 
 PAGE = Path(__file__).parent.parent / "docs" / "packing.md"
 
@@ -25,7 +25,7 @@ PLACEMENTS: dict[str, RunPlacement] = {
     "Flat()": Flat(),
     "Blocks(1)": Blocks(1),
     "Blocks(32)": Blocks(32),
-    "Whole()": Whole(),
+    "Owned()": Owned(),
 }
 
 
@@ -95,7 +95,7 @@ class Result:
     @property
     def over_bound(self) -> float:
         """By how much the longest run exceeds the least that any way to cut must have; padding included."""
-        return max(self.packing.rest_numels) / self.bound - 1
+        return max(self.packing.shard_numels) / self.bound - 1
 
 
 @cache
@@ -154,7 +154,7 @@ def sections() -> dict[str, str]:
     """What stands between the page's markers."""
     return {
         "padding": "\n\n".join(table(placement, "padding") for placement in ("Flat()", "Blocks(1)", "Blocks(32)")),
-        "imbalance": "\n\n".join(table(placement, "imbalance") for placement in ("Blocks(1)", "Blocks(32)", "Whole()")),
+        "imbalance": "\n\n".join(table(placement, "imbalance") for placement in ("Blocks(1)", "Blocks(32)", "Owned()")),
         "longest": "\n\n".join(table(placement, "over_bound") for placement in PLACEMENTS),
     }
 

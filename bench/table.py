@@ -59,7 +59,7 @@ class Row:
     unit: str
     values: Mapping[str, float]
     ratios: Mapping[str, float] = field(default_factory=dict)
-    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    shards_replicas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     aim: Aim | Sequence[Aim] | None = None
     remark: str = ""
 
@@ -121,12 +121,12 @@ def ratios_of(values: Mapping[str, float]) -> dict[str, float]:
 
 def spreads_of(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
     """First and third quartile, where there are enough rounds for quartiles."""
-    spreads = {}
+    shards_replicas = {}
     for name, each in ratios.items():
         if len(each) >= 2:
             low, _, high = quantiles(each, n=4, method="inclusive")
-            spreads[name] = (low, high)
-    return spreads
+            shards_replicas[name] = (low, high)
+    return shards_replicas
 
 
 def _with_rival(values: Mapping[str, Any]) -> list[str]:
@@ -175,8 +175,8 @@ def _ratio(row: Row, name: str) -> str:
     if name not in row.ratios:
         return ""
     ratio = f"{row.ratios[name]:.2f}"
-    if name in row.spreads:
-        low, high = row.spreads[name]
+    if name in row.shards_replicas:
+        low, high = row.shards_replicas[name]
         ratio += f" ({low:.2f} to {high:.2f})"
     return ratio
 

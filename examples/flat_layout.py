@@ -1,4 +1,5 @@
-"""What if whole parameters are views of what was gathered, and the optimizer steps whole buffers? Less is copied.
+"""What if unsharded parameters are views of what was gathered, and the optimizer steps whole buffers? Less is
+copied.
 
 The default cuts every tensor on its first dim; Flat cuts one line of all of them. Both train the same model.
 

@@ -28,7 +28,7 @@ from sherd.clip import clip_grad_norm_
 from sherd.engine.state.flat import FlatParameter
 from sherd.errors import SherdError
 from sherd.grad_scaler import ShardedGradScaler
-from sherd.layout.runs import Blocks, Flat, Whole
+from sherd.layout.runs import Blocks, Flat, Owned
 from sherd.memory.report import memory_report, track_memory
 from sherd.optim import flatten_optimizer
 from sherd.policy import (
@@ -70,6 +70,7 @@ __all__ = [
     "OnMesh",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Owned",
     "Placements",
     "PrefetchPolicy",
     "RaggedDTensor",
@@ -84,7 +85,6 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
-    "Whole",
     "accumulate",
     "auto_shard",
     "clip_grad_norm_",

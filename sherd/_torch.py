@@ -56,6 +56,7 @@ __all__ = [
     "dynamo_disabled",
     "fake_tensors",
     "flatten_mesh",
+    "full_of_sharded_tensor",
     "gradient_hooks",
     "gradients_of",
     "has_bytes",
@@ -100,7 +101,6 @@ __all__ = [
     "symmetric_memory",
     "timeout_of",
     "trace_nothing_in",
-    "whole_of_sharded_tensor",
     "will_get_gradient",
 ]
 
@@ -348,8 +348,8 @@ def in_backward() -> bool:
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:
-    """Whether the present backward pass will accumulate a gradient in `leaf`: it is reached, and the pass is none of
-    `torch.autograd.grad`. Nothing public tells (2.11 to 2.13)."""
+    """Whether the present backward pass will accumulate a gradient in `optimizer_param`: it is reached, and the pass is
+    none of `torch.autograd.grad`. Nothing public tells (2.11 to 2.13)."""
     with outside_transforms():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
@@ -640,7 +640,7 @@ def answer_checkpointing(answers: dict[str, Callable[..., Any]]) -> None:
 
 
 def sharded_tensor_of_rows(whole: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """`whole`, which every rank of `group` has, as a `ShardedTensor` of rows, in memory of its own.
+    """`unsharded`, which every rank of `group` has, as a `ShardedTensor` of rows, in memory of its own.
 
     DTensor replaces it; programs written for FSDP1 expect it. Its package has no public name (1.10 to 2.13).
     """
@@ -662,7 +662,7 @@ def sharded_tensor_of_rows(whole: torch.Tensor, group: dist.ProcessGroup) -> Any
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
 
 
-def whole_of_sharded_tensor(
+def full_of_sharded_tensor(
     value: Any, device: torch.device, shards: Sequence[Any] | None = None
 ) -> torch.Tensor | None:
     """The whole of a `ShardedTensor`, on every rank of its group, all of which must ask; None for anything else.
@@ -718,8 +718,8 @@ def splitting_stage() -> Any:
     """The pipeline stage whose module is being called, if it is of torch's own kind, its schedule splits backward into
     a part for inputs and one for parameters, and it does not take the module for torch's FSDP; else None.
 
-    For the second part such a stage looks for whole parameters where sherd shows shards. A stage that has an attribute
-    `shows_whole_parameters` sees to that. A stage tells a module nothing of itself (2.11 to 2.13).
+    For the second part such a stage looks for unsharded parameters where sherd shows shards. A stage that has an
+    attribute `shows_whole_parameters` sees to that. A stage tells a module nothing of itself (2.11 to 2.13).
     """
     if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is None:
         return None

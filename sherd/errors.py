@@ -10,7 +10,7 @@
     ├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
     │   └── PolicyTypeError  TypeError    the same, when the value has the wrong type
     ├── StateError      RuntimeError  a call at a moment when it cannot be served
-    │   ├── ShardedAccessError        whole parameters were needed where only shards were at hand
+    │   ├── ShardedAccessError        unsharded parameters were needed where only shards were at hand
     │   └── WrapperStateError  AssertionError, ValueError    the same, by the wrapper's methods, as in FSDP1
     ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
     │   └── OptimStateError  AssertionError, ValueError    its state does not fit the model it is for
@@ -88,7 +88,7 @@ class StateError(SherdError, RuntimeError):
 
 
 class ShardedAccessError(StateError):
-    """Whole parameters were needed where only shards were at hand."""
+    """Unsharded parameters were needed where only shards were at hand."""
 
 
 class WrapperStateError(StateError, ValueError, AssertionError):

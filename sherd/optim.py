@@ -1,9 +1,9 @@
 """How an optimizer steps few long vectors instead of many short tensors: views of the buffers that hold the shards.
 
 An element-wise optimizer (Adam, SGD with momentum, ...) does the same to every element, so it may as well run over a
-rest buffer, or a run of one, as over the shards in it: one call in the place of hundreds.
+shard buffer, or a run of one, as over the shards in it: one call in the place of hundreds.
 
-    rest buffer     | w1 | w2 | w3 | . | b1 | b2 | n |      what the optimizer is built from: the seven shards
+    shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |      what the optimizer is built from: the seven shards
     what is stepped |     run 0    |   |    run 1    |      two hyper-parameter classes (weight decay, none)
 
 The optimizer keeps its class, its parameter groups and its per-parameter state, as views of the runs' states, so that
@@ -56,7 +56,7 @@ NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
-    """Let `optimizer` step runs of the rest buffers, one per group of parameters and hyper-parameter class.
+    """Let `optimizer` step runs of the shard buffers, one per group of parameters and hyper-parameter class.
 
     Call it once, before a scheduler is built around the optimizer, which may have stepped before, or have loaded a
     state. Parameters that are not sharded are stepped as before. In a step where some gradients are missing, the runs
@@ -94,7 +94,7 @@ def _require_flat_form(optimizer: Optimizer, kind: type[Optimizer], elementwise:
     if isinstance(optimizer, NOT_ELEMENTWISE):
         raise OptimizerError(
             f"{kind.__name__} looks at whole tensors, rows or indices, and would compute something else on a flat "
-            "buffer; leave it as it is (under placement=Whole() each tensor has one owner)"
+            "buffer; leave it as it is (under placement=Owned() each tensor has one owner)"
         )
     if not (elementwise or _is_known(kind)):
         raise OptimizerError(
@@ -271,7 +271,7 @@ def _units_of(parameters: Iterable[nn.Parameter]) -> list[Unit]:
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:
-    """The groups that have the unit's shards in a rest buffer."""
+    """The groups that have the unit's shards in a shard buffer."""
     return [] if unit is None else [each.group for each in unit.weights if not each.group.gathers_itself]
 
 

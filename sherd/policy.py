@@ -122,7 +122,8 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer's state rest in host memory; whole parameters on the mesh's device.
+    """Shards, their gradients and so the optimizer's state rest in host memory; unsharded parameters on the mesh's
+    device.
 
     On a CPU mesh that is where everything is anyway.
 
@@ -323,8 +324,8 @@ class UnitPolicy:
     `reshard_after_forward` is None for "the root keeps its parameters for backward, others do not". The prefetch lists
     hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks. `reduce_buffers` None
     means 1 with streams; without, 0: a reduction is settled at once, as it would take its time from compute anyway.
-    `accumulates_whole`, `accumulates_copies`: of a step's backwards only the last one reduces over the shard axis, or
-    over the replicate axis, where the user says which one that is (`sherd.accumulate`), which `accumulation` counts.
+    `accumulates_unsharded`, `accumulates_copies`: of a step's backwards only the last one reduces over the shard axis,
+    or over the replicate axis, where the user says which one that is (`sherd.accumulate`), which `accumulation` counts.
     `all_reduce` is the user's own way to sum over the replicate axis, in place. `notices_replaced`: before a gather,
     look for parameters that the user has put in the place of shards, and take their values.
     """
@@ -334,7 +335,7 @@ class UnitPolicy:
     unshard_in_backward: bool = True
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
-    accumulates_whole: bool = False
+    accumulates_unsharded: bool = False
     accumulates_copies: bool = True
     accumulation: CountsBackwards | None = None
     reduce_unused: bool = False

@@ -204,7 +204,7 @@ def drawn_in_layouts(placement):
 
 
 @pytest.mark.parametrize(
-    "placement", [sherd.Flat(), sherd.Blocks(2), sherd.Whole()], ids=lambda each: type(each).__name__
+    "placement", [sherd.Flat(), sherd.Blocks(2), sherd.Owned()], ids=lambda each: type(each).__name__
 )
 def test_the_drawings_of_layouts_show_what_comes_out(placement):
     wanted = [Wanted(shape, placement, name) for name, shape in (("w", (5, 32)), ("v", (3, 16)), ("b", (48,)))]

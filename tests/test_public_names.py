@@ -35,13 +35,13 @@ OURS = {
     "FSDPExtensions",
     "Flat",
     "OnMesh",
+    "Owned",
     "Placements",
     "PrefetchPolicy",
     "RaggedDTensor",
     "ShardedForm",
     "ShardedGradScaler",
     "SherdError",
-    "Whole",
     "__version__",
     "accumulate",
     "auto_shard",
@@ -203,3 +203,9 @@ def test_every_public_name_says_what_it_is():
         assert inspect.getdoc(getattr(sherd, name)), name
     for name in METHODS:
         assert inspect.getdoc(getattr(sherd.FSDPModule, name)), name
+
+
+def test_a_name_that_was_changed_is_still_there_and_says_what_it_is_called_now():
+    with pytest.warns(FutureWarning, match="sherd.Whole is called sherd.Owned now"):
+        assert sherd.Whole is sherd.Owned
+    assert "Whole" not in sherd.__all__

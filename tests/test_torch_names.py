@@ -771,10 +771,10 @@ def sharded_tensor_made() -> list[object]:
     made = _torch.sharded_tensor_of_rows(whole, group)
     (mine,) = made.local_shards()
     few = _torch.sharded_tensor_of_rows(whole[:1], group)
-    back = [_torch.whole_of_sharded_tensor(each, CPU).tolist() for each in (made, few)]
+    back = [_torch.full_of_sharded_tensor(each, CPU).tolist() for each in (made, few)]
     assert back == [whole.tolist(), whole[:1].tolist()]
-    assert _torch.whole_of_sharded_tensor(whole, CPU) is None
-    assert _torch.whole_of_sharded_tensor(made, CPU, few.local_shards())[:1].tolist() == whole[:1].tolist()
+    assert _torch.full_of_sharded_tensor(whole, CPU) is None
+    assert _torch.full_of_sharded_tensor(made, CPU, few.local_shards())[:1].tolist() == whole[:1].tolist()
     assert [_torch.is_sharded_tensor(each) for each in (made, whole)] == [True, False]
     return [tuple(made.metadata().size), mine.metadata.shard_offsets, mine.tensor.tolist(), len(few.local_shards())]
 
@@ -786,7 +786,7 @@ def test_sharded_tensor_of_rows__gives_each_rank_its_chunk(world):
     ]
 
 
-def test_whole_of_sharded_tensor__puts_the_shards_together(world):
+def test_full_of_sharded_tensor__puts_the_shards_together(world):
     world(2).run(sharded_tensor_made)
 
 

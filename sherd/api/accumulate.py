@@ -24,7 +24,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
 
     Backwards before the last reduce over the axes only over which gradients are sharded: with HSDP each reduces within
     a replica, and the last one over the replicas; with ZeRO-1 and DDP only the last one reduces at all
-    (`Placements.gradient`). Parameters that are kept whole, or of which replicas own pieces, are brought up to date
+    (`Placements.gradient`). Parameters that are kept unsharded, or of which replicas own pieces, are brought up to date
     once; outside this context that is done at every forward, as somebody may have written them. Sums over replicas wait
     in the parameters' dtype, whatever the reduce dtype. Losses are not divided: that is the caller's choice.
 

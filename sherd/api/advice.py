@@ -60,10 +60,10 @@ def of_no_gradients(rank: int, dtype: torch.dtype) -> None:
 
 
 def of_many_copies() -> None:
-    """Whole parameters were asked for in host memory, of every rank."""
+    """Unsharded parameters were asked for in host memory, of every rank."""
     _warn(
-        "offload_to_cpu=True with rank0_only=False: every rank of a host copies all whole parameters into the memory "
-        "that they share; pass rank0_only=True if one copy is enough",
+        "offload_to_cpu=True with rank0_only=False: every rank of a host copies all unsharded parameters into the "
+        "memory that they share; pass rank0_only=True if one copy is enough",
         frames=1,
     )
 

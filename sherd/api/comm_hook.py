@@ -49,7 +49,7 @@ class _Hooked(ReduceScatter):
     ) -> dist.Work | None:
         """Done when it returns."""
         reduced = _reduced_group(self._unit)
-        numel = reduced.rest_numel
+        numel = reduced.shard_numel
         # The rows are used again, or are autograd's own gradient, which others may still read: the hook gets a copy.
         parts = input_tensor.view(reduced.packing.num_ranks, -1)[:, :numel].clone()
         for rank, part in enumerate(parts):
@@ -72,7 +72,7 @@ def _all_reduce(unit: Unit, state: object, hook: Hook) -> Callable[[torch.Tensor
 
     def run(sums: torch.Tensor) -> None:
         reduced = _reduced_group(this)
-        numel = reduced.rest_numel
+        numel = reduced.shard_numel
         gradient = sums[:numel]
         _clear_gaps(reduced, 0, gradient)
         hook(state, gradient)
@@ -131,7 +131,7 @@ def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place:
 def _require_room(unit: Unit) -> None:
     if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
         raise WrapperStateError(f"A communication hook is already registered for unit {unit.name}; register one, once")
-    if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.spreads):
+    if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.shards_replicas):
         raise PolicyError(
             f"Communication hook is not supported for hybrid strategies: unit {unit.name} is cut into "
             f"{unit.mesh.num_pieces} over {unit.mesh.num_shards} x {unit.mesh.num_replicas} ranks; use "

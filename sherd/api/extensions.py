@@ -28,7 +28,7 @@ from sherd.engine.state.tensor_parallel import beside, own_spec
 from sherd.errors import PlacementError, PolicyTypeError, UnsupportedError
 from sherd.layout.placement import Cut
 from sherd.layout.placement import Replicate as Copies
-from sherd.layout.placement import Shard as Rows
+from sherd.layout.placement import Shard as ReduceBuffer
 from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, local_part
@@ -50,7 +50,7 @@ class FSDPExtensions(ABC):
     @abstractmethod
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
         """Of `tensor`, all of what `pre_flatten_transform` returned, the parameter: with the same memory, as the next
-        gather refills it. Asked when a whole buffer is made, and for each state dict."""
+        gather refills it. Asked when an unsharded buffer is made, and for each state dict."""
 
     @abstractmethod
     def chunk_tensor(
@@ -62,7 +62,7 @@ class FSDPExtensions(ABC):
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> Any:
-        """Of a whole parameter what `rank`, of the `world_size` in `pg`, has in a sharded state dict of the form
+        """Of an unsharded parameter what `rank`, of the `world_size` in `pg`, has in a sharded state dict of the form
         `SHARDED_TENSOR`. `tensor` is a DTensor if the parameter was one."""
 
     @abstractmethod
@@ -215,7 +215,7 @@ def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) ->
 def restored(
     extensions: FSDPExtensions, extension: Any, whole: DTensorSpec, name: str, plain: torch.Tensor
 ) -> torch.Tensor:
-    """The parameter that lies as `whole` says, around `plain`, as the user's extensions make it.
+    """The parameter that lies as `unsharded` says, around `plain`, as the user's extensions make it.
 
     Raises:
         PlacementError: it lies otherwise, or in other memory.
@@ -241,4 +241,4 @@ def has_own(extensions: FSDPExtensions, method: str) -> bool:
 
 def _rows(shape: tuple[int, ...], num_ranks: int) -> Cut:
     name = "a parameter of a state dict"
-    return Rows(0).cut(shape, num_ranks, name) if shape else Copies().cut(shape, num_ranks, name)
+    return ReduceBuffer(0).cut(shape, num_ranks, name) if shape else Copies().cut(shape, num_ranks, name)

@@ -51,9 +51,9 @@ class ShardingStrategy(Enum):
     """What is sharded, and over which ranks."""
 
     FULL_SHARD = auto()
-    """Parameters, gradients and optimizer state; whole parameters are freed after forward and after backward."""
+    """Parameters, gradients and optimizer state; unsharded parameters are freed after forward and after backward."""
     SHARD_GRAD_OP = auto()
-    """The same, but whole parameters are kept from forward to backward."""
+    """The same, but unsharded parameters are kept from forward to backward."""
     NO_SHARD = auto()
     """Nothing: every rank holds everything, gradients are all-reduced, as in `DistributedDataParallel`."""
     HYBRID_SHARD = auto()
@@ -68,7 +68,7 @@ class ShardingStrategy(Enum):
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether whole parameters are freed between forward and backward."""
+        """Whether unsharded parameters are freed between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 

@@ -14,7 +14,7 @@ from sherd.api.module import FSDPModule, checked_reshard, require_divides, swap_
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
 from sherd.comm.mesh import DataMesh, data_mesh
 from sherd.engine.build.build import is_taken, make_unit
-from sherd.engine.build.sharding import Wish
+from sherd.engine.build.sharding import ShardingRequest
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.ownership import Found, belongings
@@ -87,11 +87,11 @@ def fully_shard(
         module: a module, or a list of modules to be gathered and freed as one unit.
         mesh: a 1-D mesh shards; a 2-D mesh `(replicate, shard)` with names shards over its second axis and
             replicates over its first (HSDP). None: all ranks of the default process group.
-        reshard_after_forward: True frees the whole parameters after forward and gathers them again for backward;
+        reshard_after_forward: True frees the unsharded parameters after forward and gathers them again for backward;
             False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's
             gather is among k. None: False for the root, True for others.
         shard_placement_fn: given a parameter, how to cut it: torch's `Shard(dim)`, on any dim, even or not; `Flat()`,
-            `Blocks(rows)` or `Whole()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for
+            `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for
             `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs.
         offload_policy: where shards rest; `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory.
@@ -100,8 +100,8 @@ def fully_shard(
             are DTensors on it keep their placement on the other axes.
         prefetch_policy: how far gathers run ahead, in units and in bytes; the root's holds for the model. Beyond torch.
         placement: how this unit's parameters are cut; None means `Shard(0)`, and a copy on every rank for scalars.
-            Under `Flat`, `Blocks` and `Whole` whole parameters are views of what was gathered, so nothing is copied,
-            and shards are `RaggedDTensor`s. Beyond torch.
+            Under `Flat`, `Blocks` and `Owned` unsharded parameters are views of what was gathered, so nothing is
+            copied, and shards are `RaggedDTensor`s. Beyond torch.
         comm_policy: how bytes travel. Beyond torch.
         placements: what of parameters, gradients and optimizer state is sharded over which axis of the mesh, as
             `Placements(...)` or by name, cut as `placement`: "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp" and
@@ -209,7 +209,7 @@ class _Wishes:
         self._reshard = reshard_after_forward
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
-    def __call__(self, found: Found) -> Wish:
+    def __call__(self, found: Found) -> ShardingRequest:
         """What is wanted of one parameter.
 
         Raises:
@@ -221,13 +221,13 @@ class _Wishes:
         if isinstance(asked, OnMesh):
             mesh, asked = self._other_mesh(asked, found.name), asked.placement
         if asked is None:
-            return Wish(rule_of(self._default, found.parameter), mesh)
+            return ShardingRequest(rule_of(self._default, found.parameter), mesh)
         if not is_cut(asked):
             raise PlacementError(
                 f"{found.name}: shard_placement_fn returned {asked!r}; {EXPECTED}, one of them OnMesh(...), or None "
                 "for the unit's"
             )
-        return Wish(Shard(asked.dim) if isinstance(asked, ShardSpec) else asked, mesh)
+        return ShardingRequest(Shard(asked.dim) if isinstance(asked, ShardSpec) else asked, mesh)
 
     def _other_mesh(self, asked: OnMesh, name: str) -> DataMesh:
         key = id(asked.mesh), asked.dp_mesh_dims

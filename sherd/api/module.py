@@ -28,7 +28,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Go on only with the whole parameters in place; they are shown on the module.
+        """Go on only with the unsharded parameters in place; they are shown on the module.
 
         Nothing is left to wait for once a forward has done so, or `reshard()` has given the gather up.
         """
@@ -60,14 +60,14 @@ class FSDPModule(_Module):
             async_op: return a handle at once; the unit's next forward waits for it too.
 
         Returns:
-            The handle if `async_op`, else None, with the whole parameters shown on the module.
+            The handle if `async_op`, else None, with the unsharded parameters shown on the module.
         """
         unit = self._sherd_own_unit
         self._sherd_own_runtime.unshard(unit, wait=not async_op)
         return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
-        """Free this unit's whole parameters and show the shards; not those of units below it."""
+        """Free this unit's unsharded parameters and show the shards; not those of units below it."""
         unit = self._sherd_own_unit
         runtime = runtime_over(unit)
         if runtime is not None:
@@ -94,7 +94,7 @@ class FSDPModule(_Module):
         self._sherd_own_runtime.expect_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they are kept whole, in the reduce dtype, and added up."""
+        """Whether backward reduces gradients. If not, they are kept unsharded, in the reduce dtype, and added up."""
         require_bool("set_requires_gradient_sync({})", requires_gradient_sync)
         self._sherd_change(
             recurse, reduce_gradients=requires_gradient_sync, all_reduce_gradients=requires_gradient_sync
@@ -159,7 +159,7 @@ class FSDPModule(_Module):
     # Parameters
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
-        """What becomes of whole parameters after forward, as `fully_shard(reshard_after_forward=...)`; an int too."""
+        """Set what becomes of unsharded parameters after forward, as `fully_shard(reshard_after_forward=...)` does."""
         value = checked_reshard(reshard_after_forward)
         if value is None:
             raise PolicyTypeError("set_reshard_after_forward(None): expected a bool or an int")
@@ -169,7 +169,7 @@ class FSDPModule(_Module):
         self._sherd_change(recurse, reshard_after_forward=value)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters are freed after backward; if not, the next forward needs no all-gather."""
+        """Whether unsharded parameters are freed after backward; if not, the next forward needs no all-gather."""
         require_bool("set_reshard_after_backward({})", reshard_after_backward)
         self._sherd_change(recurse, reshard_after_backward=reshard_after_backward)
 
@@ -238,7 +238,7 @@ class FSDPModule(_Module):
     # nn.Module's own, on shards
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As nn.Module's, and on the shards even while whole parameters are shown: kept ones, or left by an error."""
+        """Like nn.Module's, on the shards, also while unsharded parameters are shown (kept, or left by an error)."""
         modules = {id(each) for each in self.modules()}
         for unit in self._sherd_units(recurse=True):
             unit.zero_grad(set_to_none, modules)
@@ -249,7 +249,7 @@ class FSDPModule(_Module):
         unit = self._sherd_own_unit
         unit.show_shards()
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        unit.reseat()
+        unit.rebind()
         unit.shards_written()
         return result
 
@@ -288,7 +288,7 @@ def _require_even(unit: Unit, method: str) -> None:
     for group in (weights.group for weights in unit.weights):
         if not group.packing.is_even:
             raise PolicyError(
-                f"{method}: the ranks hold parts of unequal length of {group.name} (Blocks or Whole), and a "
+                f"{method}: the ranks hold parts of unequal length of {group.name} (Blocks or Owned), and a "
                 "custom collective is given equal ones; shard the unit as Flat() or Shard(0)"
             )
 
@@ -317,10 +317,10 @@ def require_divides(reshard: bool | int | None, mesh: DataMesh) -> None:
     if reshard is None or isinstance(reshard, bool):
         return
     num_shards = mesh.num_shards
-    if mesh.keeps_whole:
+    if mesh.keeps_unsharded:
         raise PolicyError(
-            f"reshard_after_forward={reshard}: by its placements every rank keeps whole parameters; leave it out, or "
-            "shard them (zero3, hsdp, hfsdp)"
+            f"reshard_after_forward={reshard}: by its placements every rank keeps unsharded parameters; leave it out, "
+            "or shard them (zero3, hsdp, hfsdp)"
         )
     if reshard < 1 or num_shards % reshard:
         raise PolicyError(
@@ -388,7 +388,7 @@ def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
 
 
 def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, with an error that says what to do when it finds shards where it needs whole parameters."""
+    """`method`, with an error that says what to do when it finds shards where it needs unsharded parameters."""
 
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ class Placements:
     """How parameters, gradients and optimizer state are placed over each data-parallel axis.
 
     Each is one placement, or a sequence of one per axis in the mesh's order (the outer, replicate axis first); torch's
-    `Replicate()`, or how everything is cut: `Shard(dim)`, `Flat()`, `Blocks(rows)`, `Whole()`, the same wherever it is
+    `Replicate()`, or how everything is cut: `Shard(dim)`, `Flat()`, `Blocks(rows)`, `Owned()`, the same wherever it is
     not `Replicate()`. What may stand together over one axis:
 
         parameter   gradient    optimizer                                              over one axis, alone
@@ -117,7 +117,7 @@ def _per_axis(name: str, given: Any) -> tuple[AxisPlacement, ...]:
     for each in placements:
         if isinstance(each, type) or not isinstance(each, AxisPlacement):
             raise PolicyTypeError(
-                f"Placements({name}=...): expected Replicate(), Shard(dim), Flat(), Blocks(rows) or Whole(), one or a "
+                f"Placements({name}=...): expected Replicate(), Shard(dim), Flat(), Blocks(rows) or Owned(), one or a "
                 f"sequence of one per data-parallel axis, got {each!r}"
             )
     return placements
@@ -171,7 +171,7 @@ def rule_of(cut: ShardSpec | RunPlacement | None, parameter: nn.Parameter) -> An
     return cut
 
 
-EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Whole()"
+EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Owned()"
 
 
 def is_cut(value: Any) -> bool:
@@ -207,13 +207,13 @@ class Strategy:
         lowest = Level.COPIES if self.levels is None else min(self.levels)
         if self._highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):
             raise PolicyError(
-                f"reshard_after_forward={reshard_after_forward}: by its placements every rank keeps whole parameters; "
-                "leave it out, or shard them (zero3, hsdp, hfsdp)"
+                f"reshard_after_forward={reshard_after_forward}: by its placements every rank keeps unsharded "
+                "parameters; leave it out, or shard them (zero3, hsdp, hfsdp)"
             )
         return UnitPolicy(
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
-            accumulates_whole=self._highest < Level.GRADIENTS,
+            accumulates_unsharded=self._highest < Level.GRADIENTS,
             accumulates_copies=lowest < Level.GRADIENTS,
         )
 

@@ -1,4 +1,4 @@
-"""`replicate`: every rank keeps whole parameters, gradients are all-reduced (DDP), with the methods of a sharded
+"""`replicate`: every rank keeps unsharded parameters, gradients are all-reduced (DDP), with the methods of a sharded
 module."""
 
 from __future__ import annotations

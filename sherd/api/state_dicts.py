@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import (
     asked_by_checkpointing,
+    full_of_sharded_tensor,
     is_sharded_tensor,
     local_tensor,
     spec_of,
-    whole_of_sharded_tensor,
 )
 from sherd.api.extensions import FSDPExtensions, has_own
 from sherd.api.fsdp1 import ShardingStrategy
@@ -41,9 +41,9 @@ from sherd.api.state_dict_type import (
     settings_of,
 )
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
-from sherd.checkpoint.relayout import around, lies_as, on_mesh_device, whole_of
+from sherd.checkpoint.relayout import around, full_of, lies_as, on_mesh_device
 from sherd.comm.mesh import DataMesh, permuted
-from sherd.engine.between.unsharded import whole_copies
+from sherd.engine.between.unsharded import unsharded_copies
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
@@ -165,7 +165,7 @@ def _after_save(wrapper: Any, state_dict: dict[str, Any], prefix: str, local_met
     if kind is StateDictType.FULL_STATE_DICT:
         rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
         shown = not _lends_elsewhere(unit) and (not rank0_only or wrapper.rank == 0)
-        _put_whole(state_dict, wrapper, contents, shown, config.offload_to_cpu)
+        _put_full(state_dict, wrapper, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
     elif kind is StateDictType.LOCAL_STATE_DICT:
         hidden = _put_flat(state_dict, unit, contents, prefix)
@@ -209,16 +209,16 @@ def _lends_elsewhere(unit: Unit) -> bool:
     return unit.lent is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
 
 
-def _put_whole(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, shown: bool, on_host: bool) -> None:
+def _put_full(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, shown: bool, on_host: bool) -> None:
     """Whole tensors in the place of shards. Collective over the shard axis, if the parameters are not lent; under
     tensor parallelism over its axes too."""
     unit = _unit(wrapper)
-    wholes = _wholes(unit, contents, shown, on_host)
+    fulls = _unsharded_copies(unit, contents, shown, on_host)
     if has_own(wrapper._sherd_extensions, "all_gather_dtensor") and unit.lent is None:
         for record in wrapper._sherd_extended:
             gathered = _gathered(wrapper, record, record.shard.detach())
-            wholes.update({record: gathered} if shown else {})
-    plain = {each: whole_of(its) if isinstance(its, DTensor) else its for each, its in wholes.items()}
+            fulls.update({record: gathered} if shown else {})
+    plain = {each: full_of(its) if isinstance(its, DTensor) else its for each, its in fulls.items()}
     _put(state_dict, contents, plain)
 
 
@@ -233,21 +233,23 @@ def _gathered(wrapper: Any, record: ShardedParameter, shards: Any) -> torch.Tens
     """A tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
     extensions = wrapper._sherd_extensions
     part = extensions.all_gather_dtensor(shards, record.shard_spec.mesh)
-    whole: torch.Tensor = extensions.post_unflatten_transform(part, wrapper._sherd_extended[record])
-    return whole
+    full: torch.Tensor = extensions.post_unflatten_transform(part, wrapper._sherd_extended[record])
+    return full
 
 
-def _wholes(unit: Unit, contents: _Contents, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
+def _unsharded_copies(
+    unit: Unit, contents: _Contents, shown: bool, on_host: bool
+) -> dict[ShardedParameter, torch.Tensor]:
     if unit.lent is None:
-        wholes = whole_copies(unit, shown, on_host)
+        fulls = unsharded_copies(unit, shown, on_host)
     else:
-        wholes = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}
+        fulls = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}
     for record in dict.fromkeys(contents.parameters.values()):
         if record.owner is not unit:
             # Another wrapper's, used here too; all ranks go through them in one order.
             shard: Any = record.shard.detach()
-            wholes[record] = shard.full_tensor() if record.lent is None else record.lent.detach().clone()
-    return wholes
+            fulls[record] = shard.full_tensor() if record.lent is None else record.lent.detach().clone()
+    return fulls
 
 
 def _keep_lent_shards(state_dict: dict[str, Any], contents: _Contents) -> None:
@@ -262,7 +264,7 @@ def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefi
     """The flat parameter ahead of the rest; returns the names that it stands for. Of a unit without one, nothing."""
     if not unit.parameters or unit.parameters[0].flat is None:
         return set()
-    flat: Any = unit.parameters[0].leaf
+    flat: Any = unit.parameters[0].optimizer_param
     after = [(key, state_dict.pop(key)) for key in list(state_dict) if key.startswith(prefix)]
     state_dict[prefix + FLAT_PARAM] = as_dtensor(local_tensor(flat).detach(), spec_of(flat))
     state_dict.update(after)
@@ -272,18 +274,18 @@ def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefi
 def _put_rows(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, form: ShardedForm, on_host: bool) -> None:
     """Rows of each parameter, cut as `torch.chunk` does. Collective over the shard axis."""
     mesh, extensions = _unit(wrapper).mesh, wrapper._sherd_extensions
-    wholes = _wholes(_unit(wrapper), contents, True, on_host)
-    _put(state_dict, contents, {each: _rows_of(its, mesh, extensions, form) for each, its in wholes.items()})
+    fulls = _unsharded_copies(_unit(wrapper), contents, True, on_host)
+    _put(state_dict, contents, {each: _rows_of(its, mesh, extensions, form) for each, its in fulls.items()})
 
 
-def _rows_of(whole: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, form: ShardedForm) -> Any:
+def _rows_of(full: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, form: ShardedForm) -> Any:
     assert mesh.shard_axis is not None and mesh.shard_group is not None, "a wrapper that is sharded has a shard axis"
     if form is ShardedForm.SHARDED_TENSOR:
         per_node = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-        return extensions.chunk_tensor(whole, mesh.shard_rank, mesh.num_shards, per_node, mesh.shard_group)
+        return extensions.chunk_tensor(full, mesh.shard_rank, mesh.num_shards, per_node, mesh.shard_group)
     shard_last = mesh.shard_axis == mesh.mesh.ndim - 1
     rows_over = mesh.mesh if shard_last else permuted(mesh.mesh, (1 - mesh.shard_axis, mesh.shard_axis))
-    return extensions.chunk_dtensor(whole, mesh.shard_rank, rows_over)
+    return extensions.chunk_dtensor(full, mesh.shard_rank, rows_over)
 
 
 def _finish_buffers(state_dict: dict[str, Any], contents: _Contents, kind: StateDictType) -> None:
@@ -338,15 +340,15 @@ def _taken_up(wrapper: Any, record: ShardedParameter, given: Any) -> Any:
     extensions, spec = wrapper._sherd_extensions, record.shard_spec
     if is_sharded_tensor(given):
         inner, shards = extensions.pre_load_state_dict_transform(given)
-        whole = whole_of_sharded_tensor(inner, record.mesh.device, shards)
+        full = full_of_sharded_tensor(inner, record.mesh.device, shards)
         is_part = inner is not given and record in wrapper._sherd_extended
-        return extensions.post_unflatten_transform(whole, wrapper._sherd_extended[record]) if is_part else whole
+        return extensions.post_unflatten_transform(full, wrapper._sherd_extended[record]) if is_part else full
     if record not in wrapper._sherd_extended or not isinstance(given, DTensor) or lies_as(given, spec):
         return given
     if given.shape != spec.shape or given.device_mesh != spec.mesh or not _same_beside(given, record):
         return given
-    whole = _gathered(wrapper, record, on_mesh_device(given))
-    return around(record.part_of(local_part(whole)).detach().clone(), spec)
+    full = _gathered(wrapper, record, on_mesh_device(given))
+    return around(record.part_of(local_part(full)).detach().clone(), spec)
 
 
 def _same_beside(given: DTensor, record: ShardedParameter) -> bool:

@@ -1,4 +1,4 @@
-"""How does a user work with whole parameters outside forward and backward? `unsharded`, for both front ends."""
+"""How does a user work with unsharded parameters outside forward and backward? `unsharded`, for both front ends."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def unsharded(
             tied parameter of these are lent with them.
         writeback: keep changes: values, replaced parameters of the same shape (`module.weight = nn.Parameter(...)`),
             `requires_grad`, and, with `with_grads`, gradients.
-        rank0_only: only rank 0 of the shard axis sees whole parameters, others see their shards.
-        offload_to_cpu: the whole parameters are in host memory, one unit at a time on its way there.
+        rank0_only: only rank 0 of the shard axis sees unsharded parameters, others see their shards.
+        offload_to_cpu: the unsharded parameters are in host memory, one unit at a time on its way there.
         with_grads: `.grad` of each parameter is whole too; None where it has none. Otherwise it is None inside.
 
     Raises:

@@ -34,7 +34,7 @@ from sherd.api.unsharded import unsharded
 from sherd.clip import clip_grad_norm_
 from sherd.comm.mesh import DataMesh
 from sherd.engine.build.build import is_taken, make_unit
-from sherd.engine.build.sharding import Wish
+from sherd.engine.build.sharding import ShardingRequest
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.ownership import Belongings, belongings
@@ -54,7 +54,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         module: the module to wrap.
         process_group: the ranks that shard; for hybrid strategies a pair: those that shard, and those that hold copies.
             None: all ranks.
-        sharding_strategy: what is sharded, and when whole parameters are freed. None: `FULL_SHARD`. Beyond torch:
+        sharding_strategy: what is sharded, and when unsharded parameters are freed. None: `FULL_SHARD`. Beyond torch:
             `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
@@ -163,7 +163,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             [self],
             found,
             mesh,
-            lambda each: Wish(rule_of(cut, each.parameter), mesh),
+            lambda each: ShardingRequest(rule_of(cut, each.parameter), mesh),
             choices.precision,
             choices.offload,
             choices.policy,
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         }
         if has_own(self._sherd_extensions, "post_unflatten_transform"):
             for record, extension in self._sherd_extended.items():
-                whole = record.whole_spec
+                whole = record.unsharded_spec
                 assert whole is not None, "only a DTensor is extended"
                 record.restore_with(partial(restored, self._sherd_extensions, extension, whole, record.name))
         if found.owned and not choices.use_orig_params:
@@ -252,7 +252,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
                     "and wrap it then"
                 )
         for record in unit.parameters:
-            if steps_in_backward(record.leaf):
+            if steps_in_backward(record.optimizer_param):
                 raise UnsupportedError(
                     f"{record.name} has optimizers that are to step in backward, from _apply_optimizer_in_backward; "
                     "nothing would call them: step an optimizer of model.parameters() after the backward"
@@ -314,7 +314,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """Whether this is the outermost unit. Asked before the first forward, it is until a unit above runs."""
         return self._sherd_own_runtime.root is self._sherd_own_unit
 
-    # Whole parameters
+    # Unsharded parameters
 
     @staticmethod
     @contextmanager
@@ -363,7 +363,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Backwards inside do not reduce: gradients are kept whole and added up, until a backward outside.
+        """Backwards inside do not reduce: gradients are kept unsharded and added up, until a backward outside.
 
         Raises:
             RuntimeError: on an instance that is not the root (a `StateError`).

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd.checkpoint.catalog import Owned
+from sherd.checkpoint.catalog import NamedState
 from sherd.checkpoint.relayout import around, local_shape
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
@@ -45,7 +45,7 @@ ALIKE = "a plain tensor of the shape of this rank's part"
 """A part too, if all ranks say so of theirs; else it is of this shape by chance."""
 
 
-def _sign(value: Any, owned: Owned) -> Sign:
+def _sign(value: Any, owned: NamedState) -> Sign:
     if isinstance(value, DTensor) and value.shape == owned.parameter.shape:
         return Sign(PARTS, value.dtype)
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim():
@@ -57,7 +57,7 @@ def _sign(value: Any, owned: Owned) -> Sign:
     return Sign(OTHER, None, type(value).__name__)
 
 
-def agree(owned: list[Owned], states: dict[int, State]) -> None:
+def agree(owned: list[NamedState], states: dict[int, State]) -> None:
     """See to it that all ranks have the same keys for everything in `owned`, and DTensors for what is cut as it is.
 
     `states` are by the id of the Owned. All ranks that shard it must call it.
@@ -65,7 +65,7 @@ def agree(owned: list[Owned], states: dict[int, State]) -> None:
     Raises:
         OptimStateError: they differ where they hold something. On all of them.
     """
-    by_mesh: dict[DataMesh | None, list[Owned]] = {}
+    by_mesh: dict[DataMesh | None, list[NamedState]] = {}
     for each in owned:
         if each.spec is not None:
             by_mesh.setdefault(_mesh_of(each), []).append(each)
@@ -79,7 +79,7 @@ def agree(owned: list[Owned], states: dict[int, State]) -> None:
                 states[id(each)] = state
 
 
-def _mesh_of(owned: Owned) -> DataMesh | None:
+def _mesh_of(owned: NamedState) -> DataMesh | None:
     record = record_of(owned.parameter)
     return None if record is None else record.mesh
 
@@ -90,12 +90,12 @@ def _told_by_all(told: list[list[Outline]], group: dist.ProcessGroup) -> list[li
     return [each for its in by_rank for each in its]
 
 
-def _outline(owned: Owned, state: State | None) -> Outline:
+def _outline(owned: NamedState, state: State | None) -> Outline:
     signs = None if state is None else {key: _sign(value, owned) for key, value in state.items()}
     return Outline(local_shape(owned).numel(), signs)
 
 
-def _completed(owned: Owned, state: State | None, told: list[Outline]) -> State | None:
+def _completed(owned: NamedState, state: State | None, told: list[Outline]) -> State | None:
     """`state` with all that some rank has, in the order in which the first one has it."""
     having = [rank for rank, each in enumerate(told) if each.signs]
     if not having:
@@ -133,14 +133,14 @@ def _resolved(told: list[Outline]) -> list[Outline]:
     ]
 
 
-def _as_told(value: Any, owned: Owned, sign: Sign) -> Any:
+def _as_told(value: Any, owned: NamedState, sign: Sign) -> Any:
     if sign.kind != PARTS or isinstance(value, DTensor):
         return value
     assert owned.spec is not None, "what is plain is not agreed on"
     return around(value, owned.spec)
 
 
-def _check(owned: Owned, rank: int, told: Outline, expected: dict[str, Sign], first: int) -> None:
+def _check(owned: NamedState, rank: int, told: Outline, expected: dict[str, Sign], first: int) -> None:
     name = owned.names[0]
     for key, sign in expected.items():
         found = None if told.signs is None else told.signs.get(key)
@@ -161,7 +161,7 @@ def _said(sign: Sign) -> str:
     return sign.kind + dtype if sign.kind == PARTS else f"{sign.value}{dtype}"
 
 
-def _made(owned: Owned, sign: Sign) -> Any:
+def _made(owned: NamedState, sign: Sign) -> Any:
     if sign.kind == PARTS:
         assert owned.spec is not None, "what is plain is not agreed on"
         device = owned.parameter.device

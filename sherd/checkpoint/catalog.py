@@ -32,8 +32,8 @@ class Member:
     for a plain parameter.
 
     `extent` is where this rank's part is in that of the flat parameter it was merged into, and `start` where it begins
-    in all of that; None if it is owned itself. `part` is the shape that it has there, and `whole` what DTensor it is
-    part of: None, unless it is tensor parallel.
+    in all of that; None if it is owned itself. `part` is the shape that it has there, and `unsharded` what DTensor it
+    is part of: None, unless it is tensor parallel.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Member:
     extent: Extent | None = None
     start: int | None = None
     part: torch.Size | None = None
-    whole: DTensorSpec | None = None
+    full: DTensorSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Owned:
+class NamedState:
     """What an optimizer owns, and the parameters of the model that this is: one, or those that were merged into it.
 
     `path` is what `model.named_parameters()` calls it.
@@ -73,7 +73,7 @@ class Owned:
         return spec_of(self.parameter) if isinstance(self.parameter, DTensor) else None
 
 
-Groups = list[list[Owned]]
+Groups = list[list[NamedState]]
 """What an optimizer owns, by its parameter groups."""
 
 
@@ -87,18 +87,20 @@ class Catalog:
             for record in unit.parameters
             for place in record.places
         }
-        self._by_leaf: dict[int, Owned] = {}
+        self._by_optimizer_param: dict[int, NamedState] = {}
         found = list(self._found(model))
         names: dict[int, str] = {}
         for path, record, shown in found:
             if record is not None and not isinstance(shown, FlatParameter):
                 names.setdefault(id(record), plain_name(path))
-        paths = {id(_leaf_of(each)): path for path, each in model.named_parameters()}
+        paths = {id(_optimizer_param_of(each)): path for path, each in model.named_parameters()}
         for path, record, shown in found:
-            leaf = shown if record is None else record.leaf
-            if id(leaf) not in self._by_leaf:
-                self._by_leaf[id(leaf)] = _owned(paths.get(id(leaf), path), record, leaf, names)
-        self.owned = list(self._by_leaf.values())
+            optimizer_param = shown if record is None else record.optimizer_param
+            if id(optimizer_param) not in self._by_optimizer_param:
+                self._by_optimizer_param[id(optimizer_param)] = _owned(
+                    paths.get(id(optimizer_param), path), record, optimizer_param, names
+                )
+        self.owned = list(self._by_optimizer_param.values())
         self._by_path = {plain_name(each.path): each for each in self.owned}
 
     def _found(self, model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
@@ -116,17 +118,17 @@ class Catalog:
         """Of all parameters."""
         return [name for each in self.owned for name in each.names]
 
-    def at(self, path: str) -> Owned | None:
+    def at(self, path: str) -> NamedState | None:
         """What the model calls so; of a flat parameter that is the path of the attribute that it is."""
         return self._by_path.get(plain_name(path))
 
-    def of(self, parameter: torch.Tensor, where: str) -> Owned:
+    def of(self, parameter: torch.Tensor, where: str) -> NamedState:
         """What `parameter` is, or has become when it was sharded. `where`: for the message.
 
         Raises:
             OptimStateError: it is no parameter of the model.
         """
-        found = self._by_leaf.get(id(_leaf_of(parameter)))
+        found = self._by_optimizer_param.get(id(_optimizer_param_of(parameter)))
         if found is None:
             raise OptimStateError(
                 f"{where} is a tensor of shape {tuple(parameter.shape)} that is no parameter of the model; pass the "
@@ -179,22 +181,30 @@ class Catalog:
         ]
 
 
-def _leaf_of(parameter: torch.Tensor) -> torch.Tensor:
+def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
     """What an optimizer owns of a parameter that may have been sharded since it was read."""
     record = record_of(parameter)
-    return parameter if record is None else record.leaf
+    return parameter if record is None else record.optimizer_param
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _owned(path: str, record: ShardedParameter | None, leaf: nn.Parameter, names: dict[int, str]) -> Owned:
+def _owned(
+    path: str, record: ShardedParameter | None, optimizer_param: nn.Parameter, names: dict[int, str]
+) -> NamedState:
     if record is None:
-        spec = spec_of(leaf) if isinstance(leaf, DTensor) else None
-        return Owned(path, leaf, (Member(plain_name(path), leaf, leaf.shape, spec),))
+        spec = spec_of(optimizer_param) if isinstance(optimizer_param, DTensor) else None
+        return NamedState(
+            path, optimizer_param, (Member(plain_name(path), optimizer_param, optimizer_param.shape, spec),)
+        )
     if record.flat is None:
-        return Owned(path, leaf, (Member(names[id(record)], leaf, leaf.shape, record.shard_spec),))
+        return NamedState(
+            path,
+            optimizer_param,
+            (Member(names[id(record)], optimizer_param, optimizer_param.shape, record.shard_spec),),
+        )
     unit = record.owner
     assert isinstance(unit, Unit), "a shard's unit lives as long as the modules that show it"
     (weights,) = unit.weights
@@ -206,10 +216,10 @@ def _owned(path: str, record: ShardedParameter | None, leaf: nn.Parameter, names
             each.shard.shape,
             each.shard_spec,
             slot.held(rank),
-            slot.whole.start,
+            slot.unsharded.start,
             each.shape,
-            each.whole_spec,
+            each.unsharded_spec,
         )
         for each, slot in zip(group.parameters, group.packing.slots, strict=True)
     )
-    return Owned(path, leaf, members)
+    return NamedState(path, optimizer_param, members)

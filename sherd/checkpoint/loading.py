@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, whole_of_sharded_tensor
+from sherd._torch import DTensorSpec, full_of_sharded_tensor
 from sherd.checkpoint.agreement import State
 from sherd.checkpoint.broadcast import NO_STATE, Sent, from_rank0
-from sherd.checkpoint.catalog import Catalog, Groups, Member, Owned
+from sherd.checkpoint.catalog import Catalog, Groups, Member, NamedState
 from sherd.checkpoint.relayout import is_of_scalar, laid_out, vector_of
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import plain_name
@@ -151,7 +151,7 @@ class _Loaded:
     others: State
 
 
-def _state_of(owned: Owned, states: dict[str, State], strict: bool) -> State | None:
+def _state_of(owned: NamedState, states: dict[str, State], strict: bool) -> State | None:
     present = [each for each in owned.members if each.name in states]
     if not present:
         return None
@@ -179,14 +179,14 @@ def _as_kept(state: State, kept: State | None) -> State:
     }
 
 
-def _plain_copy(value: Any, owned: Owned) -> Any:
+def _plain_copy(value: Any, owned: NamedState) -> Any:
     """For a plain parameter: whole."""
     value = value.full_tensor() if isinstance(value, DTensor) else value
     found = _taken(value)
     return found.to(owned.parameter.device) if isinstance(found, torch.Tensor) and found.dim() else found
 
 
-def _loaded(member: Member, owned: Owned, state: State, strict: bool) -> _Loaded:
+def _loaded(member: Member, owned: NamedState, state: State, strict: bool) -> _Loaded:
     """A member's state, cut as the member is; each value must be asked for on all ranks."""
     assert member.spec is not None, "it lies over ranks"
     device = local_part(owned.parameter).device
@@ -209,8 +209,8 @@ def _received(value: torch.Tensor | Sent, spec: DTensorSpec) -> torch.Tensor:
     """The tensor that rank 0 sends, or that is in parts of FSDP1's own kind."""
     if isinstance(value, Sent):
         return value.take()
-    whole = whole_of_sharded_tensor(value, torch.device(spec.mesh.device_type))
-    return value if whole is None else whole
+    full = full_of_sharded_tensor(value, torch.device(spec.mesh.device_type))
+    return value if full is None else full
 
 
 def _has_all_elements(member: Member, key: str, tensor: torch.Tensor) -> bool:
@@ -233,7 +233,7 @@ def _check_shape(member: Member, key: str, value: Any, strict: bool) -> None:
 # Flat parameters
 
 
-def _merged(owned: Owned, loaded: dict[str, _Loaded]) -> State:
+def _merged(owned: NamedState, loaded: dict[str, _Loaded]) -> State:
     """One state, of those of all members.
 
     Raises:

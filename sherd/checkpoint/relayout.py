@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
-from sherd.checkpoint.catalog import Member, Owned
+from sherd.checkpoint.catalog import Member, NamedState
 from sherd.engine.state.group import own_view
 from sherd.tensor.gather import gather_part
 from sherd.tensor.optimizer_state import COUNTS
@@ -44,19 +44,19 @@ def is_of_scalar(key: str, value: torch.Tensor, shape: torch.Size) -> bool:
     return not value.dim() and not shape and key not in COUNTS
 
 
-def local_shape(owned: Owned) -> torch.Size:
+def local_shape(owned: NamedState) -> torch.Size:
     """The shape of what this rank has of what an optimizer owns."""
     return local_part(owned.parameter).shape
 
 
-def whole_of(value: torch.Tensor) -> torch.Tensor:
+def full_of(value: torch.Tensor) -> torch.Tensor:
     """All of a DTensor, gathered on the device of its mesh, in memory of its own; of a plain tensor a copy."""
     if not isinstance(value, DTensor):
         return value.detach().clone()
     local, value = local_tensor(value).detach(), on_mesh_device(value)
     detached: Any = value.detach()
-    whole: torch.Tensor = detached.full_tensor()
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+    full: torch.Tensor = detached.full_tensor()
+    return full.clone() if full.data_ptr() == local.data_ptr() else full
 
 
 def on_mesh_device(value: DTensor) -> DTensor:
@@ -73,8 +73,8 @@ def laid_out(value: torch.Tensor, spec: DTensorSpec, device: torch.device) -> DT
         assert isinstance(value, DTensor), "nothing else lies over ranks"
         local = local_tensor(value).detach()
     else:
-        whole = whole_of(value) if isinstance(value, DTensor) else value.detach()
-        local = _part_of(whole, _of_dtype(spec, whole.dtype))
+        full = full_of(value) if isinstance(value, DTensor) else value.detach()
+        local = _part_of(full, _of_dtype(spec, full.dtype))
     return around(local.to(device, copy=True, memory_format=torch.contiguous_format), spec)
 
 
@@ -84,10 +84,10 @@ def as_rows(value: DTensor) -> DTensor:
     return value if placements == value.placements or not value.dim() else value.redistribute(placements=placements)
 
 
-def _part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def _part_of(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     if is_ragged(spec):
-        return local_tensor(distribute_ragged(whole, spec))
-    return local_tensor(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
+        return local_tensor(distribute_ragged(full, spec))
+    return local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
 
 
 def part_in(vector: torch.Tensor, member: Member) -> DTensor:
@@ -107,10 +107,10 @@ def cut_out(vector: torch.Tensor, member: Member) -> torch.Tensor:
     """What a member has of that, as a copy in its own shape; under tensor parallelism gathered over its axes."""
     assert member.start is not None and member.part is not None, "it is part of a flat parameter"
     part = vector[member.start : member.start + member.part.numel()].view(member.part)
-    return part.clone() if member.whole is None else whole_of(around(part, member.whole))
+    return part.clone() if member.full is None else full_of(around(part, member.full))
 
 
-def vector_of(parts: dict[str, DTensor], owned: Owned) -> DTensor:
+def vector_of(parts: dict[str, DTensor], owned: NamedState) -> DTensor:
     """The state of a flat parameter, made of what its members, by name, have. What aligns them is zero."""
     assert owned.spec is not None, "a flat parameter lies over ranks"
     first = local_tensor(next(iter(parts.values())))

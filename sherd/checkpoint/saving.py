@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, spec_of
 from sherd.checkpoint.agreement import State, agree
-from sherd.checkpoint.catalog import Catalog, Groups, Owned
+from sherd.checkpoint.catalog import Catalog, Groups, NamedState
 from sherd.checkpoint.relayout import (
     around,
     as_rows,
     cut_out,
+    full_of,
     is_of_scalar,
     laid_out,
     lies_as,
     part_in,
     vector_gathered,
-    whole_of,
 )
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.span import copy_of
@@ -104,18 +104,18 @@ def _sorted_out(raw: dict[str, Any], groups: Groups, catalog: Catalog) -> tuple[
     return states, strangers
 
 
-def _by_key(raw: dict[str, Any], groups: Groups) -> dict[Any, Owned]:
+def _by_key(raw: dict[str, Any], groups: Groups) -> dict[Any, NamedState]:
     """What has which key among the states: as the groups say, or, where a user has left them out, as an optimizer
     numbers its parameters."""
     if "param_groups" not in raw:
         return dict(enumerate(each for of_group in groups for each in of_group))
-    by_key: dict[Any, Owned] = {}
+    by_key: dict[Any, NamedState] = {}
     for told, of_group in zip(raw["param_groups"], groups, strict=True):
         by_key.update(zip(told["params"], of_group, strict=True))
     return by_key
 
 
-def _recognised(key: str, value: Any, owned: Owned) -> Any:
+def _recognised(key: str, value: Any, owned: NamedState) -> Any:
     """As a DTensor what belongs to the element of a scalar, and which torch has loaded as a plain tensor."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if owned.spec is None or not plain or not is_of_scalar(key, value, owned.parameter.shape):
@@ -123,40 +123,40 @@ def _recognised(key: str, value: Any, owned: Owned) -> Any:
     return laid_out(value, owned.spec, value.device)
 
 
-def _by_name(owned: Owned, state: State | None, full: bool) -> Iterator[tuple[str, State]]:
+def _by_name(owned: NamedState, state: State | None, full: bool) -> Iterator[tuple[str, State]]:
     """The state of each member, laid out as that lies; of a flat parameter already whole if `full`."""
     if state is None:
         return
     laid = {key: _as_owned(value, owned) for key, value in state.items()}
     if not owned.is_flat:
-        # Whole, it is no longer the optimizer's: else its count of steps would go on while its tensors do not.
+        # Unsharded, it is no longer the optimizer's: else its count of steps would go on while its tensors do not.
         copied = {key: value if isinstance(value, DTensor) else copy_of(value) for key, value in laid.items()}
         yield owned.members[0].name, copied if full else laid
         return
     vectors = {key: value for key, value in laid.items() if lies_as(value, owned.spec)}
-    wholes = {key: vector_gathered(value) for key, value in vectors.items()} if full else {}
+    fulls = {key: vector_gathered(value) for key, value in vectors.items()} if full else {}
     for member in owned.members:
         own = {key: copy_of(value) for key, value in laid.items() if key not in vectors}
         for key, value in vectors.items():
-            own[key] = cut_out(wholes[key], member) if full else part_in(local_tensor(value), member)
+            own[key] = cut_out(fulls[key], member) if full else part_in(local_tensor(value), member)
         yield member.name, {key: own[key] for key in laid}
 
 
-def _as_owned(value: Any, owned: Owned) -> Any:
+def _as_owned(value: Any, owned: NamedState) -> Any:
     """A DTensor of the owned parameter's shape that lies elsewhere, laid out like it; of another shape, if that is
     flat, gathered: all members have it."""
     if owned.spec is None or not isinstance(value, DTensor) or lies_as(value, owned.spec):
         return value
     if value.shape == owned.parameter.shape:
         return laid_out(value, owned.spec, local_tensor(value).device)
-    return whole_of(value) if owned.is_flat else value
+    return full_of(value) if owned.is_flat else value
 
 
 def _handed_out(value: Any, full: bool, in_rows: bool, offload_to_cpu: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if full and isinstance(value, DTensor):
-        value = whole_of(value)
+        value = full_of(value)
     elif in_rows and isinstance(value, DTensor):
         value = as_rows(value)
     if not offload_to_cpu or value.device.type == "cpu":

@@ -14,12 +14,12 @@ from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root
 from sherd.comm.at_exit import wait_for_gloo_at_exit
 from sherd.comm.groups import default_group, group_beside, group_of, require_alive
 from sherd.comm.objects import all_gather_objects
-from sherd.comm.transport import Still, Transport
+from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy, DataParallelMeshDims, Level
 
-ALONE = "alone"
+ONE_RANK = "alone"
 """The axis of this rank alone, in a mesh that has others which are not data parallel."""
 
 
@@ -34,7 +34,8 @@ class DataMesh:
         piece      | 0   | 1   | 2   | 3   |
         replica      0     1     0     1
 
-    If it `keeps_whole`, gathered parameters are not given up, but brought up to date when their shards were written.
+    If it `keeps_unsharded`, gathered parameters are not given up, but brought up to date when their shards were
+    written.
 
     `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`; `copies` the
     user's own axis, if `mesh` is that and another one of this rank alone, which "shards". Transports are
@@ -49,8 +50,8 @@ class DataMesh:
         full: DeviceMesh | None = None,
         dims: DataParallelMeshDims | None = None,
         comm: CommPolicy = CommPolicy(),
-        spreads: bool = False,
-        keeps_whole: bool = False,
+        shards_replicas: bool = False,
+        keeps_unsharded: bool = False,
         copies: DeviceMesh | None = None,
     ) -> None:
         if mesh.get_coordinate() is None:
@@ -71,22 +72,24 @@ class DataMesh:
         self.num_replicas = 1 if replicate_axis is None else mesh.size(replicate_axis)
         self.shard_rank = 0 if shard_axis is None else mesh.get_local_rank(shard_axis)
         self.replica = 0 if replicate_axis is None else mesh.get_local_rank(replicate_axis)
-        self.keeps_whole = keeps_whole
-        self.spreads = spreads and self.num_replicas > 1
-        self.num_owners = self.num_replicas if self.spreads else 1
+        self.keeps_unsharded = keeps_unsharded
+        self.shards_replicas = shards_replicas and self.num_replicas > 1
+        self.num_owners = self.num_replicas if self.shards_replicas else 1
         self.num_pieces = self.num_shards * self.num_owners
-        self.piece = self.pieces_of(self.shard_rank)[self.replica if self.spreads else 0]
+        self.piece = self.pieces_of(self.shard_rank)[self.replica if self.shards_replicas else 0]
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
         wait_for_gloo_at_exit()
 
-    def with_axes(self, shard: int | None, replicate: int | None, spreads: bool, keeps_whole: bool) -> DataMesh:
+    def with_axes(
+        self, shard: int | None, replicate: int | None, shards_replicas: bool, keeps_unsharded: bool
+    ) -> DataMesh:
         """The same mesh, otherwise used."""
         dims = self.dims
         if dims is not None:
             names = {None: None, self.shard_axis: dims.shard, self.replicate_axis: dims.replicate}
             dims = DataParallelMeshDims(names[shard], names[replicate])
-        return DataMesh(self.mesh, shard, replicate, self.full, dims, self.comm, spreads, keeps_whole)
+        return DataMesh(self.mesh, shard, replicate, self.full, dims, self.comm, shards_replicas, keeps_unsharded)
 
     @property
     def given(self) -> DeviceMesh:
@@ -103,13 +106,13 @@ class DataMesh:
         if key not in self._joined:
             parts = [*others, self.given] if behind else [self.given, *others]
             joined = _in_one(parts)
-            self._joined[key] = joined if self.copies is None else self._with_alone(joined, parts.index(self.given))
+            self._joined[key] = joined if self.copies is None else self._with_one_rank(joined, parts.index(self.given))
         return self._joined[key]
 
-    def _with_alone(self, mesh: DeviceMesh, at: int) -> DeviceMesh:
+    def _with_one_rank(self, mesh: DeviceMesh, at: int) -> DeviceMesh:
         """`mesh`, in which `copies` is axis `at`, and behind that one of this rank alone."""
         names, groups = list(mesh.mesh_dim_names or ()), [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        names.insert(at + 1, ALONE)
+        names.insert(at + 1, ONE_RANK)
         assert self.shard_group is not None, "copies are shards of one rank"
         groups.insert(at + 1, self.shard_group)
         ranks = mesh.mesh.unsqueeze(at + 1)
@@ -117,7 +120,7 @@ class DataMesh:
 
     @property
     def device(self) -> torch.device:
-        """Where whole parameters live on this rank."""
+        """Where unsharded parameters live on this rank."""
         return device_of(self.mesh)
 
     def pieces_of(self, shard: int) -> range:
@@ -127,14 +130,14 @@ class DataMesh:
     @property
     def piece_axes(self) -> tuple[int, ...]:
         """The axes of `mesh` that a parameter is cut over, in turn."""
-        axes = (self.shard_axis, self.replicate_axis if self.spreads else None)
+        axes = (self.shard_axis, self.replicate_axis if self.shards_replicas else None)
         return tuple(axis for axis in axes if axis is not None)
 
     @cached_property
     def in_cut_order(self) -> DeviceMesh:
         """`mesh` with the axes that parameters are cut over in the order in which they cut: so placements read from the
         left, as DTensor does, say what is where."""
-        return self.mesh if not self.spreads else permuted(self.mesh, self.piece_axes)
+        return self.mesh if not self.shards_replicas else permuted(self.mesh, self.piece_axes)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -154,7 +157,7 @@ class DataMesh:
     @property
     def piece_groups(self) -> list[dist.ProcessGroup]:
         """The groups, of more than one rank, along which ranks own different pieces."""
-        groups = (self.replicate_group if self.spreads else None, self.shard_group)
+        groups = (self.replicate_group if self.shards_replicas else None, self.shard_group)
         return [group for group in groups if group is not None and group.size() > 1]
 
     @property
@@ -165,16 +168,16 @@ class DataMesh:
     @property
     def gather_transport(self) -> Transport:
         """What gathers parameters along the shard axis."""
-        return _STILL if self.comm.fake_all_gather else self.shard_transport
+        return _NO_TRANSPORT if self.comm.fake_all_gather else self.shard_transport
 
     @property
     def fetch_transport(self) -> Transport:
         """What brings the pieces of a shard together, along the replicate axis."""
-        return _STILL if self.comm.fake_all_gather else self.transport_of(self.replicate_group)
+        return _NO_TRANSPORT if self.comm.fake_all_gather else self.transport_of(self.replicate_group)
 
     def reduce_transport(self, group: dist.ProcessGroup | None) -> Transport:
         """What reduces gradients between the ranks of `group`, one of this mesh's over the shard axis."""
-        return _STILL if self.comm.fake_reduce else self.transport_of(group)
+        return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(group)
 
     @property
     def replicate_transport(self) -> Transport:
@@ -201,7 +204,7 @@ class DataMesh:
         return group_beside(self.shard_group, purpose, ranks, self.device)
 
 
-_STILL = Still()
+_NO_TRANSPORT = NoTransport()
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: CommPolicy = CommPolicy()) -> DataMesh:
@@ -260,13 +263,13 @@ def arranged(mesh: DataMesh, levels: Sequence[Level]) -> DataMesh:
     if set(levels) <= {Level.COPIES}:
         return _as_one_axis(mesh, shards=False)
     if len(axes) == 1:
-        return mesh.with_axes(axes[0], None, spreads=False, keeps_whole=True)
+        return mesh.with_axes(axes[0], None, shards_replicas=False, keeps_unsharded=True)
     lower, higher = sorted(range(2), key=lambda at: levels[at])
     return mesh.with_axes(
         axes[higher],
         axes[lower],
-        spreads=levels[lower] is not Level.COPIES,
-        keeps_whole=levels[higher] is not Level.PARAMETERS,
+        shards_replicas=levels[lower] is not Level.COPIES,
+        keeps_unsharded=levels[higher] is not Level.PARAMETERS,
     )
 
 
@@ -282,7 +285,7 @@ def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
             assert flat.mesh_dim_names is not None, "a 2-D mesh has names, or it was refused"
             flat = flatten_mesh(flat, "_".join(flat.mesh_dim_names))
         one = DataMesh(flat, 0, None, comm=mesh.comm)
-    return one if shards else one.with_axes(None, 0, spreads=False, keeps_whole=True)
+    return one if shards else one.with_axes(None, 0, shards_replicas=False, keeps_unsharded=True)
 
 
 def _default_mesh() -> DeviceMesh:

@@ -1,7 +1,7 @@
 """How the bytes of one process group travel: the interface of a transport, and the one made of torch's single calls.
 
 A transport moves 1-D buffers that lie rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
-equally long. `rows` is all parts side by side, `rest` this rank's own:
+equally long. `rows` is all parts side by side, `shard_buffer` this rank's own:
 
     sizes (3, 2)     rows | 0 0 0 | 1 1 |     rest on rank 0 | 0 0 0 |     on rank 1 | 1 1 |
 """
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from sherd._torch import all_gather_coalesced, all_gather_single, reduce_scatter_single
 from sherd.comm.failures import named
 
-Land = Callable[[int, torch.Tensor], None]
-"""Puts `sizes[rank]` elements, rank's part, where they belong: `land(rank, part)`."""
+CopyIntoPlace = Callable[[int, torch.Tensor], None]
+"""Puts `sizes[rank]` elements, rank's part, where they belong: `copy_into_place(rank, part)`."""
 
 
 class Pending(Protocol):
@@ -69,11 +69,13 @@ class Transport(ABC):
     def all_gather(
         self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Fill `rows` with every rank's `rest`. `rest` may be this rank's part of `rows` itself."""
+        """Fill `rows` with every rank's `shard_buffer`. `shard_buffer` may be this rank's part of `rows` itself."""
 
-    def all_gather_onto(self, land: Land, rest: torch.Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
-        """Hand every rank's `rest` to `land`, rank by rank, from where it lies; on the caller's thread, in `wait()` at
-        the latest. `rest` may be written again as soon as the call has returned."""
+    def all_gather_onto(
+        self, copy_into_place: CopyIntoPlace, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies; on the caller's
+        thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as the call has returned."""
         raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
 
     def all_gather_each(
@@ -87,7 +89,8 @@ class Transport(ABC):
     def reduce_scatter(
         self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Fill `rest`, of `sum_dtype(rows.dtype)`, with the sum over the ranks of this rank's part of their `rows`."""
+        """Fill `shard_buffer`, of `sum_dtype(rows.dtype)`, with the sum over the ranks of this rank's part of their
+        `rows`."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
@@ -124,13 +127,13 @@ def are_even(sizes: Sequence[int]) -> bool:
     return (sizes if isinstance(sizes, Sizes) else Sizes(sizes)).are_even
 
 
-class Alone(Transport):
+class OneRank(Transport):
     """A group of one rank: copies."""
 
     def all_gather(
         self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """`rest` is all there is."""
+        """`shard_buffer` is all there is."""
         rows.copy_(rest)
         return None
 
@@ -146,7 +149,7 @@ class Alone(Transport):
         return None
 
 
-class Still(Transport):
+class NoTransport(Transport):
     """Nothing moves: buffers keep what they happen to hold. To measure what communication costs."""
 
     def all_gather(
@@ -158,7 +161,7 @@ class Still(Transport):
     def reduce_scatter(
         self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Leave `rest` as it is."""
+        """Leave `shard_buffer` as it is."""
         return None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:

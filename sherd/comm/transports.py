@@ -8,11 +8,11 @@ import torch.distributed as dist
 from sherd.comm.groups import is_destroyed, require_alive
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.shared_memory import SharedMemory
-from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls, Transport
+from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy
 
-_ALONE = Alone()
+_ONE_RANK = OneRank()
 _known: dict[dist.ProcessGroup, dict[str, Transport]] = {}
 """Kept as long as the group is registered with torch, not as long as somebody uses it: garbage is collected at
 different moments on different ranks, and a transport is made by all of them together."""
@@ -25,7 +25,7 @@ def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: 
         MeshError: `policy` asks for one that cannot serve these ranks, or `group` was destroyed.
     """
     if group is None or group.size() == 1:
-        return _ALONE
+        return _ONE_RANK
     known = _known.get(group)
     if known is None:
         _forget_destroyed_groups()

@@ -188,7 +188,7 @@ def _answer_state() -> Callable[[], None]:
 
 
 def _watch_torchs_stages() -> Callable[[], None]:
-    """Have torch's own pipeline stages show whole parameters where they split a backward; returns what undoes it."""
+    """Have torch's own pipeline stages show unsharded parameters where they split a backward. Returns its undoing."""
     from sherd.interop.pipelining import split_backwards_in_torchs_stages
 
     return split_backwards_in_torchs_stages()

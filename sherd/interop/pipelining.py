@@ -99,16 +99,22 @@ class PipelineStage(pipelining.PipelineStage):
         self._sherd_units.reduce()
         self.scale_grads(grad_scale_factor)
         earlier, self._sherd_earlier = self._sherd_earlier, None
-        for leaf, gradient in earlier or ():
-            leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
+        for optimizer_param, gradient in earlier or ():
+            optimizer_param.grad = gradient if optimizer_param.grad is None else gradient.add_(optimizer_param.grad)
 
     def _sherd_set_earlier_aside(self) -> None:
         """Keep gradients that shards have from earlier steps out of this one's scaling."""
         if self._sherd_earlier is None:
-            leaves = [leaf for unit in self._sherd_units.units for leaf in unit.leaves]
-            self._sherd_earlier = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
-            for leaf, _ in self._sherd_earlier:
-                leaf.grad = None
+            optimizer_params = [
+                optimizer_param for unit in self._sherd_units.units for optimizer_param in unit.optimizer_params
+            ]
+            self._sherd_earlier = [
+                (optimizer_param, optimizer_param.grad)
+                for optimizer_param in optimizer_params
+                if optimizer_param.grad is not None
+            ]
+            for optimizer_param, _ in self._sherd_earlier:
+                optimizer_param.grad = None
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of all parameters by `grad_scale_factor`."""
@@ -118,7 +124,7 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 def split_backwards_in_torchs_stages() -> Callable[[], None]:
-    """Have torch's own stages show whole parameters where they split a backward; returns what undoes it."""
+    """Have torch's own stages show unsharded parameters where they split a backward; returns what undoes it."""
     name = "backward_maybe_with_nosync"
     owner = next(cls for cls in pipelining.PipelineStage.__mro__ if name in vars(cls))
     original = vars(owner)[name]

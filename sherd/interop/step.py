@@ -3,7 +3,7 @@
     begin ─▶ forward and backward, any number of times and in any order ─▶ (last_backward) ─▶ reduce
       └──▶ forward, any number of times ─▶ end
 
-In between, units keep their whole parameters, or give them up when the schedule says so, and add their gradients up
+In between, units keep their unsharded parameters, or give them up when the schedule says so, and add their gradients up
 whole. What the user has chosen for each unit holds again for the last backward, which reduces as it goes then, or else
 at the end.
 """
@@ -104,7 +104,7 @@ class StageUnits:
 
     def gather(self) -> None:
         """Make all units whole; every gather is started before the first is waited for."""
-        missing = [(runtime, unit) for runtime, unit in self.runtimes if unit.live is not Live.WHOLE]
+        missing = [(runtime, unit) for runtime, unit in self.runtimes if unit.live is not Live.UNSHARDED]
         for wait in (False, True):
             for runtime, unit in missing:
                 runtime.unshard(unit, wait)
@@ -186,7 +186,7 @@ class StageUnits:
                 unit.register_parameters(False)
 
     def _deliver(self, units: list[Unit]) -> None:
-        """Send gradients that lie on whole parameters through autograd, whose hooks bring them to where all go."""
+        """Send gradients that lie on unsharded parameters through autograd, whose hooks bring them to where all go."""
         shown = (record.places[0].shown for unit in units for record in unit.parameters)
         written = [whole for whole in shown if whole is not None and whole.is_leaf and whole.grad is not None]
         gradients = [whole.grad for whole in written]

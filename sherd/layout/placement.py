@@ -76,8 +76,8 @@ class Cut:
         return all(extent.start == min(rank * most, size) for rank, extent in enumerate(self.rows))
 
     @cached_property
-    def whole_numel(self) -> int:
-        """Elements the whole tensor takes in the whole buffer: the padded pieces if they are in order, else its own."""
+    def unsharded_numel(self) -> int:
+        """Elements that the tensor takes in the unsharded buffer: padded pieces if they are in order, else its own."""
         return self.num_ranks * self.slot if self.in_order else self.numel
 
     @cached_property

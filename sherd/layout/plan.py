@@ -16,7 +16,7 @@ blocks make them. 3 ranks; a (3, 64) and b (2, 80) in blocks of one row:
     rank 1 | b b b b b | a a a a |
     rank 2 | a a a a a a a a |
 
-Owned (`Whole`): largest tensor first, each to the owner that has least of the group so far (longest processing time,
+Owned (`Owned`): largest tensor first, each to the owner that has least of the group so far (longest processing time,
 Graham 1969). Then the owner that has most becomes the rank that has least of all other groups. 2 ranks, of which rank 0
 owns more elsewhere; a (5, 16), b (4, 16), c (2, 16):
 
@@ -35,7 +35,7 @@ from itertools import accumulate
 from math import lcm, prod
 
 from sherd.layout.extent import aligned
-from sherd.layout.packing import MOST_PADDING, WHOLE_ALIGNMENT, even_share
+from sherd.layout.packing import MOST_PADDING, UNSHARDED_ALIGNMENT, even_share
 from sherd.layout.placement import Shape
 from sherd.layout.runs import RunPlacement, Runs
 
@@ -139,7 +139,7 @@ class _Line:
     @cached_property
     def starts(self) -> list[int]:
         """Where each starts if there are no gaps; and, one more, where the line ends."""
-        return list(accumulate((aligned(numel, WHOLE_ALIGNMENT) for numel in self.numels), initial=0))
+        return list(accumulate((aligned(numel, UNSHARDED_ALIGNMENT) for numel in self.numels), initial=0))
 
     @property
     def total(self) -> int:
@@ -153,7 +153,7 @@ class _Line:
     @cached_property
     def aligned_grains(self) -> list[int]:
         """Like `grains`, for cuts that keep what lies behind them aligned."""
-        return [lcm(grain, WHOLE_ALIGNMENT) for grain in self.grains]
+        return [lcm(grain, UNSHARDED_ALIGNMENT) for grain in self.grains]
 
     # Equal shares
 
@@ -168,7 +168,9 @@ class _Line:
     def _shares(self) -> list[int]:
         """Equal shares to try. A tensor that goes over three ranks or more needs a multiple of its grain."""
         most = int(self.share * (1 + MOST_PADDING))
-        long = lcm(WHOLE_ALIGNMENT, *(g for g, n in zip(self.aligned_grains, self.numels, strict=True) if n > 2 * most))
+        long = lcm(
+            UNSHARDED_ALIGNMENT, *(g for g, n in zip(self.aligned_grains, self.numels, strict=True) if n > 2 * most)
+        )
         shares = {self.share}
         for unit in (long, lcm(*self.aligned_grains)):
             multiples = range(aligned(self.share, unit), most + 1, unit)
@@ -186,7 +188,7 @@ class _Line:
                 if numel - before_the_cut > share and share % grain:
                     return None
             starts.append(cursor)
-            cursor = aligned(cursor + numel, WHOLE_ALIGNMENT)
+            cursor = aligned(cursor + numel, UNSHARDED_ALIGNMENT)
         return starts if cursor <= share * self.num_ranks else None
 
     # Shares as the blocks make them
@@ -195,7 +197,7 @@ class _Line:
         """No gaps; the longest run as short as can be, to the thousandth."""
         blocks = [min(pair) for pair in zip(self.steps, self.numels, strict=True)]
         low = max(self.share, *blocks)
-        high = low + self.share + WHOLE_ALIGNMENT
+        high = low + self.share + UNSHARDED_ALIGNMENT
         best = self._bounds_for(high)
         while high - low > low // 1000:
             middle = (low + high) // 2

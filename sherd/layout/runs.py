@@ -158,7 +158,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Owned:
     """Never cut: each tensor has one owner, chosen so that the owners' loads balance. For Muon, Shampoo and their
     like."""
 

@@ -34,7 +34,7 @@ from sherd.schedule.actions import (
     GradientsReady,
     GroupPassed,
 )
-from sherd.schedule.forecast import Arrival, Forecast, Kind, Moment
+from sherd.schedule.forecast import Arrival, Forecast, MemoryKind, Moment
 
 BESIDE_UNITS = "(all units)"
 """The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""
@@ -54,7 +54,7 @@ class MemoryRow:
 class MemoryReport:
     """What sherd's buffers take on this rank; `print` it for a table.
 
-    Shards, whole parameters, gradients and everything in between; nothing of the module's own buffers, nor of what
+    Shards, unsharded parameters, gradients and everything in between; nothing of the module's own buffers, nor of what
     autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
 
     Attributes:
@@ -196,16 +196,16 @@ def _names(model: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 # Rows
 
-Bytes = Counter[tuple[int | None, Kind]]
+Bytes = Counter[tuple[int | None, MemoryKind]]
 """By a unit's index, or None for what is no unit's, and kind."""
 
 
 def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
     """What stays allocated all through a step."""
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
-    lasting: Bytes = Counter({(None, Kind.TRANSPORT): staging_bytes(units)})
+    lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): staging_bytes(units)})
     for owner, nbytes in optimizer_bytes(optimizer.state).items() if optimizer is not None else ():
-        lasting[numbers.get(owner), Kind.OPTIMIZER] += nbytes
+        lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += nbytes
     return lasting
 
 
@@ -213,7 +213,7 @@ def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: 
     held = {(number, kind): its for number, unit in enumerate(units) for kind, its in bytes_of(held_by(unit)).items()}
     now, at_peak = lasting + Counter(held), lasting + Counter(peak.parts)
     named = [*enumerate(names), (None, BESIDE_UNITS)]
-    rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in Kind)
+    rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in MemoryKind)
     return tuple(row for row in rows if row.now or row.at_peak)
 
 
@@ -249,7 +249,7 @@ def _in_mib(nbytes: int) -> str:
 
 def _table(parts: dict[tuple[str, str], int]) -> list[str]:
     """MiB, units down and kinds across; units that follow one another with the same figures share a line."""
-    kinds = [kind.value for kind in Kind if any(parts.get((unit, kind.value)) for unit, _ in parts)]
+    kinds = [kind.value for kind in MemoryKind if any(parts.get((unit, kind.value)) for unit, _ in parts)]
     units = list(dict.fromkeys(unit for (unit, _), nbytes in parts.items() if nbytes))
     folded: list[tuple[str, int, list[int]]] = []
     for unit in units:

@@ -28,10 +28,10 @@ from sherd.errors import StateError
 from sherd.policy import UnitPolicy
 from sherd.schedule import actions as do
 from sherd.schedule.actions import AfterForward, BeforeForward, EndBackward, Event, Reset
-from sherd.schedule.forecast import Arrival, Forecast, GroupSizes, Kind, Moment, begins_step, forecast, step_of
+from sherd.schedule.forecast import Arrival, Forecast, GroupSizes, MemoryKind, Moment, begins_step, forecast, step_of
 from sherd.schedule.state import Live
 
-Held = dict[int, tuple[Kind, int]]
+Held = dict[int, tuple[MemoryKind, int]]
 """Storages that are alive, by address: what for, and how many bytes."""
 
 
@@ -50,15 +50,19 @@ def _held_by_groups(unit: Unit) -> list[Held]:
 
 def _held_for_gradients(unit: Unit) -> Held:
     of_groups = [each for gradients in unit.gradients for each in gradients.held()]
-    of_leaves = [(Kind.GRADIENTS, leaf.grad) for leaf in unit.leaves if leaf.grad is not None]
-    return _alive(of_groups + of_leaves)
+    of_optimizer_params = [
+        (MemoryKind.GRADIENTS, optimizer_param.grad)
+        for optimizer_param in unit.optimizer_params
+        if optimizer_param.grad is not None
+    ]
+    return _alive(of_groups + of_optimizer_params)
 
 
 def _together(*parts: Held) -> Held:
     return {address: held for part in parts for address, held in part.items()}
 
 
-def _alive(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> Held:
+def _alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]]) -> Held:
     held: Held = {}
     for kind, tensor in tensors:
         for storage in _storages(tensor):
@@ -81,9 +85,9 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
-def bytes_of(held: Held) -> dict[Kind, int]:
+def bytes_of(held: Held) -> dict[MemoryKind, int]:
     """Bytes by kind."""
-    sums: Counter[Kind] = Counter()
+    sums: Counter[MemoryKind] = Counter()
     for kind, nbytes in held.values():
         sums[kind] += nbytes
     return dict(sums)
@@ -151,22 +155,22 @@ def _sizes(weights: Weights | SelfGatheredWeights, gradients: Gradients, policy:
     own = mesh.shard_transport
     sender: Transport = own if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
     reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
-    whole, rows, sent, part = _gathered_bytes(weights, sender, policy.reshard_after_forward)
+    unsharded, rows, sent, part = _gathered_bytes(weights, sender, policy.reshard_after_forward)
     compute, reduce, flags = group.compute_dtype, group.reduce_dtype, group.num_flags
-    summed = group.rest_numel + flags
+    summed = group.shard_numel + flags
     sums = [numel + flags * mesh.num_owners for numel in group.shard_sizes]
-    is_sent_alone = not flags and packing.rows_numel == packing.slots[0].cut.numel
+    is_sent_alone = not flags and packing.gathered_numel == packing.slots[0].cut.numel
     return GroupSizes(
         shards=_shard_bytes(group),
-        whole=0 if mesh.keeps_whole else whole,
-        kept=_kept_bytes(group, whole),
+        unsharded=0 if mesh.keeps_unsharded else unsharded,
+        kept=_kept_bytes(group, unsharded),
         rows=rows,
         sent=sent,
         part=part,
         arriving=tuple(each.shape.numel() * compute.itemsize for each in trainable),
         borrows=gradients.may_borrow and compute == reduce and is_sent_alone,
-        gradient_rows=(packing.rows_numel + packing.num_ranks * flags) * reduce.itemsize,
-        reduced=(sums[mesh.shard_rank] + summed * mesh.spreads) * reducer.sum_dtype(reduce).itemsize,
+        gradient_rows=(packing.gathered_numel + packing.num_ranks * flags) * reduce.itemsize,
+        reduced=(sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
         gradients=summed * group.dtype.itemsize,
         scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
         is_all_trainable=len(trainable) == len(group.parameters),
@@ -178,15 +182,15 @@ def _sizes(weights: Weights | SelfGatheredWeights, gradients: Gradients, policy:
 def _gathered_bytes(
     weights: Weights | SelfGatheredWeights, sender: Transport, reshard: bool | int | None
 ) -> tuple[int, int, int, int]:
-    """The whole parameters, the rows they are copied out of, what is sent, and the part kept for a smaller mesh."""
+    """The unsharded parameters, the rows they are copied out of, what is sent, and the part kept for a smaller mesh."""
     group, num_parts = weights.group, 0 if reshard is None or isinstance(reshard, bool) else reshard
     packing, itemsize = group.packing, group.compute_dtype.itemsize
     if isinstance(weights, SelfGatheredWeights):
-        gathered = sum(tensor.nbytes for kind, tensor in weights.held() if kind is Kind.WHOLE)
-        return max(group.whole_bytes, gathered), 0, 0, weights.part_bytes(num_parts) if num_parts else 0
-    rows = 0 if weights.fills_itself(sender) else packing.rows_numel * itemsize
-    sent = 0 if _is_sent_as_it_is(group) or group.mesh.spreads else group.rest_numel * itemsize
-    return group.whole_bytes, rows, sent, packing.whole_numel // num_parts * itemsize if num_parts else 0
+        gathered = sum(tensor.nbytes for kind, tensor in weights.held() if kind is MemoryKind.UNSHARDED)
+        return max(group.unsharded_bytes, gathered), 0, 0, weights.part_bytes(num_parts) if num_parts else 0
+    rows = 0 if weights.fills_itself(sender) else packing.gathered_numel * itemsize
+    sent = 0 if _is_sent_as_it_is(group) or group.mesh.shards_replicas else group.shard_numel * itemsize
+    return group.unsharded_bytes, rows, sent, packing.unsharded_numel // num_parts * itemsize if num_parts else 0
 
 
 def _is_sent_as_it_is(group: Group) -> bool:
@@ -196,18 +200,18 @@ def _is_sent_as_it_is(group: Group) -> bool:
 def _shard_bytes(group: Group) -> int:
     """What is kept of the group between steps: its shards, and where replicas own pieces all of these."""
     fetched = group.fetched
-    if group.resident is not None:
-        return group.resident.nbytes if group.is_one_piece else 0
+    if group.unsharded_memory is not None:
+        return group.unsharded_memory.nbytes if group.is_one_piece else 0
     if fetched is None:
-        return group.rest.nbytes
-    return fetched.numel * group.compute_dtype.itemsize + (0 if _is_sent_as_it_is(group) else group.rest.nbytes)
+        return group.shard_buffer.nbytes
+    return fetched.numel * group.compute_dtype.itemsize + (0 if _is_sent_as_it_is(group) else group.shard_buffer.nbytes)
 
 
-def _kept_bytes(group: Group, whole: int) -> int:
-    """Whole parameters that are not given up."""
-    if group.resident is not None:
-        return 0 if group.is_one_piece else group.resident.nbytes
-    return whole if group.mesh.keeps_whole else 0
+def _kept_bytes(group: Group, unsharded: int) -> int:
+    """Unsharded parameters that are not given up."""
+    if group.unsharded_memory is not None:
+        return 0 if group.is_one_piece else group.unsharded_memory.nbytes
+    return unsharded if group.mesh.keeps_unsharded else 0
 
 
 def _trainable(parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
@@ -356,7 +360,7 @@ class Watch:
         if nbytes > self.peak.peak:
             kinds = enumerate(map(bytes_of, self._held))
             parts = {(number, kind): its for number, of_unit in kinds for kind, its in of_unit.items()}
-            parts |= {(number, Kind.TRANSPORT): its for number, its in enumerate(self._scratch) if its}
+            parts |= {(number, MemoryKind.TRANSPORT): its for number, its in enumerate(self._scratch) if its}
             self.peak = Forecast(nbytes, self._moment, parts)
 
 
@@ -388,13 +392,13 @@ class _WatchedRuntime(Runtime):
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
         """What `action` did to others: gathers under way may have landed while `unit`, which held all it had until
         then, was settled; and a reduction takes memory of its transport."""
-        if isinstance(action, do.Settle):
+        if isinstance(action, do.FinishReduce):
             for number, other in enumerate(self.units):
                 if other is not unit and other.live is Live.GATHERING:
                     self.watcher.look(number)
         if isinstance(action, do.Reduce):
             self.watcher.reduces(action.unit, sum(each.scratch for each in sizes_of(unit) if each.arriving))
-        elif isinstance(action, do.Settle | do.Forget):
+        elif isinstance(action, do.FinishReduce | do.Discard):
             self.watcher.reduces(action.unit, 0)
 
 
@@ -404,15 +408,15 @@ class _WatchedGradients(Gradients):
     watcher: Watch
     place: tuple[int, int]
 
-    def _take(self, index: int, whole: torch.Tensor) -> None:
-        assert whole.grad is not None, "autograd calls the hook after it has accumulated"
+    def _take(self, index: int, unsharded: torch.Tensor) -> None:
+        assert unsharded.grad is not None, "autograd calls the hook after it has accumulated"
         num_before = len(_trainable(self.group.parameters[:index]))
         # Not by a name here, by which it would live on until what it is copied for is over.
-        self.watcher.arrives(Arrival(*self.place, num_before), _alive([(Kind.ARRIVED, whole.grad)]))
-        super()._take(index, whole)
+        self.watcher.arrives(Arrival(*self.place, num_before), _alive([(MemoryKind.ARRIVED, unsharded.grad)]))
+        super()._take(index, unsharded)
 
     def _copy_batch(self) -> None:
-        if self._collected.waits:
+        if self._pending.waits:
             number, _ = self.place
             before = self.watcher.look(number)
             super()._copy_batch()

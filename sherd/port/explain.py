@@ -366,7 +366,7 @@ class _Program:
     # Values and devices
 
     def _before(self) -> Iterator[str]:
-        """What is done to whole parameters."""
+        """What is done to unsharded parameters."""
         request = self._request
         if request.may_be_meta and request.fills_whole:
             yield f"{_IF_META}\n{self._fill_whole()}"

@@ -20,7 +20,7 @@ class BeforeForward:
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
-    """The unit's module has run, or has raised. `in_use`: views of its whole parameters have outlived that."""
+    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters have outlived that."""
 
     unit: int
     recomputing: bool = False
@@ -50,8 +50,8 @@ class GradientsReady:
 
 @dataclass(frozen=True, slots=True)
 class GroupPassed:
-    """One group of the unit has its gradients, others have not: nothing will read its whole parameters again in this
-    backward."""
+    """One group of the unit has its gradients, others have not: nothing will read its unsharded parameters again in
+    this backward."""
 
     unit: int
     group: int
@@ -59,7 +59,7 @@ class GroupPassed:
 
 @dataclass(frozen=True, slots=True)
 class AfterBackward:
-    """Autograd is past the unit: nothing will read its whole parameters again in this backward.
+    """Autograd is past the unit: nothing will read its unsharded parameters again in this backward.
 
     `unreduced`: gradients have arrived that no `GradientsReady` announced, because others never came.
     """
@@ -77,7 +77,7 @@ class EndBackward:
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    """The user asks for the unit's whole parameters; `wait` for them too, or only start the all-gather."""
+    """The user asks for the unit's unsharded parameters; `wait` for them too, or only start the all-gather."""
 
     unit: int
     wait: bool = True
@@ -85,14 +85,14 @@ class Unshard:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """The user asks for the unit's whole parameters to be freed."""
+    """The user asks for the unit's unsharded parameters to be freed."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardsChanged:
-    """The unit's shards were written (optimizer step, load): whole parameters made from the old ones are stale."""
+    """The unit's shards were written (optimizer step, load): unsharded parameters made from the old ones are stale."""
 
     unit: int
 
@@ -131,14 +131,14 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for the unit's all-gather and show its whole parameters to the modules."""
+    """Wait for the unit's all-gather and show its unsharded parameters to the modules."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Show the shards to the modules again and free the whole parameters; an all-gather in flight is waited for."""
+    """Show the shards to the modules again and free the unsharded parameters; an all-gather in flight is waited for."""
 
     unit: int
 
@@ -166,17 +166,17 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class FinishReduce:
     """Wait for the unit's reduction, give its shards their gradients, drop the buffer that was reduced."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class Discard:
     """Drop the unit's gradients that are not yet the shards': arrived, accumulated or in flight."""
 
     unit: int
 
 
-Action = Gather | Await | Free | FreeGroup | Shrink | Reduce | Settle | Forget
+Action = Gather | Await | Free | FreeGroup | Shrink | Reduce | FinishReduce | Discard

@@ -26,10 +26,11 @@ from sherd.schedule.actions import (
     Await,
     BeforeBackward,
     BeforeForward,
+    Discard,
     EndBackward,
     EndForward,
     Event,
-    Forget,
+    FinishReduce,
     Free,
     FreeGroup,
     Gather,
@@ -38,7 +39,6 @@ from sherd.schedule.actions import (
     Reduce,
     Reset,
     Reshard,
-    Settle,
     ShardsChanged,
     Shrink,
     Unshard,
@@ -98,7 +98,7 @@ class _Turn:
         needed = (unit, *self.state.specs[unit].companions)
         for each in needed:
             self.free_if_stale(each)
-        self._make_whole(needed)
+        self._make_unsharded(needed)
         running = self.state.running | {unit}
         self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
         explicit = self.state.specs[unit].forward_prefetch
@@ -125,7 +125,7 @@ class _Turn:
         keep = self.state.specs[unit].after_forward
         if keep is Keep.NOTHING:
             self.free(unit)
-        elif keep is Keep.PART and self.state.live[unit] is Live.WHOLE:
+        elif keep is Keep.PART and self.state.live[unit] is Live.UNSHARDED:
             self.actions.append(Shrink(unit))
             self.state = self.state.with_live(unit, Live.SHRUNK)
 
@@ -138,7 +138,7 @@ class _Turn:
     def enter_backward(self, unit: int) -> None:
         spec = self.state.specs[unit]
         if spec.unshard_in_backward:
-            self._make_whole((unit, *spec.companions))
+            self._make_unsharded((unit, *spec.companions))
         if unit in self.state.entered:
             return
         order = self.state.backward
@@ -157,17 +157,17 @@ class _Turn:
         if not self.state.specs[unit].reduces:
             return
         if unit in self.state.reducing:
-            self.settle(unit)
+            self.finish_reduce(unit)
         most = self.state.limits.reduce_buffers
         while self.state.reducing and len(self.state.reducing) >= most:
-            self.settle(self.state.reducing[0])
+            self.finish_reduce(self.state.reducing[0])
         self.actions.append(Reduce(unit))
         self.state = replace(self.state, reducing=(*self.state.reducing, unit))
         if most == 0:
-            self.settle(unit)
+            self.finish_reduce(unit)
 
-    def settle(self, unit: int) -> None:
-        self.actions.append(Settle(unit))
+    def finish_reduce(self, unit: int) -> None:
+        self.actions.append(FinishReduce(unit))
         self.state = replace(self.state, reducing=tuple(each for each in self.state.reducing if each != unit))
 
     def leave_backward(self, unit: int, unreduced: bool) -> None:
@@ -180,7 +180,7 @@ class _Turn:
             self._prefetch_backward(unit)
 
     def free_group(self, unit: int, group: int) -> None:
-        if self._goes_after_backward(unit) and self.state.live[unit] is Live.WHOLE:
+        if self._goes_after_backward(unit) and self.state.live[unit] is Live.UNSHARDED:
             self.actions.append(FreeGroup(unit, group))
             self.state = replace(self.state, passed=self.state.passed | {unit})
 
@@ -193,14 +193,14 @@ class _Turn:
     def end_backward(self, last: bool) -> None:
         running = self.state.running
         for unit, live in enumerate(self.state.live):
-            is_intact = live is Live.WHOLE and unit not in self.state.passed
+            is_intact = live is Live.UNSHARDED and unit not in self.state.passed
             if unit in running or (running and unit in self.state.borrowed):
                 continue
             if not is_intact or self.state.specs[unit].reshard_after_backward:
                 self.free(unit)
         if last:
             for unit in self.state.reducing:
-                self.settle(unit)
+                self.finish_reduce(unit)
         backward = self.state.backward
         # A backward inside a forward is not the one whose order the next step will follow.
         backward = Order(backward.learnt) if running else backward.rewound()
@@ -222,7 +222,7 @@ class _Turn:
     def wait(self, unit: int) -> None:
         if self.state.live[unit] is Live.GATHERING:
             self.actions.append(Await(unit))
-            self.state = self.state.with_live(unit, Live.WHOLE)
+            self.state = self.state.with_live(unit, Live.UNSHARDED)
 
     def free(self, unit: int) -> None:
         if self.state.live[unit] is not Live.SHARDED:
@@ -242,7 +242,7 @@ class _Turn:
         for unit in range(len(self.state.specs)):
             self.free(unit)
             if gradients:
-                self.actions.append(Forget(unit))
+                self.actions.append(Discard(unit))
         if gradients:
             self.state = replace(self.state, reducing=())
         self.state = replace(
@@ -254,7 +254,7 @@ class _Turn:
             running=frozenset(),
         )
 
-    def _make_whole(self, units: Iterable[int]) -> None:
+    def _make_unsharded(self, units: Iterable[int]) -> None:
         """All gathers are started before the first is waited for."""
         units = tuple(units)
         for unit in units:
@@ -270,6 +270,6 @@ class _Turn:
             return
         limit = self.state.limits.bytes_in_flight
         for unit in list(dict.fromkeys(upcoming))[:depth]:
-            fits = limit is None or self.state.bytes_in_flight + self.state.specs[unit].whole_bytes <= limit
+            fits = limit is None or self.state.bytes_in_flight + self.state.specs[unit].unsharded_bytes <= limit
             if fits:
                 self.gather(unit)

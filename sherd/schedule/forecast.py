@@ -12,7 +12,7 @@ through the very `Schedule` that runs the model; what its actions do to the buff
     Arrival           one gradient, then gradient rows         gradients, once copied into the rows
     Reduce            gradient rows, if they come late;        gradients, once copied into the rows
                       this rank's sum; the transport's own
-    Settle            the shards' gradient                     gradient rows, the sum, the transport's own
+    FinishReduce            the shards' gradient                     gradient rows, the sum, the transport's own
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Limits, Live, UnitSpec
 
 
-class Kind(str, Enum):
+class MemoryKind(str, Enum):
     """What bytes are for; the value is its name in tables. Strings, which remember their hash: there are many sums by
     kind."""
 
@@ -48,7 +48,7 @@ class Kind(str, Enum):
     SENT = "shards as sent"
     """What an all-gather sends, where that is not the shards themselves: a copy in compute's dtype, or a kept part."""
     ROWS = "gathered rows"
-    WHOLE = "whole"
+    UNSHARDED = "whole"
     PART = "kept part"
     """Of a smaller mesh (`reshard_after_forward=k`)."""
     ARRIVED = "gradients arrived"
@@ -68,16 +68,16 @@ class Kind(str, Enum):
 class GroupSizes:
     """Bytes of one group's buffers on this rank, each when it is allocated; 0 for one that the group does without.
 
-    `kept` are whole parameters that are not given up between uses; `whole` is 0 then.
-    `rows` is 0 where an all-gather fills the whole buffer itself, `sent` where it sends the shards themselves. `lands`:
-    the whole buffer is filled while a collective is awaited, this one or a later one, and not before.
+    `kept` are unsharded parameters that are not given up between uses; `unsharded` is 0 then.
+    `rows` is 0 where an all-gather fills the unsharded buffer itself, `sent` where it sends the shards themselves.
+    `lands`: the unsharded buffer is filled while a collective is awaited, this one or a later one, and not before.
     `arriving` are the whole gradients of the group's trainable parameters, in the order of its parameters; a group that
-    `borrows` sends its only gradient from where it is; one that `collects_late` has no rows until it is reduced,
-    in a step that reduces it. `scratch` is what the transport takes during a reduction.
+    `borrows` sends its only gradient from where it is; one that `collects_late` has no rows until it is reduced, in a
+    step that reduces it. `scratch` is what the transport takes during a reduction.
     """
 
     shards: int
-    whole: int
+    unsharded: int
     kept: int = 0
     rows: int = 0
     sent: int = 0
@@ -119,7 +119,7 @@ class Forecast:
 
     peak: int
     moment: Moment | None
-    parts: dict[tuple[int, Kind], int]
+    parts: dict[tuple[int, MemoryKind], int]
 
 
 def forecast(
@@ -194,8 +194,8 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
 def _passed(unit: int, group: int, sizes: Sequence[GroupSizes], is_last: bool) -> Iterator[Moment]:
     """What a unit can tell of itself when a gradient was its last one, or all that its group has."""
     if is_last:
-        is_past = all(each.is_all_trainable for each in sizes)
-        yield AfterBackward(unit, unreduced=True) if is_past else GradientsReady(unit)
+        is_done_in_backward = all(each.is_all_trainable for each in sizes)
+        yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
     elif sizes[group].is_alone:
         yield GroupPassed(unit, group)
 
@@ -211,81 +211,81 @@ def begins_step(moment: Moment) -> bool:
 class _Group:
     """One group's buffers: bytes by kind. `changed(kind, more)` is told of each that comes or goes."""
 
-    def __init__(self, sizes: GroupSizes, batch_bytes: int, changed: Callable[[Kind, int], None]) -> None:
+    def __init__(self, sizes: GroupSizes, batch_bytes: int, changed: Callable[[MemoryKind, int], None]) -> None:
         self._sizes = sizes
         self._batch_bytes = batch_bytes
         self._changed = changed
-        self._held: Counter[Kind] = Counter()
+        self._held: Counter[MemoryKind] = Counter()
         self._live = Live.SHARDED
         self._is_current = False
         self._num_arrived = 0
         self._reducing = 0
-        self._hold(Kind.SHARDS, sizes.shards)
-        self._hold(Kind.WHOLE, sizes.kept)
+        self._hold(MemoryKind.SHARDS, sizes.shards)
+        self._hold(MemoryKind.UNSHARDED, sizes.kept)
 
-    def _hold(self, kind: Kind, nbytes: int) -> None:
+    def _hold(self, kind: MemoryKind, nbytes: int) -> None:
         before, self._held[kind] = self._held[kind], nbytes
         self._changed(kind, nbytes - before)
 
-    def _drop(self, *kinds: Kind) -> None:
+    def _drop(self, *kinds: MemoryKind) -> None:
         for kind in kinds:
             self._hold(kind, 0)
 
     # Weights
 
-    def outdate(self) -> None:
+    def mark_shards_written(self) -> None:
         """Somebody may have written the shards: what is kept of it whole may have other values."""
         self._is_current = False
 
     def gather(self) -> None:
-        if self._live is Live.WHOLE:
+        if self._live is Live.UNSHARDED:
             return
         sizes, before, self._live = self._sizes, self._live, Live.GATHERING
         if before is Live.SHRUNK:
-            self._drop(Kind.PART)
-            self._hold(Kind.SENT, sizes.part)
-            self._become_whole()
+            self._drop(MemoryKind.PART)
+            self._hold(MemoryKind.SENT, sizes.part)
+            self._become_unsharded()
         elif not self._is_current:
             self._is_current = sizes.kept > 0
-            self._hold(Kind.SENT, sizes.sent)
+            self._hold(MemoryKind.SENT, sizes.sent)
             if sizes.rows or sizes.lands:
-                self._hold(Kind.ROWS, sizes.rows)
+                self._hold(MemoryKind.ROWS, sizes.rows)
             else:
-                self._become_whole()
+                self._become_unsharded()
 
     def land(self) -> None:
         """A collective is awaited, which finishes those that were begun before it."""
         if self._live is Live.GATHERING and self._sizes.lands:
-            self._become_whole()
+            self._become_unsharded()
 
     def wait(self) -> None:
         if self._live is Live.GATHERING:
-            self._live = Live.WHOLE
-            self._become_whole()
-            self._drop(Kind.ROWS, Kind.SENT)
+            self._live = Live.UNSHARDED
+            self._become_unsharded()
+            self._drop(MemoryKind.ROWS, MemoryKind.SENT)
 
-    def _become_whole(self) -> None:
-        self._hold(Kind.WHOLE, self._sizes.kept + self._sizes.whole)
+    def _become_unsharded(self) -> None:
+        self._hold(MemoryKind.UNSHARDED, self._sizes.kept + self._sizes.unsharded)
 
     def free(self) -> None:
         self._live = Live.SHARDED
-        self._drop(Kind.ROWS, Kind.SENT, Kind.PART)
-        self._hold(Kind.WHOLE, self._sizes.kept)
+        self._drop(MemoryKind.ROWS, MemoryKind.SENT, MemoryKind.PART)
+        self._hold(MemoryKind.UNSHARDED, self._sizes.kept)
 
     def shrink(self) -> None:
         self._live = Live.SHRUNK
-        self._hold(Kind.PART, self._sizes.part)
-        self._hold(Kind.WHOLE, self._sizes.kept)
+        self._hold(MemoryKind.PART, self._sizes.part)
+        self._hold(MemoryKind.UNSHARDED, self._sizes.kept)
 
     # Gradients
 
     @property
     def _rows(self) -> int:
         """Bytes of rows that gradients are collected in, those in reduction apart."""
-        return self._held[Kind.GRADIENT_ROWS] - self._reducing
+        return self._held[MemoryKind.GRADIENT_ROWS] - self._reducing
 
     def _collect(self, nbytes: int) -> None:
-        self._hold(Kind.GRADIENT_ROWS, self._reducing + nbytes)
+        self._hold(MemoryKind.GRADIENT_ROWS, self._reducing + nbytes)
 
     def arrive(self, index: int, reduces: bool) -> None:
         """A gradient has come; `reduces`: this backward will reduce it."""
@@ -294,19 +294,19 @@ class _Group:
         if sizes.borrows and not self._rows:
             self._collect(nbytes)
         else:
-            self._hold(Kind.ARRIVED, self._held[Kind.ARRIVED] + nbytes)
+            self._hold(MemoryKind.ARRIVED, self._held[MemoryKind.ARRIVED] + nbytes)
         is_complete = self._num_arrived >= len(sizes.arriving)
         waits = sizes.collects_late and reduces and not self._rows
-        if not waits and (is_complete or self._held[Kind.ARRIVED] >= self._batch_bytes):
+        if not waits and (is_complete or self._held[MemoryKind.ARRIVED] >= self._batch_bytes):
             self._copy()
         if is_complete:
             self._num_arrived = 0
 
     def _copy(self) -> None:
         """The gradients that wait go into the rows."""
-        if self._held[Kind.ARRIVED]:
+        if self._held[MemoryKind.ARRIVED]:
             self._collect(self._rows or self._sizes.gradient_rows)
-            self._drop(Kind.ARRIVED)
+            self._drop(MemoryKind.ARRIVED)
 
     def end_backward(self) -> None:
         """What has not come will not come."""
@@ -317,26 +317,26 @@ class _Group:
         self.end_backward()
         if self._rows:
             self._reducing += self._rows
-            self._hold(Kind.REDUCED, self._sizes.reduced)
-            self._hold(Kind.TRANSPORT, self._sizes.scratch)
+            self._hold(MemoryKind.REDUCED, self._sizes.reduced)
+            self._hold(MemoryKind.TRANSPORT, self._sizes.scratch)
 
-    def settle(self) -> None:
+    def finish_reduce(self) -> None:
         if not self._reducing:
             return
         sizes, rows, self._reducing = self._sizes, self._rows, 0
-        self._drop(Kind.TRANSPORT)
+        self._drop(MemoryKind.TRANSPORT)
         self._collect(rows)
         if sizes.reduced != sizes.gradients:  # cast, else the sum itself becomes the gradient
-            self._hold(Kind.GRADIENTS, self._held[Kind.GRADIENTS] + sizes.gradients)
-        self._drop(Kind.REDUCED)
-        self._hold(Kind.GRADIENTS, sizes.gradients)
+            self._hold(MemoryKind.GRADIENTS, self._held[MemoryKind.GRADIENTS] + sizes.gradients)
+        self._drop(MemoryKind.REDUCED)
+        self._hold(MemoryKind.GRADIENTS, sizes.gradients)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self._num_arrived = self._reducing = 0
-        self._drop(Kind.ARRIVED, Kind.GRADIENT_ROWS, Kind.REDUCED, Kind.TRANSPORT)
+        self._drop(MemoryKind.ARRIVED, MemoryKind.GRADIENT_ROWS, MemoryKind.REDUCED, MemoryKind.TRANSPORT)
 
     def drop_gradients(self) -> None:
-        self._drop(Kind.GRADIENTS)
+        self._drop(MemoryKind.GRADIENTS)
 
 
 DO: dict[type[do.Action], Callable[[_Group], None]] = {
@@ -345,8 +345,8 @@ DO: dict[type[do.Action], Callable[[_Group], None]] = {
     do.Free: _Group.free,
     do.Shrink: _Group.shrink,
     do.Reduce: _Group.reduce,
-    do.Settle: _Group.settle,
-    do.Forget: _Group.forget,
+    do.FinishReduce: _Group.finish_reduce,
+    do.Discard: _Group.discard,
 }
 """What each action on a whole unit does to its groups."""
 
@@ -356,7 +356,7 @@ class Buffers:
 
     def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
         self.now = 0
-        self._changes: list[tuple[tuple[int, Kind], int]] = []
+        self._changes: list[tuple[tuple[int, MemoryKind], int]] = []
         self._moment: Moment | None = None
         self._note_peak()
         self._units = [
@@ -378,7 +378,7 @@ class Buffers:
     @property
     def peak(self) -> Forecast:
         """The most since the step began, noted whenever something came."""
-        parts: Counter[tuple[int, Kind]] = Counter()
+        parts: Counter[tuple[int, MemoryKind]] = Counter()
         for part, more in self._changes[: self._num_changes_to_peak]:
             parts[part] += more
         return Forecast(self._peak, self._peak_moment, {part: nbytes for part, nbytes in parts.items() if nbytes})
@@ -392,7 +392,7 @@ class Buffers:
             return
         if begins_step(moment):
             for group in self._groups:
-                group.outdate()
+                group.mark_shards_written()
         if isinstance(moment, EndBackward):
             for group in self._groups:
                 group.end_backward()
@@ -403,13 +403,13 @@ class Buffers:
         if isinstance(action, do.FreeGroup):
             self._units[action.unit][action.group].free()
             return
-        if isinstance(action, do.Settle):
+        if isinstance(action, do.FinishReduce):
             for group in self._groups:
                 group.land()
         for group in self._units[action.unit]:
             DO[type(action)](group)
 
-    def _add(self, unit: int, kind: Kind, more: int) -> None:
+    def _add(self, unit: int, kind: MemoryKind, more: int) -> None:
         self._changes.append(((unit, kind), more))
         self.now += more
         if self.now > self._peak:

@@ -11,7 +11,7 @@ from sherd.schedule.decide import decide
 from sherd.schedule.state import Limits, State, UnitSpec
 
 MOST_NODES = 20_000
-"""Forget the graph beyond this many states: a model that never repeats itself must not fill the memory."""
+"""Discard the graph beyond this many states: a model that never repeats itself must not fill the memory."""
 
 
 class _Node:

@@ -15,11 +15,11 @@ class Live(IntEnum):
     SHRUNK = auto()
     """Resharded to a smaller mesh: this rank keeps a larger part than its shard."""
     GATHERING = auto()
-    WHOLE = auto()
+    UNSHARDED = auto()
 
 
 class Keep(Enum):
-    """What becomes of a unit's whole parameters after its forward."""
+    """What becomes of a unit's unsharded parameters after its forward."""
 
     NOTHING = auto()
     PART = auto()
@@ -31,13 +31,13 @@ class Keep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """One unit as the schedule sees it. `whole_bytes`: what its gathered parameters occupy.
+    """One unit as the schedule sees it. `unsharded_bytes`: what its gathered parameters occupy.
 
     `companions` are units that own a parameter this one uses too (tied weights); they are whole whenever it is.
     `forward_prefetch`, `backward_prefetch`: what to gather behind this unit; None leaves that to the learnt order.
     """
 
-    whole_bytes: int
+    unsharded_bytes: int
     after_forward: Keep = Keep.NOTHING
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -68,7 +68,7 @@ class State:
 
     `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units
     that the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `stale`: units
-    whose live whole parameters are older than their shards. `passed`: whole units some of whose groups backward has
+    whose live unsharded parameters are older than their shards. `passed`: whole units some of whose groups backward has
     passed, which are freed. `running`: units whose forward is under way.
     """
 
@@ -98,14 +98,16 @@ class State:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of whole parameters whose all-gather was started and not yet awaited."""
-        return sum(spec.whole_bytes for spec, live in zip(self.specs, self.live, strict=True) if live is Live.GATHERING)
+        """Bytes of unsharded parameters whose all-gather was started and not yet awaited."""
+        return sum(
+            spec.unsharded_bytes for spec, live in zip(self.specs, self.live, strict=True) if live is Live.GATHERING
+        )
 
     @property
     def bytes_live(self) -> int:
-        """Bytes of whole parameters allocated."""
-        allocated = (Live.GATHERING, Live.WHOLE)
-        return sum(spec.whole_bytes for spec, live in zip(self.specs, self.live, strict=True) if live in allocated)
+        """Bytes of unsharded parameters allocated."""
+        allocated = (Live.GATHERING, Live.UNSHARDED)
+        return sum(spec.unsharded_bytes for spec, live in zip(self.specs, self.live, strict=True) if live in allocated)
 
     @property
     def borrowed(self) -> frozenset[int]:

@@ -89,8 +89,8 @@ def _draw(func: Any, target: RaggedDTensor, like: RaggedDTensor, rest: list[Any]
     if func.name() == "aten::bernoulli":
         raise PlacementError(f"{name_of(func)} reads probabilities element by element; {WAYS_OUT}")
     local = local_tensor(target)
-    whole = torch.empty(layout.shape, dtype=like.dtype, device=local.device)
-    drawn = func(whole, *rest, **kwargs)
+    full = torch.empty(layout.shape, dtype=like.dtype, device=local.device)
+    drawn = func(full, *rest, **kwargs)
     local.copy_(piece_of(drawn, layout))
     for axis in layout.copied_axes:
         dist.broadcast(local, group=layout.mesh.get_group(axis), group_src=0)

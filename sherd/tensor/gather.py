@@ -72,13 +72,13 @@ def _joined_on_dim(part: torch.Tensor, split: Split, layout: Layout) -> torch.Te
 
 def _joined(line: torch.Tensor, numels: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The lines of all ranks of a group behind one another; rank i has `numels[i]` elements."""
-    whole = torch.empty(sum(numels), dtype=line.dtype, device=line.device)
-    if whole.numel():
+    full = torch.empty(sum(numels), dtype=line.dtype, device=line.device)
+    if full.numel():
         # As bytes, which every backend can move.
-        sizes = [numel * whole.element_size() for numel in numels]
+        sizes = [numel * full.element_size() for numel in numels]
         with named("the gather of a RaggedDTensor", group):
-            _gather_bytes(_bytes(line), whole.view(torch.uint8), sizes, rank, group)
-    return whole
+            _gather_bytes(_bytes(line), full.view(torch.uint8), sizes, rank, group)
+    return full
 
 
 def _bytes(line: torch.Tensor) -> torch.Tensor:
@@ -87,13 +87,13 @@ def _bytes(line: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_bytes(
-    local: torch.Tensor, whole: torch.Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup
+    local: torch.Tensor, full: torch.Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup
 ) -> None:
     largest = max(sizes)
-    if largest * len(sizes) == whole.numel():
-        all_gather_single(whole, local, group=group)
-    elif largest * len(sizes) > PADDING_LIMIT * whole.numel():
-        _broadcast_pieces(local, whole.split(list(sizes)), rank, group)
+    if largest * len(sizes) == full.numel():
+        all_gather_single(full, local, group=group)
+    elif largest * len(sizes) > PADDING_LIMIT * full.numel():
+        _broadcast_pieces(local, full.split(list(sizes)), rank, group)
     else:
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
@@ -101,7 +101,7 @@ def _gather_bytes(
         all_gather_single(gathered, padded, group=group)
         start = 0
         for index, size in enumerate(sizes):
-            whole[start : start + size] = gathered[index * largest : index * largest + size]
+            full[start : start + size] = gathered[index * largest : index * largest + size]
             start += size
 
 
@@ -119,10 +119,10 @@ def _broadcast_pieces(local: torch.Tensor, places: Sequence[torch.Tensor], rank:
             work.wait()
 
 
-def run_of(whole: torch.Tensor, cut: Runs, rank: int) -> torch.Tensor:
+def run_of(full: torch.Tensor, cut: Runs, rank: int) -> torch.Tensor:
     """What `rank` holds of a whole tensor, in the shape it has there: a view, if the whole tensor is contiguous."""
     piece = cut.piece(rank)
-    return whole.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
+    return full.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
 
 
 def part_given(
@@ -154,8 +154,8 @@ def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
     return tensor.narrow(cut.dim, rows.start, rows.numel)
 
 
-def piece_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+def piece_of(full: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's run of a whole tensor."""
     for dim in {split.dim for split in layout.splits}:
-        whole = whole.narrow(dim, layout.offsets[dim], layout.cut.shape[dim])
-    return run_of(whole.contiguous() if layout.splits else whole, layout.cut, layout.rank)
+        full = full.narrow(dim, layout.offsets[dim], layout.cut.shape[dim])
+    return run_of(full.contiguous() if layout.splits else full, layout.cut, layout.rank)

@@ -13,7 +13,7 @@ from sherd.errors import PlacementError
 from sherd.tensor.gather import gather, piece_of
 from sherd.tensor.placement import Layout, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.replicated import KnownDTensor
+from sherd.tensor.replicated import ReplicatedDTensor
 from sherd.tensor.trees import tensors_in
 
 WAYS_OUT = (
@@ -49,7 +49,7 @@ def local_of(value: Any, layout: Layout, func: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     one = lone_value(value)
-    if isinstance(value, KnownDTensor) and one is None and value.shape == layout.shape:
+    if isinstance(value, ReplicatedDTensor) and one is None and value.shape == layout.shape:
         return piece_of(local_tensor(value), layout)
     if one is None or not _broadcasts(value.shape, layout.shape):
         raise mixed(func, layout, value)
@@ -101,7 +101,7 @@ def mixed(func: Any, layout: Layout, value: torch.Tensor) -> PlacementError:
 
 def unknown(func: Any, layout: Layout, why: str = "") -> PlacementError:
     """The error for an operation that runs of elements cannot answer."""
-    owner = "with placement Whole() each tensor has one owner, which can do any operation"
+    owner = "with placement Owned() each tensor has one owner, which can do any operation"
     if len(layout.splits) and layout.owner is None:
         owner = f"{owner}, if no other axis of {layout.mesh} shards it"
     return PlacementError(

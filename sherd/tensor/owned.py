@@ -45,8 +45,8 @@ def on_owner(func: Any, args: Args, kwargs: Kwargs) -> Any:
     inferred = _inferred(func, args, kwargs, layout)
     result = inferred
     if layout.rank == layout.owner:
-        whole_args, whole_kwargs = changed((args, kwargs), torch.Tensor, lambda each: _whole(each, layout, func))
-        result = func(*whole_args, **whole_kwargs)
+        full_args, full_kwargs = changed((args, kwargs), torch.Tensor, lambda each: _whole(each, layout, func))
+        result = func(*full_args, **full_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
     if torch.Tag.inplace_view in func.tags:

@@ -142,8 +142,8 @@ def ragged_spec(
             "it was replicated before; give Replicate() there"
         )
     strides = {axis: prod(mesh.size(other) for other in axes[at + 1 :]) for at, axis in enumerate(axes)}
-    whole = tuple(RaggedShard(cut, strides[axis]) if axis in strides else each for axis, each in enumerate(given))
-    return Layout(mesh, whole, tuple(shape)).spec(dtype)
+    full = tuple(RaggedShard(cut, strides[axis]) if axis in strides else each for axis, each in enumerate(given))
+    return Layout(mesh, full, tuple(shape)).spec(dtype)
 
 
 def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:

@@ -42,7 +42,7 @@ class RaggedDTensor(DTensor):
 
     It is a DTensor to checkpoints, optimizers and gradient clipping: `shape` is that of the whole tensor, `to_local()`
     is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element, or reduce to
-    one value; when one rank holds the whole tensor (`Whole`), any operation works, done by that rank. Others raise
+    one value; when one rank holds the whole tensor (`Owned`), any operation works, done by that rank. Others raise
     `PlacementError`, as does mixing it with a tensor that lies elsewhere.
     """
 
@@ -76,7 +76,7 @@ class RaggedDTensor(DTensor):
         if isinstance(value, DTensor):
             same = isinstance(value, RaggedDTensor) and layout_of(spec_of(value)).same_as(layout)
             value = local_tensor(value) if same else value.full_tensor()
-        part = part_given(value, layout.shape, local, lambda whole: piece_of(whole, layout))
+        part = part_given(value, layout.shape, local, lambda full: piece_of(full, layout))
         if part is None:
             raise WriteBackError(
                 f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
@@ -115,8 +115,8 @@ class RaggedDTensor(DTensor):
                 f"full_tensor(grad_placements={grad_placements}) of a ragged tensor: only Replicate() is known; "
                 "reduce the gradient before it comes back"
             )
-        whole: torch.Tensor = _ToWhole.apply(self)  # type: ignore[no-untyped-call]  # of torch
-        return whole
+        full: torch.Tensor = _ToFull.apply(self)  # type: ignore[no-untyped-call]  # of torch
+        return full
 
     def redistribute(
         self,
@@ -149,7 +149,7 @@ class RaggedDTensor(DTensor):
         layout = layout_of(spec_of(self))
         # Of the vectors that a flat parameter is made of, torch knows no placement.
         gathers, given = (
-            (_ToWhole, (Replicate(),) * mesh.ndim) if layout.is_of_vectors else (_ToPart, layout.part_placements)
+            (_ToFull, (Replicate(),) * mesh.ndim) if layout.is_of_vectors else (_ToPart, layout.part_placements)
         )
         part: torch.Tensor = gathers.apply(self)  # type: ignore[no-untyped-call]  # of torch
         part = part if forward_dtype is None else part.to(forward_dtype)
@@ -220,7 +220,7 @@ class _ToPart(torch.autograd.Function):
         return _wrapped(run_of(grad, layout.cut, layout.rank).clone(), ctx.spec)
 
 
-class _ToWhole(torch.autograd.Function):
+class _ToFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
         ctx.spec = spec_of(tensor)
@@ -293,7 +293,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def distribute_ragged(whole: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
     """This rank's run of a whole tensor that every rank holds: a view where what is cut is contiguous, no
     communication.
 
@@ -301,12 +301,12 @@ def distribute_ragged(whole: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
         PlacementError: `whole` has another shape than the spec says.
     """
     layout = layout_of(spec)
-    if tuple(whole.shape) != layout.shape:
+    if tuple(full.shape) != layout.shape:
         raise PlacementError(
-            f"a tensor of shape {tuple(whole.shape)} was given for one of shape {layout.shape}; every rank gives "
+            f"a tensor of shape {tuple(full.shape)} was given for one of shape {layout.shape}; every rank gives "
             "the whole tensor"
         )
-    return dtensor_of(RaggedDTensor, piece_of(whole.detach(), layout), layout.spec(whole.dtype), False)
+    return dtensor_of(RaggedDTensor, piece_of(full.detach(), layout), layout.spec(full.dtype), False)
 
 
 def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
@@ -333,5 +333,5 @@ def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
                 f"{mesh}"
             )
     with torch.no_grad():
-        whole = tensor.full_tensor()
-    return dtensor_of(RaggedDTensor, piece_of(whole, layout).clone(), layout.spec(whole.dtype), False)
+        full = tensor.full_tensor()
+    return dtensor_of(RaggedDTensor, piece_of(full, layout).clone(), layout.spec(full.dtype), False)

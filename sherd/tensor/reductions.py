@@ -63,13 +63,13 @@ def summed(func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise RuntimeError(f"mean(): expected a floating point or complex dtype, found {dtype}")
     part = local.to(dtype)
     wider = wide(dtype, local.device)
-    whole = (
+    full = (
         joined(torch.prod(part, dtype=wider), Reduce.PRODUCT, layout) if kind == "prod" else _sum(part, wider, layout)
     )
     if kind == "mean":
         numel = _numel(local, layout)
-        whole = whole / numel if numel else whole * math.nan
-    return _answer(whole.to(dtype), layout, keepdim)
+        full = full / numel if numel else full * math.nan
+    return _answer(full.to(dtype), layout, keepdim)
 
 
 def _sum(part: torch.Tensor, dtype: torch.dtype, layout: Layout) -> torch.Tensor:
@@ -291,8 +291,8 @@ def _with_nan(values: torch.Tensor, how: Any, layout: Layout) -> torch.Tensor:
     """Largest or smallest of each, nan where a rank has nan."""
     is_nan = joined(torch.isnan(values).to(values.dtype), Reduce.MAX, layout)
     filled = torch.where(torch.isnan(values), torch.zeros_like(values), values)
-    whole: torch.Tensor = torch.where(is_nan > 0, math.nan, joined(filled, how, layout))
-    return whole
+    full: torch.Tensor = torch.where(is_nan > 0, math.nan, joined(filled, how, layout))
+    return full
 
 
 # Gradient scaling

@@ -17,7 +17,7 @@ from sherd.tensor.table import operation_for
 from sherd.tensor.trees import changed, tensors_in
 
 
-class KnownDTensor(DTensor):
+class ReplicatedDTensor(DTensor):
     """A replicated DTensor that was made by reducing ragged ones. It turns into torch's own when it meets one."""
 
     @classmethod
@@ -27,45 +27,45 @@ class KnownDTensor(DTensor):
         """Compute with the values, unless other DTensors take part: then let those answer."""
         kwargs = kwargs or {}
         tensors = list(tensors_in((*args, *kwargs.values())))
-        others = [each for each in tensors if not isinstance(each, KnownDTensor)]
+        others = [each for each in tensors if not isinstance(each, ReplicatedDTensor)]
         if all(not isinstance(each, DTensor) and each.ndim == 0 for each in others):
-            return _computed(func, args, kwargs, next(each for each in tensors if isinstance(each, KnownDTensor)))
+            return _computed(func, args, kwargs, next(each for each in tensors if isinstance(each, ReplicatedDTensor)))
         if any(isinstance(each, DTensor) and type(each) is not DTensor for each in others):
             return operation_for(func)(func, args, kwargs)
-        return func(*changed(args, KnownDTensor, _stock), **changed(kwargs, KnownDTensor, _stock))
+        return func(*changed(args, ReplicatedDTensor, _stock), **changed(kwargs, ReplicatedDTensor, _stock))
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
         raise not_traced("a value that sherd has reduced is not traced; what works on it runs as it is")
 
 
-dispatches_itself(KnownDTensor)
+dispatches_itself(ReplicatedDTensor)
 
 
-def _stock(value: KnownDTensor) -> DTensor:
+def _stock(value: ReplicatedDTensor) -> DTensor:
     return dtensor(local_tensor(value), spec_of(value))
 
 
-def _computed(func: Any, args: Any, kwargs: Any, like: KnownDTensor) -> Any:
-    result = func(*changed(args, KnownDTensor, local_tensor), **changed(kwargs, KnownDTensor, local_tensor))
+def _computed(func: Any, args: Any, kwargs: Any, like: ReplicatedDTensor) -> Any:
+    result = func(*changed(args, ReplicatedDTensor, local_tensor), **changed(kwargs, ReplicatedDTensor, local_tensor))
     if "out" in kwargs:
         return kwargs["out"]
-    if isinstance(result, torch.Tensor) and isinstance(args[0], KnownDTensor) and result is local_tensor(args[0]):
+    if isinstance(result, torch.Tensor) and isinstance(args[0], ReplicatedDTensor) and result is local_tensor(args[0]):
         return args[0]
     return changed(result, torch.Tensor, lambda each: _known(each, like))
 
 
-def _known(value: torch.Tensor, like: KnownDTensor) -> KnownDTensor:
+def _known(value: torch.Tensor, like: ReplicatedDTensor) -> ReplicatedDTensor:
     spec = spec_of(like)
     made = dtensor_spec(spec.mesh, spec.placements, value.shape, value.dtype, tuple(value.stride()))
-    return dtensor_of(KnownDTensor, value, made, False)
+    return dtensor_of(ReplicatedDTensor, value, made, False)
 
 
-def known(value: torch.Tensor, layout: Layout) -> KnownDTensor:
+def known(value: torch.Tensor, layout: Layout) -> ReplicatedDTensor:
     """A value that all ranks of a mesh have, as a DTensor on it."""
     key = (value.shape, value.dtype)
     spec = layout.value_specs.get(key)
     if spec is None:
         mesh = layout.mesh
         spec = layout.value_specs[key] = dtensor_spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.dtype)
-    return dtensor_of(KnownDTensor, value, spec, False)
+    return dtensor_of(ReplicatedDTensor, value, spec, False)

@@ -29,8 +29,8 @@ from sherd import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     OnMesh,
+    Owned,
     SherdError,
-    Whole,
     fully_shard,
 )
 from sherd.train.config import Config, InputError
@@ -43,7 +43,7 @@ from sherd.train.sequence import CutSequence
 __all__ = ["build", "on_meta", "parallelize"]
 
 T = TypeVar("T", bound=Decoder | HuggingFace)
-AnyCut = Shard | Flat | Blocks | Whole | None
+AnyCut = Shard | Flat | Blocks | Owned | None
 
 
 def build(config: Config, grid: Grid) -> Decoder | HuggingFace:
@@ -230,7 +230,7 @@ def _options(config: Config) -> dict[str, Any]:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return {
         "mp_policy": precision,
-        "placement": {"shard": None, "flat": Flat(), "blocks": Blocks(shard.rows), "whole": Whole()}[shard.placement],
+        "placement": {"shard": None, "flat": Flat(), "blocks": Blocks(shard.rows), "whole": Owned()}[shard.placement],
         "placements": None if shard.strategy == "auto" else shard.strategy,
         "reshard_after_forward": {"auto": None, "always": True, "never": False}[shard.reshard],
         "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),

@@ -19,7 +19,7 @@ from sherd._torch import fake_tensors, imagined_ranks
 from sherd.engine.run.seal import units_below
 from sherd.memory.report import MemoryReport
 from sherd.memory.sizes import sizes_of
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 from sherd.train.axes import Axes, axes_of, usual_ranks
 from sherd.train.config import Config, Split
 from sherd.train.mesh import Grid
@@ -125,7 +125,7 @@ def planned(config: Config, num_ranks: int) -> Plan:
         kept = split.times - 1 if config.shard.strategy in ("ddp", "zero1") else 0
         report = memory_report(model, unsynced_batches=kept)
         # From the second micro-batch on, gradients of all units are there while the first unit's backward begins.
-        early = gradients - _at_peak(report, Kind.GRADIENTS) if split.times > 1 and not kept else 0
+        early = gradients - _at_peak(report, MemoryKind.GRADIENTS) if split.times > 1 and not kept else 0
         return Plan(
             config,
             axes,
@@ -139,7 +139,7 @@ def planned(config: Config, num_ranks: int) -> Plan:
         )
 
 
-def _at_peak(report: MemoryReport, kind: Kind) -> int:
+def _at_peak(report: MemoryReport, kind: MemoryKind) -> int:
     return sum(row.at_peak for row in report.rows if row.kind == kind.value)
 
 

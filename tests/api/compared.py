@@ -43,7 +43,7 @@ def shard_children(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def train(model: nn.Module, job: Job, steps: int = 3) -> Named:
-    """On a rank: SGD steps on a sharded model; whole parameters."""
+    """On a rank: SGD steps on a sharded model; unsharded parameters."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     for step in range(steps):
         job(model, dist.get_rank(), step).backward()

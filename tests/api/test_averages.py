@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sherd import Whole, fully_shard
+from sherd import Owned, fully_shard
 from tests.models import Block
 from tests.wrapper.training import seeded
 
@@ -19,24 +19,24 @@ class Stack(nn.Module):
 def shard_all(*models):
     for model in models:
         for unit in (*model.blocks, model):
-            fully_shard(unit, placement=Whole())
+            fully_shard(unit, placement=Owned())
 
 
 def shard_blocks(*models):
     for model in models:
         for block in model.blocks:
-            fully_shard(block, placement=Whole())
+            fully_shard(block, placement=Owned())
 
 
 def shard_roots(*models):
     for model in models:
-        fully_shard(model, placement=Whole())
+        fully_shard(model, placement=Owned())
 
 
 def shard_by_turns(*models):
     for blocks in zip(*(model.blocks for model in models), strict=True):
         for block in blocks:
-            fully_shard(block, placement=Whole())
+            fully_shard(block, placement=Owned())
     shard_roots(*models)
 
 
@@ -92,7 +92,7 @@ class Even(nn.Module):
 
 def start_anew():
     """A model that runs ends what earlier ones have left."""
-    fully_shard(nn.Linear(2, 2), placement=Whole())(torch.ones(1, 2))
+    fully_shard(nn.Linear(2, 2), placement=Owned())(torch.ones(1, 2))
 
 
 def owners():
@@ -115,7 +115,7 @@ def nested():
     model = seeded(Even)
     for block in model.blocks:
         for unit in (block[0], block[1], block[2], block):
-            fully_shard(unit, placement=Whole())
+            fully_shard(unit, placement=Owned())
     loads = [sum(each.cut.local_numel(rank) for each in model.blocks.parameters()) for rank in range(2)]
     assert loads[0] == loads[1]
 

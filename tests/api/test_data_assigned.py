@@ -47,7 +47,7 @@ def wrapped(model, use_orig_params):
 
 STOCK = {
     "Shard(0)": fully_sharded,
-    "kept whole": partial(fully_sharded, reshard_after_forward=False),
+    "kept unsharded": partial(fully_sharded, reshard_after_forward=False),
     "zero1": partial(fully_sharded, placements="zero1"),
     "zero2": partial(fully_sharded, placements="zero2"),
     "ddp": partial(fully_sharded, placements="ddp"),
@@ -57,7 +57,7 @@ STOCK = {
 RAGGED = {
     "Flat": partial(fully_sharded, placement=sherd.Flat()),
     "Blocks": partial(fully_sharded, placement=sherd.Blocks(2)),
-    "Whole": partial(fully_sharded, placement=sherd.Whole()),
+    "Whole": partial(fully_sharded, placement=sherd.Owned()),
     "wrapper": partial(wrapped, use_orig_params=True),
     "flat parameter": partial(wrapped, use_orig_params=False),
 }

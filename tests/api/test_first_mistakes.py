@@ -165,7 +165,7 @@ def alone(transport, call):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with pytest.raises(CommError) as raised:
-            ALONE[call](model)
+            ONE_RANK[call](model)
     return str(raised.value), [str(each.message) for each in warned if "silenced" in str(each.message)]
 
 
@@ -174,7 +174,7 @@ def full_state_dict(model):
         model.state_dict()
 
 
-ALONE = {
+ONE_RANK = {
     "forward": lambda model: model(torch.ones(1, 5)),
     "clip": lambda model: sherd.clip_grad_norm_(model.parameters(), 1.0),
     "lend": lambda model: sherd.unsharded(model).__enter__(),
@@ -184,7 +184,7 @@ ALONE = {
     ),
 }
 FIRST = [(transport, "forward") for transport in ("auto", "gloo", "torch", "coalesced", "shared_memory")]
-FIRST += [("auto", call) for call in ALONE if call != "forward"]
+FIRST += [("auto", call) for call in ONE_RANK if call != "forward"]
 
 
 @pytest.mark.parametrize(("transport", "call"), FIRST)

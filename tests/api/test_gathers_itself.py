@@ -1,4 +1,5 @@
-"""Does a parameter that brings its own all-gather train as a plain one, whatever its whole form and gradient are?"""
+"""Does a parameter that brings its own all-gather train as a plain one, whatever its unsharded form and gradient
+are?"""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.models.specimen import WIDTH
 
 class Halves(torch.Tensor):
     """Two tensors, whose sum it is. It has no memory of its own, and what is computed from it is of its kind: the
-    whole parameter, outputs, gradients."""
+    unsharded parameter, outputs, gradients."""
 
     @staticmethod
     def __new__(cls, first, second):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from sherd import Blocks, Flat, RaggedDTensor, Whole, fully_shard
+from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from sherd.errors import PlacementError
 from tests.api.compared import LR
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.float64])
-placements = st.sampled_from([None, Flat(), Whole(), Blocks(1), Blocks(3), Shard(0), Shard(1), Shard(-1)])
+placements = st.sampled_from([None, Flat(), Owned(), Blocks(1), Blocks(3), Shard(0), Shard(1), Shard(-1)])
 tensors = st.lists(st.tuples(shapes, dtypes, placements, st.booleans()), min_size=1, max_size=8)
 
 
@@ -76,9 +76,9 @@ def train_sharded(described):
     }
     fully_shard(model, shard_placement_fn=lambda param: asked[id(param)])
     for param, (shape, _, placement, _) in zip(model.parameters(), described, strict=True):
-        is_run = isinstance(placement, (Flat, Whole, Blocks))
+        is_run = isinstance(placement, (Flat, Owned, Blocks))
         assert isinstance(param, RaggedDTensor) == is_run, (shape, placement)
-        if isinstance(placement, Whole):
+        if isinstance(placement, Owned):
             assert param.to_local().numel() in (0, param.numel())
     return train(model, [dist.get_rank()])
 
@@ -114,7 +114,7 @@ def step(model, optimizer, rank, num_ranks=1):
     (model(torch.full((2, 6), 0.1 * (rank + 1))).square().mean() / num_ranks).backward()
 
 
-PLACEMENTS = [None, Flat(), Blocks(1), Whole()]
+PLACEMENTS = [None, Flat(), Blocks(1), Owned()]
 
 
 def built_before():
@@ -196,7 +196,7 @@ def test_gradients_are_clipped_by_value_and_by_a_known_norm(threads):
     threads(3).run(clipped_by_value)
 
 
-@pytest.mark.parametrize("placement", [Flat(), Blocks(2), Whole()], ids=str)
+@pytest.mark.parametrize("placement", [Flat(), Blocks(2), Owned()], ids=str)
 def test_a_list_of_modules_is_one_unit_of_one_placement(threads, placement):
     def one_unit():
         model = made()

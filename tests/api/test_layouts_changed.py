@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPolicy, RaggedDTensor, Whole, fully_shard
+from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPolicy, Owned, RaggedDTensor, fully_shard
 from tests.api.compared import LR, assert_trained, made, mean_square, train
 from tests.models import WIDTH, Block, noise
 from tests.parity.training import assert_named_close, mesh_of, whole_grads, whole_params
 
-PLACEMENTS = {"chunks": None, "flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Whole()}
+PLACEMENTS = {"chunks": None, "flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
 
 
 def stack():
@@ -208,9 +208,9 @@ def with_policies(model, ranks, norm_types):
 
 
 def mixture(parameter):
-    """By shape: `Whole` and columns for matrices, `Flat` or rows for vectors."""
+    """By shape: `Owned` and columns for matrices, `Flat` or rows for vectors."""
     if parameter.dim() == 2:
-        return Whole() if parameter.shape[0] == WIDTH else Shard(1)
+        return Owned() if parameter.shape[0] == WIDTH else Shard(1)
     return Flat() if parameter.shape[0] == WIDTH else None
 
 
@@ -294,7 +294,7 @@ def test_an_overflow_skips_the_step_under_every_placement(world):
 
 
 def what_outlives_the_model(name, steps, options):
-    """Names of shards, gradients, whole parameters and units that live on after the model."""
+    """Names of shards, gradients, unsharded parameters and units that live on after the model."""
     model = sharded(name, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     seen = {}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sherd import Blocks, Flat, RaggedDTensor, Whole, fully_shard
+from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from tests.api.compared import assert_trained, made, mean_square, train, train_plain
 from tests.api.test_odd_use import Hollow
 from tests.models import WIDTH, Block
@@ -34,9 +34,9 @@ PLACEMENTS = {
     "flat": lambda: {"placement": Flat()},
     "rows": lambda: {"placement": Blocks(1)},
     "blocks": lambda: {"placement": Blocks(5)},
-    "whole": lambda: {"placement": Whole()},
+    "whole": lambda: {"placement": Owned()},
     "columns": lambda: {"placement": Blocks(2), "shard_placement_fn": in_turns(Shard(1), None)},
-    "all": lambda: {"shard_placement_fn": in_turns(Flat(), Shard(1), Whole(), None, Blocks(2))},
+    "all": lambda: {"shard_placement_fn": in_turns(Flat(), Shard(1), Owned(), None, Blocks(2))},
 }
 """By name, the arguments of `fully_shard`; made anew for each unit, so that each begins its turns anew."""
 
@@ -126,7 +126,7 @@ MODELS = [hollow, tiny, two_dtypes, thin, Tied]
 
 
 def train_all(cases):
-    """By model and placement, the whole parameters after training."""
+    """By model and placement, the unsharded parameters after training."""
     found = {}
     for make, name in cases:
         with building:
@@ -181,7 +181,7 @@ def nests():
 def train_nests(first):
     """Each nested unit has another placement; `first` says which one the innermost has."""
     model = made(nests)
-    kinds = itertools.islice(itertools.cycle([Flat(), None, Whole(), Blocks(3), Shard(0)]), first, None)
+    kinds = itertools.islice(itertools.cycle([Flat(), None, Owned(), Blocks(3), Shard(0)]), first, None)
     units = [module for module in model.modules() if isinstance(module, (Nest, Block))]
     for unit, placement in zip(reversed(units), kinds, strict=False):
         fully_shard(unit, placement=placement)
@@ -205,7 +205,7 @@ def train_tied(owner, user):
 
 
 @pytest.mark.parametrize(
-    ("owner", "user"), [(Flat(), Whole()), (None, Flat()), (Whole(), None), (Blocks(3), Flat())], ids=str
+    ("owner", "user"), [(Flat(), Owned()), (None, Flat()), (Owned(), None), (Blocks(3), Flat())], ids=str
 )
 def test_a_tied_weight_is_cut_as_its_first_unit_says(world, owner, user):
     assert_trained(world(2).run(train_tied, owner, user), Tied)

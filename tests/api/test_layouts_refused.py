@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from sherd import Blocks, CommPolicy, DataParallelMeshDims, Flat, FSDPModule, Whole, fully_shard
+from sherd import Blocks, CommPolicy, DataParallelMeshDims, Flat, FSDPModule, Owned, fully_shard
 from sherd.errors import MeshError, OwnershipError, PlacementError, PolicyError, PolicyTypeError
 from tests.api.compared import assert_refused, assert_trained, made, mean_square, train
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
@@ -49,7 +49,7 @@ WRONG_ARGUMENTS = [
     ({"shard_placement_fn": lambda parameter: 1}, PlacementError, ValueError, ("0.up.weight", "1", "Blocks(rows)")),
     ({"shard_placement_fn": lambda parameter: Partial()}, PlacementError, ValueError, ("0.up.weight", "Partial")),
     (
-        {"shard_placement_fn": lambda parameter: Whole() if parameter.dim() == 2 else True},
+        {"shard_placement_fn": lambda parameter: Owned() if parameter.dim() == 2 else True},
         PlacementError,
         ValueError,
         ("0.up.bias", "True"),
@@ -116,7 +116,7 @@ def sums():
     """A tensor-parallel parameter is cut into runs, but not one that is a sum over ranks still."""
     _clear_sharding_prop_cache()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    for placement in (Flat(), Blocks(2), Whole()):
+    for placement in (Flat(), Blocks(2), Owned()):
         model = made(stack)
         for block in model:
             weight = block.up.weight.detach()
@@ -141,7 +141,7 @@ def plain_on_a_larger_mesh():
     """Plain tensors beside named axes of a larger mesh are refused whatever the placement."""
     _clear_sharding_prop_cache()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    for placement in (None, Flat(), Whole()):
+    for placement in (None, Flat(), Owned()):
         model = made(stack)
         before = remembered(model)
         assert_refused(
@@ -171,7 +171,7 @@ class GathersItself(torch.Tensor):
 
 
 def self_gathering():
-    for placement in (Flat(), Blocks(1), Whole()):
+    for placement in (Flat(), Blocks(1), Owned()):
         model = nn.Linear(WIDTH, WIDTH)
         model.weight = nn.Parameter(model.weight.detach().as_subclass(GathersItself))
         before = remembered(model)
@@ -189,13 +189,13 @@ def sharded_shards():
     owner = made(stack)
     fully_shard(owner[0], placement=Flat())
     stolen = nn.Parameter(owner[0].up.weight.detach())
-    for placement in (None, Flat(), Whole()):
+    for placement in (None, Flat(), Owned()):
         thief = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         thief.weight = stolen
         with pytest.raises((PlacementError, OwnershipError), match="weight"):
             fully_shard(thief, placement=placement)
         assert thief.weight is stolen
-    fully_shard(owner, placement=Whole())
+    fully_shard(owner, placement=Owned())
     return train(owner, mean_square)
 
 
@@ -212,7 +212,7 @@ def uneven_stack():
 
 
 def own_collectives(placement):
-    """They are given equal parts, which `Whole` and large blocks have not."""
+    """They are given equal parts, which `Owned` and large blocks have not."""
     model = made(uneven_stack)
     for unit in (*model, model):
         fully_shard(unit, placement=placement)
@@ -227,7 +227,7 @@ def own_collectives(placement):
 
 
 def test_own_collectives_of_unequal_parts_are_refused(world):
-    assert_trained(world(2).run(own_collectives, Whole()), uneven_stack)
+    assert_trained(world(2).run(own_collectives, Owned()), uneven_stack)
     assert_trained(world(3).run(own_collectives, Blocks(40)), uneven_stack)
 
 

@@ -282,11 +282,11 @@ def unit_alone_before_later_roots(model, rank, step):
     return (unit_alone_before_the_root if step else mean_square)(model, rank, step)
 
 
-ALONE = [unit_alone_before_the_root, unit_alone_after_the_root, unit_alone_before_later_roots]
+ONE_RANK = [unit_alone_before_the_root, unit_alone_after_the_root, unit_alone_before_later_roots]
 
 
 @pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("job", ALONE, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", ONE_RANK, ids=lambda job: job.__name__)
 def test_a_unit_may_run_alone_beside_its_root_in_one_backward(world, job, reshard):
     assert_trained(world(2).run(train_odd_call, stack, job, {"reshard_after_forward": reshard}), stack, job)
 

@@ -132,7 +132,7 @@ def test_a_model_may_be_evaluated_before_its_first_step(world, reshard):
 
 
 def train_with_kept_parameters(keep, evaluate):
-    """Whole parameters stay shown while the optimizer writes the shards."""
+    """Unsharded parameters stay shown while the optimizer writes the shards."""
     model = shard_children(made(stack))
     if "forward" in keep:
         model.set_reshard_after_forward(False)
@@ -172,7 +172,7 @@ def test_kept_parameters_are_fresh_after_the_optimizer_has_stepped(world, keep, 
 
 
 def shards_written_by_hand():
-    """No optimizer: the user updates the shards himself while whole parameters are kept."""
+    """No optimizer: the user updates the shards himself while unsharded parameters are kept."""
     model = shard_children(made(stack))
     shards = list(model.parameters())
     model.set_reshard_after_backward(False)

@@ -79,17 +79,17 @@ class Shared(nn.Module):
         self.stem = nn.Linear(8, 8, bias=False)
         self.left = nn.Sequential(nn.Linear(8, 8))
         self.right = nn.Sequential(self.left[0], nn.Tanh())
-        self.rest = nn.Tanh()
+        self.shard_buffer = nn.Tanh()
         self.head = nn.Linear(8, 8, bias=False)
         self.head.weight = self.stem.weight
 
     def forward(self, x):
-        return self.head(self.rest(self.right(self.left(self.stem(x)))))
+        return self.head(self.shard_buffer(self.right(self.left(self.stem(x)))))
 
 
 def units_without_parameters_of_their_own():
     model = made(Shared)
-    for module in (model.stem, model.left, model.right, model.head, model.rest, model):
+    for module in (model.stem, model.left, model.right, model.head, model.shard_buffer, model):
         sherd.fully_shard(module)
     return train(model, mean_square)
 

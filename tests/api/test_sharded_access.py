@@ -43,7 +43,7 @@ SHARDED = {
     "Shard(0)": fully_sharded,
     "ddp": partial(fully_sharded, placements="ddp"),
     "Flat": partial(fully_sharded, placement=sherd.Flat()),
-    "Whole": partial(fully_sharded, placement=sherd.Whole()),
+    "Whole": partial(fully_sharded, placement=sherd.Owned()),
 }
 
 
@@ -73,7 +73,7 @@ def test_a_shard_met_in_forward_is_named_with_what_helps(world, way, met):
         for name, text in texts.items():
             assert text.count("\n") == 1, f"{name}: {text}"
             _, last = text.split("\n")
-            assert last.startswith("A shard was met where a whole parameter was needed: ")
+            assert last.startswith("A shard was met where an unsharded parameter was needed: ")
             assert met in last
             assert last.count("module(x)") == 1
             for remedy in ("register_fsdp_forward_method", "unshard()", "to the unit that reads it"):

@@ -44,7 +44,7 @@ WAYS = {
     "torch's": torchs,
     "Shard(0)": ours,
     "Flat": partial(ours, placement=sherd.Flat()),
-    "Whole": partial(ours, placement=sherd.Whole()),
+    "Whole": partial(ours, placement=sherd.Owned()),
     "zero2": partial(ours, placements="zero2"),
     "a list": listed,
     "wrapper": partial(wrapped, use_orig_params=True),

@@ -157,7 +157,7 @@ def test_what_a_transport_copies_is_counted_apart_also_through_a_function_of_the
     with MovedBytes(num_ranks=2) as moved:
         sums.add_up(parts, out=total)
         total.copy_(parts[0])
-        transport.Alone().all_gather(total, parts[0], [2 * NUMBERS], async_op=False)
+        transport.OneRank().all_gather(total, parts[0], [2 * NUMBERS], async_op=False)
     assert moved.carried == {"aten::add": 2 * KIB, "aten::copy_": 2 * KIB}
     assert moved.written == {"aten::copy_": 2 * KIB}
 
@@ -207,13 +207,13 @@ def test_a_ratio_is_the_median_of_round_ratios_not_the_ratio_of_medians() -> Non
     row = row_of_rounds("step", "ms", {"FSDP2": [10, 100, 20], "sherd": [5, 80, 18], "Flat": [5, 50, 10]})
     assert row.values == {"FSDP2": 20, "sherd": 18, "Flat": 10}
     assert row.ratios == {"sherd": 0.8, "Flat": 0.5}
-    assert row.spreads["sherd"] == pytest.approx((0.65, 0.85))
+    assert row.shards_replicas["sherd"] == pytest.approx((0.65, 0.85))
 
 
 def test_a_ratio_of_differences_is_that_of_medians_and_survives_a_zero() -> None:
     row = row_of_differences("overhead", "ms", {"FSDP2": [0, 4, 8], "Flat": [-1, 2, 1]})
     assert row.ratios == {"Flat": 0.25}
-    assert row.spreads["Flat"] == pytest.approx((0.21875, 0.40625))
+    assert row.shards_replicas["Flat"] == pytest.approx((0.21875, 0.40625))
 
 
 def test_the_wrapper_is_held_against_fsdp1_with_the_same_parameters() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sherd import Blocks, Flat, MixedPrecisionPolicy, RaggedDTensor, Whole, fully_shard
+from sherd import Blocks, Flat, MixedPrecisionPolicy, Owned, RaggedDTensor, fully_shard
 from tests.models import noise
 
 WIDTH = 6
@@ -63,7 +63,7 @@ PLACEMENTS: dict[str, Any] = {
     "flat": {"placement": Flat()},
     "blocks": {"placement": Blocks(1)},
     "blocks of 3": {"placement": Blocks(3)},
-    "whole": {"placement": Whole()},
+    "whole": {"placement": Owned()},
 }
 """By name, the arguments of `fully_shard`."""
 

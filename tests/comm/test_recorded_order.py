@@ -44,7 +44,7 @@ def test_the_whole_learnt_forward_is_this(learnt):
 
 @pytest.fixture(scope="module", params=["flat", "coalesced"])
 def learnt_flat(world, request):
-    """The same step when whole parameters are views of what was gathered, or are gathered each by itself."""
+    """The same step when unsharded parameters are views of what was gathered, or are gathered each by itself."""
     options = {"placement": Flat()} if request.param == "flat" else {"comm_policy": CommPolicy("coalesced")}
     first, *_ = world(2).run(steps, 3, **options)
     return first[2]
@@ -55,7 +55,7 @@ def test_the_whole_learnt_forward_without_copies_is_this(learnt_flat):
         ("gather", "follow compute"),
         GATHER,
         COMPUTE_WAITS,
-        GATHER,  # nothing is copied out, so nothing is released: the whole buffer is the lane's until it is freed
+        GATHER,  # nothing is copied out, so nothing is released: the unsharded buffer is the lane's until it is freed
         block(0),
         RELEASED,
         COMPUTE_WAITS,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sherd.comm.host.gloo import Gloo
-from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls, Transport, are_even, parts
+from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport, are_even, parts
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_threads_get_the_plain_gather_and_the_plain_sums(threads, size, async_op
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_one_rank_alone_copies_at_once(async_op):
-    alone = Alone()
+    alone = OneRank()
     assert moved_by(alone, 1, 0, async_op) == expected(1, 0)
     assert alone.all_gather(torch.empty(2), torch.ones(2), [2], async_op) is None
     assert alone.reduce_scatter(torch.empty(2), torch.ones(2), [2], async_op) is None
@@ -74,7 +74,7 @@ def test_one_rank_alone_copies_at_once(async_op):
 
 def test_one_rank_alone_may_gather_a_buffer_onto_itself():
     rows = torch.arange(3.0)
-    Alone().all_gather(rows, rows, [3], False)
+    OneRank().all_gather(rows, rows, [3], False)
     assert rows.tolist() == [0, 1, 2]
 
 
@@ -120,13 +120,13 @@ def test_even_is_when_all_parts_are_equally_long():
 
 
 def test_a_transport_without_shared_memory_says_so_and_sums_in_the_dtype_it_is_given():
-    alone = Alone()
+    alone = OneRank()
     assert not alone.shares_memory
     assert not alone.brings_memory
     assert not alone.coalesces
     assert alone.sum_dtype(torch.bfloat16) == torch.bfloat16
-    with pytest.raises(NotImplementedError, match="Alone has no memory that ranks share"):
+    with pytest.raises(NotImplementedError, match="OneRank has no memory that ranks share"):
         alone.all_gather_onto(lambda rank, part: None, torch.ones(1), [1], False)
-    with pytest.raises(NotImplementedError, match="Alone gathers one buffer at a time"):
+    with pytest.raises(NotImplementedError, match="OneRank gathers one buffer at a time"):
         alone.all_gather_each([torch.ones(1)], [torch.ones(1)], False)
     assert (alone.empty(3, torch.float16, CPU).shape, alone.empty(3, torch.float16, CPU).dtype) == ((3,), torch.float16)

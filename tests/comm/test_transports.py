@@ -7,7 +7,7 @@ import torch.distributed as dist
 from sherd.comm import transports
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.shared_memory import SharedMemory
-from sherd.comm.transport import Alone, CoalescedCalls, SingleCalls
+from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import CommPolicy
@@ -34,7 +34,7 @@ def test_gloo_ranks_of_one_host_get_what_they_ask_for(world, wanted, expected):
 
 
 def test_one_rank_has_nobody_to_send_to(world):
-    assert world(1).run(chosen, "auto") == [Alone.__name__]
+    assert world(1).run(chosen, "auto") == [OneRank.__name__]
 
 
 def test_threads_get_torchs_own_calls(threads):

@@ -39,7 +39,7 @@ def trained_plain() -> dict:
 
 
 def trained_with_an_early_optimizer(in_two_groups: bool = False) -> tuple[dict, bool]:
-    """The whole parameters, and whether the optimizer holds exactly the model's."""
+    """The unsharded parameters, and whether the optimizer holds exactly the model's."""
     model = model_of()
     if in_two_groups:
         optimizer = torch.optim.Adam(model[0].parameters(), lr=0.1, eps=1e-3)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 from torch.distributed.tensor import DTensor
 
 import sherd
-from sherd import Blocks, Flat, FullyShardedDataParallel, MixedPrecisionPolicy, Whole, fully_shard, unsharded
+from sherd import Blocks, Flat, FullyShardedDataParallel, MixedPrecisionPolicy, Owned, fully_shard, unsharded
 from sherd.errors import UnsupportedError
 from tests.parity.training import whole_params
 
@@ -56,7 +56,7 @@ WAYS = {
     "columns": by_units(shard_placement_fn=lambda parameter: torch.distributed.tensor.Shard(parameter.dim() - 1)),
     "flat": by_units(placement=Flat()),
     "blocks": by_units(placement=Blocks(1)),
-    "whole": by_units(placement=Whole()),
+    "whole": by_units(placement=Owned()),
     "copies": by_units(placements="ddp"),
     "zero1": by_units(placements="zero1"),
     "low precision": by_units(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),

@@ -104,7 +104,7 @@ def held_in_three_backwards() -> tuple[list[dict], list[dict]]:
 def test_a_large_weight_is_freed_as_soon_as_its_gradient_has_come_from_the_second_backward_on(world):
     plain = backward(built(Layers))
     for seen, found in world(2).run(held_in_three_backwards):
-        assert set(seen[0].values()) == {Live.WHOLE}, "who has not seen a backward keeps all until it ends"
+        assert set(seen[0].values()) == {Live.UNSHARDED}, "who has not seen a backward keeps all until it ends"
         for later in seen[1:]:
             freed = {name for name, live in later.items() if live is Live.SHARDED}
             assert freed == {"second.weight", "third.weight"}
@@ -129,7 +129,7 @@ def groups_of_a_unit_that_is_kept() -> tuple[list[set], list[dict]]:
 def test_a_unit_that_stays_whole_after_backward_stays_so_in_all_its_groups(world):
     plain = backward(built(Layers))
     for seen, found in world(2).run(groups_of_a_unit_that_is_kept):
-        assert seen == [{Live.WHOLE}] * 3
+        assert seen == [{Live.UNSHARDED}] * 3
         for each in found:
             assert_as_plain(each, plain)
 

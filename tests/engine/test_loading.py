@@ -17,21 +17,21 @@ def loaded(assign, placement, dtype):
     """How often the buffers were looked for or made anew, whether they have moved, and whether the values are there."""
     source, model = stack(placement).to(dtype), stack(placement)
     unit = unit_of(model)
-    shards, buffers = list(model.parameters()), [weights.group.rest.data_ptr() for weights in unit.weights]
+    shards, buffers = list(model.parameters()), [weights.group.shard_buffer.data_ptr() for weights in unit.weights]
     counted = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("regroup", "reseat"):
+        for name in ("regroup", "rebind"):
             whole = getattr(Unit, name)
             patch.setattr(Unit, name, lambda self, name=name, whole=whole: (counted.append(name), whole(self)))
         model.load_state_dict(source.state_dict(), assign=assign)
-    assert unit.is_seated
+    assert unit.is_in_buffer
     assert assign != all(one is other for one, other in zip(shards, model.parameters(), strict=True))
     expected = dict(source.named_parameters())
     assert all(each.full_tensor().equal(expected[name].full_tensor()) for name, each in model.named_parameters())
     return (
         counted.count("regroup"),
-        counted.count("reseat"),
-        buffers != [each.group.rest.data_ptr() for each in unit.weights],
+        counted.count("rebind"),
+        buffers != [each.group.shard_buffer.data_ptr() for each in unit.weights],
     )
 
 

@@ -16,7 +16,7 @@ from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.state import group
 from sherd.memory.sizes import bytes_of, forecast_for, held_by, sizes_of, watched
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 
 WIDTH = 128
 INNER = 2048
@@ -207,7 +207,7 @@ def kinds_when_rows_are_there():
 
         with mock.patch.object(watch, "look", looked):
             step_of_linears(model)
-    return [kinds for kinds in found if Kind.GRADIENT_ROWS in kinds]
+    return [kinds for kinds in found if MemoryKind.GRADIENT_ROWS in kinds]
 
 
 def step_of_linears(model):
@@ -218,7 +218,7 @@ def step_of_linears(model):
 def test_large_rows_are_allocated_once_a_units_parameters_are_free(world):
     for with_rows in world(2).run(kinds_when_rows_are_there):
         assert with_rows
-        assert not any(Kind.WHOLE in kinds for kinds in with_rows)
+        assert not any(MemoryKind.UNSHARDED in kinds for kinds in with_rows)
 
 
 def accumulated(placement, **choices):
@@ -250,15 +250,15 @@ def bytes_around_a_step():
     seen["stepped"] = bytes_of(held_by(unit))
     drop_gradients(model)
     seen["dropped"] = bytes_of(held_by(unit))
-    return seen, [(each.shards, each.whole, each.gradients) for each in sizes_of(unit)]
+    return seen, [(each.shards, each.unsharded, each.gradients) for each in sizes_of(unit)]
 
 
 def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say(world):
     for seen, sizes in world(2).run(bytes_around_a_step):
         shards, whole, gradients = (sum(each) for each in zip(*sizes, strict=True))
-        assert seen["built"] == seen["dropped"] == {Kind.SHARDS: shards}
-        assert seen["inside"] == {Kind.SHARDS: shards, Kind.WHOLE: whole}
-        assert seen["stepped"] == {Kind.SHARDS: shards, Kind.GRADIENTS: gradients}
+        assert seen["built"] == seen["dropped"] == {MemoryKind.SHARDS: shards}
+        assert seen["inside"] == {MemoryKind.SHARDS: shards, MemoryKind.UNSHARDED: whole}
+        assert seen["stepped"] == {MemoryKind.SHARDS: shards, MemoryKind.GRADIENTS: gradients}
         assert whole >= 2 * LARGEST
         assert shards == pytest.approx(whole / 2, rel=0.001)
 

@@ -12,10 +12,10 @@ from sherd.schedule.state import Live
 
 ALLOWED = {
     (Live.SHARDED, Live.GATHERING),
-    (Live.GATHERING, Live.WHOLE),
+    (Live.GATHERING, Live.UNSHARDED),
     (Live.GATHERING, Live.SHARDED),
-    (Live.WHOLE, Live.SHARDED),
-    (Live.WHOLE, Live.SHRUNK),
+    (Live.UNSHARDED, Live.SHARDED),
+    (Live.UNSHARDED, Live.SHRUNK),
     (Live.SHRUNK, Live.GATHERING),
     (Live.SHRUNK, Live.SHARDED),
 }

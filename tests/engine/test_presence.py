@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd import CommPolicy, Flat, Whole, fully_shard
+from sherd import CommPolicy, Flat, Owned, fully_shard
 from sherd.engine.moves.gradients import Gradients
 
 
@@ -111,7 +111,7 @@ def trained_where_ranks_use_none(options: dict) -> list[dict[str, torch.Tensor |
     return found
 
 
-@pytest.mark.parametrize("placement", [None, Flat(), Whole()], ids=["shard", "flat", "whole"])
+@pytest.mark.parametrize("placement", [None, Flat(), Owned()], ids=["shard", "flat", "whole"])
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
 def test_ranks_may_use_none_of_a_unit_while_others_use_all_of_it(world, placement, transport):
     options = {"placement": placement, "comm_policy": CommPolicy(transport=transport)}

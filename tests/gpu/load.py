@@ -120,7 +120,7 @@ class Tiled(Transport):
 
 
 class TiledGather(sherd.AllGather):
-    """The same as a user's collective: it brings its own memory, so that no whole buffer is filled in place."""
+    """The same as a user's collective: it brings its own memory, so that no unsharded buffer is filled in place."""
 
     def __init__(self, cycles: int) -> None:
         self._cycles = cycles

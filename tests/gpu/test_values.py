@@ -20,7 +20,7 @@ PLACEMENTS = {
     "Shard(-1)": {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)},
     "Flat": {"placement": sherd.Flat()},
     "Blocks": {"placement": sherd.Blocks(4)},
-    "Whole": {"placement": sherd.Whole()},
+    "Whole": {"placement": sherd.Owned()},
 }
 
 

@@ -213,7 +213,8 @@ def train_sharded(recipe: Recipe, mesh: DeviceMesh, device: torch.device, rank: 
 
 
 def joined(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Whole parameters from what ranks hold of them, through host memory: under Shard(0) and Flat, one behind another.
+    """Unsharded parameters from what ranks hold of them, through host memory: under Shard(0) and Flat, one behind
+    another.
 
     For groups that cannot gather tensors on a device.
     """

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from sherd.layout.placement import Cut, Replicate, Shape, Shard
 from sherd.layout.plan import Wanted
-from sherd.layout.runs import Blocks, Flat, Whole
+from sherd.layout.runs import Blocks, Flat, Owned
 
 # The same examples on every run: a red build is then about the change, and never about the clock.
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
@@ -39,7 +39,7 @@ consecutive = st.one_of(st.just(Flat()), st.builds(Blocks, st.sampled_from([1, 2
 
 @st.composite
 def run_groups(
-    draw: st.DrawFn, rules: tuple[st.SearchStrategy, ...] = (consecutive, st.just(Whole()))
+    draw: st.DrawFn, rules: tuple[st.SearchStrategy, ...] = (consecutive, st.just(Owned()))
 ) -> tuple[int, list[Wanted]]:
     """A number of ranks, at times more than there are elements, and up to eight tensors to be cut into runs."""
     ranks = draw(st.one_of(num_ranks, st.sampled_from([16, 64, 500])))

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sherd.layout.extent import Extent
-from sherd.layout.packing import REST_ALIGNMENT, SHORT, WHOLE_ALIGNMENT, Packing, RunSlot, Slot, even_share, pack
+from sherd.layout.packing import SHARD_ALIGNMENT, SHORT, UNSHARDED_ALIGNMENT, Packing, RunSlot, Slot, even_share, pack
 from sherd.layout.placement import Shard
 from sherd.layout.plan import plan
 from sherd.layout.runs import Runs
@@ -27,8 +27,8 @@ def test_slots_keep_their_tensors_order_and_never_overlap(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
     assert [slot.cut for slot in packing.slots] == cuts
-    assert disjoint([slot.rest for slot in packing.slots], packing.rest_numels[0])
-    assert disjoint([slot.whole for slot in packing.slots], packing.whole_numel)
+    assert disjoint([slot.shard_buffer for slot in packing.slots], packing.shard_numels[0])
+    assert disjoint([slot.unsharded for slot in packing.slots], packing.unsharded_numel)
 
 
 @PROPERTY
@@ -36,8 +36,8 @@ def test_slots_keep_their_tensors_order_and_never_overlap(group):
 def test_whole_tensors_start_aligned_and_so_do_shards_that_are_not_short(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
-    assert all(slot.whole.start % WHOLE_ALIGNMENT == 0 for slot in packing.slots)
-    assert all(slot.rest.start % REST_ALIGNMENT == 0 for slot in packing.slots if slot.cut.slot >= SHORT)
+    assert all(slot.unsharded.start % UNSHARDED_ALIGNMENT == 0 for slot in packing.slots)
+    assert all(slot.shard_buffer.start % SHARD_ALIGNMENT == 0 for slot in packing.slots if slot.cut.slot >= SHORT)
 
 
 @PROPERTY
@@ -45,8 +45,8 @@ def test_whole_tensors_start_aligned_and_so_do_shards_that_are_not_short(group):
 def test_the_whole_buffer_divides_by_the_ranks_and_holds_every_tensor_whole(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
-    assert packing.whole_numel % ranks == 0
-    assert all(slot.whole.numel >= slot.cut.numel for slot in packing.slots)
+    assert packing.unsharded_numel % ranks == 0
+    assert all(slot.unsharded.numel >= slot.cut.numel for slot in packing.slots)
 
 
 @PROPERTY
@@ -57,13 +57,13 @@ def test_what_a_rank_holds_lies_inside_its_slot(group):
         for rank in range(ranks):
             held = slot.held(rank)
             assert held.numel == slot.cut.local_numel(rank)
-            assert held.start == slot.rest.start
-            assert held.stop <= slot.rest.stop
+            assert held.start == slot.shard_buffer.start
+            assert held.stop <= slot.shard_buffer.stop
 
 
 def gathered(packing: Packing) -> list[tuple[int, int] | None]:
     """The rows buffer as a list: at each place (tensor, flat index) or None for padding."""
-    rows: list[tuple[int, int] | None] = [None] * packing.rows_numel
+    rows: list[tuple[int, int] | None] = [None] * packing.gathered_numel
     for number, slot in enumerate(packing.slots):
         cut = slot.cut
         for rank in range(packing.num_ranks):
@@ -71,7 +71,7 @@ def gathered(packing: Packing) -> list[tuple[int, int] | None]:
             if cut.dim is not None:
                 mine = range(cut.rows[rank].start, cut.rows[rank].stop)
                 indices = [index for index in indices if index // cut.inner % cut.shape[cut.dim] in mine]
-            start = packing.starts[rank] + slot.rest.start
+            start = packing.starts[rank] + slot.shard_buffer.start
             rows[start : start + len(indices)] = [(number, index) for index in indices]
     return rows
 
@@ -87,9 +87,9 @@ def test_rows_gathered_straight_into_the_whole_buffer_are_right_wherever_the_pac
     if not packing.direct:
         return
     whole = gathered(packing)
-    assert len(whole) == packing.rows_numel <= packing.whole_numel
+    assert len(whole) == packing.gathered_numel <= packing.unsharded_numel
     for number, slot in enumerate(packing.slots):
-        found = whole[slot.whole.start : slot.whole.start + slot.cut.numel]
+        found = whole[slot.unsharded.start : slot.unsharded.start + slot.cut.numel]
         assert found == [(number, index) for index in range(slot.cut.numel)]
 
 
@@ -118,7 +118,7 @@ def test_even_shards_of_a_real_models_block_cost_under_three_percent_on_up_to_10
 
 def test_thousands_of_ranks_with_short_shards_are_not_padded_to_the_alignment():
     cuts = [Shard(0).cut((4096,), 4096, "norm")] * 10
-    assert pack(cuts, 4096).rest_numels == (10,) * 4096
+    assert pack(cuts, 4096).shard_numels == (10,) * 4096
 
 
 # Wrong on purpose
@@ -128,8 +128,8 @@ CUT = Shard(0).cut((4, 4), 2, "w")
 RIGHT = Packing(
     2,
     (Slot(CUT, Extent(0, 8), Extent(0, 16)), Slot(CUT, Extent(8, 8), Extent(16, 16))),
-    rest_numels=(16, 16),
-    whole_numel=32,
+    shard_numels=(16, 16),
+    unsharded_numel=32,
 )
 
 
@@ -138,25 +138,25 @@ def with_second(**changes: object) -> tuple[Slot, Slot]:
 
 
 def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
-    assert all(one.whole.stop <= other.whole.start for one, other in pairwise(RIGHT.slots))
+    assert all(one.unsharded.stop <= other.unsharded.start for one, other in pairwise(RIGHT.slots))
     assert RIGHT.padding == 0.0
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"slots": with_second(rest=Extent(7, 8))}, "overlap in the rest buffer"),
-        ({"slots": with_second(whole=Extent(15, 16))}, "overlap in the whole buffer"),
-        ({"slots": with_second(rest=Extent(9, 8))}, "ends after the rest buffer"),
-        ({"slots": with_second(whole=Extent(17, 16))}, "ends after the whole buffer"),
-        ({"rest_numels": (15, 15)}, "ends after the rest buffer"),
-        ({"rest_numels": (16, 17)}, "same room on every rank"),
-        ({"rest_numels": (16,)}, "every rank has a rest buffer"),
-        ({"whole_numel": 33}, "must divide by the ranks"),
+        ({"slots": with_second(shard_buffer=Extent(7, 8))}, "overlap in the rest buffer"),
+        ({"slots": with_second(unsharded=Extent(15, 16))}, "overlap in the unsharded buffer"),
+        ({"slots": with_second(shard_buffer=Extent(9, 8))}, "ends after the rest buffer"),
+        ({"slots": with_second(unsharded=Extent(17, 16))}, "ends after the unsharded buffer"),
+        ({"shard_numels": (15, 15)}, "ends after the rest buffer"),
+        ({"shard_numels": (16, 17)}, "same room on every rank"),
+        ({"shard_numels": (16,)}, "every rank has a rest buffer"),
+        ({"unsharded_numel": 33}, "must divide by the ranks"),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 2), Extent(2, 1))))}, "no owner, or two"),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 3), Extent(2, 2))))}, "no owner, or two"),
-        ({"slots": with_second(rest=Extent(8, 4))}, None),
-        ({"slots": with_second(whole=Extent(16, 8))}, None),
+        ({"slots": with_second(shard_buffer=Extent(8, 4))}, None),
+        ({"slots": with_second(unsharded=Extent(16, 8))}, None),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 2), Extent(1, 2))))}, None),
     ],
     ids=[
@@ -184,7 +184,7 @@ def test_a_packing_that_is_wrong_cannot_be_made(changes, said):
 
 
 def run_extents(slot: RunSlot, packing: Packing) -> list[Extent]:
-    """What each rank holds of the slot's tensor, as places in the whole buffer."""
+    """What each rank holds of the slot's tensor, as places in the unsharded buffer."""
     return [slot.held(rank).shifted(packing.starts[rank]) for rank in range(packing.num_ranks) if slot.held(rank).numel]
 
 
@@ -193,12 +193,12 @@ def run_extents(slot: RunSlot, packing: Packing) -> list[Extent]:
 def test_runs_lie_in_the_order_of_the_ranks_and_each_rank_holds_its_pieces_inside_its_own(group):
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
-    assert packing.starts == tuple(sum(packing.rest_numels[:rank]) for rank in range(ranks))
+    assert packing.starts == tuple(sum(packing.shard_numels[:rank]) for rank in range(ranks))
     for slot in packing.slots:
         for rank in range(ranks):
             held = slot.held(rank)
             assert held.numel == slot.cut.local_numel(rank)
-            assert held.stop <= packing.rest_numels[rank]
+            assert held.stop <= packing.shard_numels[rank]
 
 
 @PROPERTY
@@ -208,7 +208,7 @@ def test_the_ranks_pieces_of_a_tensor_follow_each_other_as_one_run_which_is_its_
     packing = pack(plan(wanted, ranks), ranks)
     for slot in packing.slots:
         places = [place for piece in run_extents(slot, packing) for place in range(piece.start, piece.stop)]
-        assert places == list(range(slot.whole.start, slot.whole.stop))
+        assert places == list(range(slot.unsharded.start, slot.unsharded.stop))
 
 
 @PROPERTY
@@ -216,9 +216,9 @@ def test_the_ranks_pieces_of_a_tensor_follow_each_other_as_one_run_which_is_its_
 def test_gaps_and_tensors_together_are_the_rows_and_nothing_is_in_both(group):
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
-    parts = [*packing.gaps, *(slot.whole for slot in packing.slots)]
-    assert disjoint(parts, packing.rows_numel)
-    assert sum(part.numel for part in parts) == packing.rows_numel
+    parts = [*packing.gaps, *(slot.unsharded for slot in packing.slots)]
+    assert disjoint(parts, packing.gathered_numel)
+    assert sum(part.numel for part in parts) == packing.gathered_numel
 
 
 @PROPERTY
@@ -226,9 +226,9 @@ def test_gaps_and_tensors_together_are_the_rows_and_nothing_is_in_both(group):
 def test_whole_tensors_cut_into_runs_start_aligned_in_a_buffer_that_divides_by_the_ranks(group):
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
-    assert all(slot.whole.start % WHOLE_ALIGNMENT == 0 for slot in packing.slots)
-    assert packing.whole_numel % ranks == 0
-    assert packing.rows_numel <= packing.whole_numel < packing.rows_numel + ranks
+    assert all(slot.unsharded.start % UNSHARDED_ALIGNMENT == 0 for slot in packing.slots)
+    assert packing.unsharded_numel % ranks == 0
+    assert packing.gathered_numel <= packing.unsharded_numel < packing.gathered_numel + ranks
 
 
 @PROPERTY
@@ -263,37 +263,37 @@ def test_runs_of_unequal_length_have_no_padding_but_what_aligns_the_next_tensor(
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
     if not packing.is_even:
-        assert all(gap.numel < WHOLE_ALIGNMENT for gap in packing.gaps)
+        assert all(gap.numel < UNSHARDED_ALIGNMENT for gap in packing.gaps)
 
 
 def test_runs_are_made_equal_where_that_takes_less_than_three_percent():
     nearly = [Runs((numel,), 2, rank, (numel,)) for rank, numel in enumerate((1600, 1568))]
-    assert pack(nearly, 2).rest_numels == (1600, 1600)
+    assert pack(nearly, 2).shard_numels == (1600, 1600)
     apart = [Runs((numel,), 2, rank, (numel,)) for rank, numel in enumerate((1600, 1488))]
-    assert pack(apart, 2).rest_numels == (1600, 1488)
+    assert pack(apart, 2).shard_numels == (1600, 1488)
 
 
 def test_runs_are_made_equal_where_the_least_equal_ones_hold_them_however_much_of_that_is_padding():
-    assert pack([Runs((3,), 64, 0, (3,))], 64).rest_numels == (16,) * 64
+    assert pack([Runs((3,), 64, 0, (3,))], 64).shard_numels == (16,) * 64
 
 
 def test_runs_are_not_made_equal_where_a_tensor_would_then_start_unaligned():
     packing = pack([Runs((16,), 2, 0, (5, 16))], 2)
-    assert packing.rest_numels == (5, 11)
-    assert packing.slots[0].whole == Extent(0, 16)
+    assert packing.shard_numels == (5, 11)
+    assert packing.slots[0].unsharded == Extent(0, 16)
 
 
 def test_a_tensor_is_moved_behind_a_gap_so_that_its_rank_ends_where_the_equal_run_does():
     cuts = [Runs((6, 1600), 2, 0, (4800, 9600), by_rows=True), Runs((80,), 2, 0, (80,)), Runs((96,), 2, 1, (96,))]
     packing = pack(cuts, 2)
-    assert packing.rest_numels == (4896, 4896)
-    assert [slot.whole.start for slot in packing.slots] == [96, 0, 9696]
+    assert packing.shard_numels == (4896, 4896)
+    assert [slot.unsharded.start for slot in packing.slots] == [96, 0, 9696]
     assert packing.gaps == (Extent(80, 16),)
 
 
 def test_padding_and_imbalance_of_runs_are_shares_of_the_rows_and_of_the_mean():
     packing = pack([Runs((48,), 2, 0, (48,)), Runs((8,), 2, 1, (8,))], 2)
-    assert packing.rest_numels == (48, 16)
+    assert packing.shard_numels == (48, 16)
     assert packing.padding == 8 / 64
     assert packing.imbalance == 48 / 32 - 1
     assert pack([Runs((0,), 2, 0, (0,))], 2).padding == 0.0
@@ -321,11 +321,11 @@ def with_first_run(**changes: object) -> tuple[RunSlot, RunSlot]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"slots": with_first_run(whole=Extent(16, 96))}, "overlap in the whole buffer"),
-        ({"slots": with_first_run(whole=Extent(0, 80))}, "lies there as it is"),
+        ({"slots": with_first_run(unsharded=Extent(16, 96))}, "overlap in the unsharded buffer"),
+        ({"slots": with_first_run(unsharded=Extent(0, 80))}, "lies there as it is"),
         ({"slots": with_first_run(starts=(0, 48))}, "where the ranks' runs begin"),
         ({"slots": with_first_run(cut=Runs((96,), 2, 0, (80, 96)))}, "outside its run"),
-        ({"rest_numels": (64, 80)}, "the whole buffer"),
+        ({"shard_numels": (64, 80)}, "the unsharded buffer"),
     ],
     ids=["overlap", "too short", "counts from elsewhere", "outside its rank's run", "rows longer than whole"],
 )

@@ -57,7 +57,7 @@ def test_padded_pieces_side_by_side_begin_with_the_tensor_exactly_where_the_cut_
             side_by_side += held + [-1] * (cut.slot - len(held))
         if cut.in_order:
             assert side_by_side[: cut.numel] == list(range(cut.numel))
-        assert cut.whole_numel == (ranks * cut.slot if cut.in_order else cut.numel)
+        assert cut.unsharded_numel == (ranks * cut.slot if cut.in_order else cut.numel)
 
 
 @PROPERTY
@@ -70,20 +70,20 @@ def test_a_dim_counted_from_the_end_is_the_same_dim(shape, ranks, data):
 def test_uneven_rows_make_a_shorter_last_piece_and_then_empty_ones():
     cut = Shard(0).cut((5, 3), 4, "w")
     assert [cut.local_shape(rank) for rank in range(4)] == [(2, 3), (2, 3), (1, 3), (0, 3)]
-    assert (cut.slot, cut.whole_numel) == (6, 24)
+    assert (cut.slot, cut.unsharded_numel) == (6, 24)
 
 
 def test_columns_are_cut_unevenly_too_and_keep_every_row():
     cut = Shard(1).cut((2, 5), 2, "w")
     assert [cut.local_shape(rank) for rank in range(2)] == [(2, 3), (2, 2)]
     assert not cut.in_order
-    assert (cut.slot, cut.whole_numel) == (6, 10)
+    assert (cut.slot, cut.unsharded_numel) == (6, 10)
 
 
 def test_a_replicated_scalar_is_one_element_on_every_rank():
     cut = Replicate().cut((), 3, "scale")
     assert [cut.local_shape(rank) for rank in range(3)] == [(), (), ()]
-    assert (cut.numel, cut.slot, cut.whole_numel) == (1, 1, 3)
+    assert (cut.numel, cut.slot, cut.unsharded_numel) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("dim", [2, -3, 7])

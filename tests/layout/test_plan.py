@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from bench.padding import BLOCKS, PLACEMENTS, RANKS, least_longest_run, result
 from sherd.layout import packing as packing_module
 from sherd.layout import plan as plan_module
-from sherd.layout.packing import MOST_PADDING, WHOLE_ALIGNMENT, Packing, even_share, pack
+from sherd.layout.packing import MOST_PADDING, UNSHARDED_ALIGNMENT, Packing, even_share, pack
 from sherd.layout.placement import Shape
 from sherd.layout.plan import Wanted, plan
-from sherd.layout.runs import Blocks, Flat, RunPlacement, Whole
+from sherd.layout.runs import Blocks, Flat, Owned, RunPlacement
 from tests.layout.drawing import drawn
 from tests.layout.strategies import PROPERTY, consecutive, run_groups
 
@@ -69,8 +69,8 @@ def test_in_the_line_of_the_ranks_matrices_come_before_vectors(group):
 def test_tensors_that_are_cut_anywhere_come_out_in_the_least_equal_runs_there_are(group):
     ranks, each = group
     packing = packed(each, ranks)
-    alone = sum(-(-prod(one.shape) // WHOLE_ALIGNMENT) * WHOLE_ALIGNMENT for one in each)
-    assert packing.rest_numels == (even_share(alone, ranks),) * ranks
+    alone = sum(-(-prod(one.shape) // UNSHARDED_ALIGNMENT) * UNSHARDED_ALIGNMENT for one in each)
+    assert packing.shard_numels == (even_share(alone, ranks),) * ranks
 
 
 @PROPERTY
@@ -90,7 +90,7 @@ def test_the_runs_that_a_plan_made_equal_come_out_equal_where_they_are_packed(gr
     if line.cut_evenly() is not None:
         packing = packed(each, ranks)
         assert packing.is_even
-        assert packing.rest_numels[0] <= line.share * (1 + MOST_PADDING)
+        assert packing.shard_numels[0] <= line.share * (1 + MOST_PADDING)
 
 
 @PROPERTY
@@ -100,7 +100,7 @@ def test_runs_of_unequal_length_are_as_short_as_the_order_of_the_tensors_and_the
     line = line_of(each, ranks)
     _, bounds = line.cut_unevenly()
     longest = max(after - before for before, after in pairwise([0, *bounds]))
-    assert longest <= 1.001 * shortest_longest(line) + WHOLE_ALIGNMENT
+    assert longest <= 1.001 * shortest_longest(line) + UNSHARDED_ALIGNMENT
 
 
 def shortest_longest(line: plan_module._Line) -> int:
@@ -131,14 +131,14 @@ def test_tensors_that_are_cut_anywhere_and_in_blocks_share_a_group():
 
 def test_tensors_with_an_owner_and_others_have_groups_of_their_own():
     with pytest.raises(AssertionError, match="groups of their own"):
-        plan([Wanted((4, 4), Whole(), "w"), Wanted((4,), Flat(), "b")], 2)
+        plan([Wanted((4, 4), Owned(), "w"), Wanted((4,), Flat(), "b")], 2)
 
 
 # Owners
 
 
 @PROPERTY
-@given(run_groups(rules=(st.just(Whole()),)))
+@given(run_groups(rules=(st.just(Owned()),)))
 def test_each_whole_tensor_has_one_owner_and_balance_is_within_a_third_of_the_best(group):
     ranks, each = group
     cuts = plan(each, ranks)
@@ -159,13 +159,13 @@ def best_of_all(numels: list[int], ranks: int) -> int:
 
 
 def test_the_rank_that_owns_least_elsewhere_gets_most_of_the_group():
-    cuts = plan(wanted(Whole(), (5, 16), (4, 16), (2, 16)), 3, [7, 0, 5])
+    cuts = plan(wanted(Owned(), (5, 16), (4, 16), (2, 16)), 3, [7, 0, 5])
     assert [runs.first for runs in cuts] == [1, 2, 0]
 
 
 def test_owners_balance_over_all_units_of_a_model():
     loads = [0] * 8
-    group = wanted(Whole(), *BLOCKS["Llama-3 8B"])
+    group = wanted(Owned(), *BLOCKS["Llama-3 8B"])
     for _ in range(32):
         cuts = plan(group, 8, loads)
         loads = [load + sum(runs.local_numel(rank) for runs in cuts) for rank, load in enumerate(loads)]
@@ -184,7 +184,7 @@ def test_a_real_models_block_takes_under_three_percent_padding_on_2_to_1024_rank
 
 @pytest.mark.parametrize("model", BLOCKS)
 def test_the_owners_of_a_real_models_block_balance_within_ten_percent_of_the_best_bound(model):
-    over = {num_ranks: result(model, "Whole()", num_ranks).over_bound for num_ranks in RANKS}
+    over = {num_ranks: result(model, "Owned()", num_ranks).over_bound for num_ranks in RANKS}
     assert max(over.values()) < 0.1, over
 
 
@@ -194,7 +194,7 @@ def test_no_run_of_a_real_models_block_is_longer_than_a_share_and_a_block(model,
     for num_ranks in RANKS:
         shapes, rule = BLOCKS[model], PLACEMENTS[placement]
         block = max(min(prod(shape), rule.grain(shape, model)) for shape in shapes)
-        longest = max(result(model, placement, num_ranks).packing.rest_numels)
+        longest = max(result(model, placement, num_ranks).packing.shard_numels)
         assert longest <= 1.03 * (sum(map(prod, shapes)) / num_ranks + block)
 
 
@@ -202,7 +202,7 @@ def test_no_run_of_a_real_models_block_is_longer_than_a_share_and_a_block(model,
 def test_shards_of_a_real_models_block_start_aligned_too(model):
     for placement in PLACEMENTS:
         for num_ranks in (3, 64, 1000):
-            assert all(start % WHOLE_ALIGNMENT == 0 for start in result(model, placement, num_ranks).packing.starts)
+            assert all(start % UNSHARDED_ALIGNMENT == 0 for start in result(model, placement, num_ranks).packing.starts)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -230,8 +230,8 @@ def test_the_real_shapes_have_the_models_numbers_of_parameters():
 
 
 def test_the_least_longest_run_counts_tensors_that_must_share_a_rank():
-    assert least_longest_run([(7,), (6,), (5,)], Whole(), 2) == 11
-    assert least_longest_run([(9,), (1,)], Whole(), 2) == 9
+    assert least_longest_run([(7,), (6,), (5,)], Owned(), 2) == 11
+    assert least_longest_run([(9,), (1,)], Owned(), 2) == 9
     assert least_longest_run([(4, 5), (4,)], Blocks(2), 3) == 10
     assert least_longest_run([(10,)], Flat(), 4) == 3
 
@@ -244,7 +244,7 @@ def test_the_least_longest_run_counts_tensors_that_must_share_a_rank():
     [
         (plan_module, 2, [*wanted(Blocks(), (4, 48), (1, 64)), *wanted(Flat(), (80,))], None),
         (plan_module, 3, wanted(Blocks(), (3, 64), (2, 80)), None),
-        (plan_module, 2, wanted(Whole(), (5, 16), (4, 16), (2, 16)), [1, 0]),
+        (plan_module, 2, wanted(Owned(), (5, 16), (4, 16), (2, 16)), [1, 0]),
         (packing_module, 3, wanted(Flat(), (128,), (80,), (48,)), None),
     ],
     ids=["a gap", "unequal runs", "owners", "three runs"],

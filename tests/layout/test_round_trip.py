@@ -4,11 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from sherd.engine.moves.buffer_views import RowViews, copy_out, piece_of, row_views, sources_for, tensor_views
+from sherd.engine.moves.buffer_views import RowViews, copy_out, row_views, sources_for, tensor_views
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Cut
 from sherd.layout.plan import plan
 from sherd.layout.runs import Runs
+from sherd.tensor.gather import shard_of
 from tests.layout.strategies import PROPERTY, groups, run_groups
 
 
@@ -28,7 +29,7 @@ def chunk_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
 
 def sharded(tensors: list[torch.Tensor], packing: Packing) -> torch.Tensor:
     """The rows as an all-gather of every rank's shards would leave them; -1 for padding."""
-    rows = torch.full((packing.num_ranks, packing.rest_numels[0]), -1)
+    rows = torch.full((packing.num_ranks, packing.shard_numels[0]), -1)
     for tensor, slot in zip(tensors, packing.slots, strict=True):
         for rank in range(packing.num_ranks):
             held = slot.held(rank)
@@ -41,10 +42,10 @@ def sharded(tensors: list[torch.Tensor], packing: Packing) -> torch.Tensor:
 def test_gathered_shards_copied_out_are_the_whole_tensors(group):
     ranks, cuts = group
     packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    whole = torch.full((packing.whole_numel,), -2)
+    whole = torch.full((packing.unsharded_numel,), -2)
     copy_out(packing, whole)(sharded(tensors, packing).view(-1))
     for tensor, slot in zip(tensors, packing.slots, strict=True):
-        found = whole[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
+        found = whole[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
         assert torch.equal(found, tensor)
 
 
@@ -53,12 +54,14 @@ def test_gathered_shards_copied_out_are_the_whole_tensors(group):
 def test_shards_landed_rank_by_rank_are_the_whole_tensors(group):
     ranks, cuts = group
     packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    whole = torch.full((packing.whole_numel,), -2)
+    whole = torch.full((packing.unsharded_numel,), -2)
     landing = copy_out(packing, whole)
     for rank, row in enumerate(sharded(tensors, packing)):
-        landing.land(rank, row)
+        landing.copy_into_place(rank, row)
     for tensor, slot in zip(tensors, packing.slots, strict=True):
-        assert torch.equal(whole[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape), tensor)
+        assert torch.equal(
+            whole[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape), tensor
+        )
 
 
 @PROPERTY
@@ -66,7 +69,7 @@ def test_shards_landed_rank_by_rank_are_the_whole_tensors(group):
 def test_whole_gradients_copied_into_rows_lie_where_each_ranks_shard_will_be(group):
     ranks, cuts = group
     packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    rows = torch.full((ranks, packing.rest_numels[0]), -1)
+    rows = torch.full((ranks, packing.shard_numels[0]), -1)
     for tensor, slot in zip(tensors, packing.slots, strict=True):
         targets, sources = row_views(rows, slot), tensor_views(tensor, slot.cut)
         assert [target.shape for target in targets] == [source.shape for source in sources]
@@ -80,7 +83,7 @@ def test_whole_gradients_copied_into_rows_lie_where_each_ranks_shard_will_be(gro
 def test_a_tensor_that_is_not_contiguous_goes_to_the_same_rows(group):
     ranks, cuts = group
     packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    rows = torch.full((ranks, packing.rest_numels[0]), -1)
+    rows = torch.full((ranks, packing.shard_numels[0]), -1)
     for tensor, slot in zip(tensors, packing.slots, strict=True):
         # The same values, transposed in memory.
         strided = tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
@@ -94,7 +97,7 @@ def test_a_tensor_that_is_not_contiguous_goes_to_the_same_rows(group):
 
 def rest_buffers(tensors: list[torch.Tensor], packing: Packing) -> list[torch.Tensor]:
     """What every rank holds; -1 for padding."""
-    rests = [torch.full((numel,), -1) for numel in packing.rest_numels]
+    rests = [torch.full((numel,), -1) for numel in packing.shard_numels]
     for tensor, slot in zip(tensors, packing.slots, strict=True):
         for rank, rest in enumerate(rests):
             held, piece = slot.held(rank), slot.cut.piece(rank)
@@ -110,7 +113,7 @@ def test_whole_tensors_are_views_of_the_ranks_runs_side_by_side(group):
     tensors = tensors_of([slot.cut for slot in packing.slots])
     rows = torch.cat(rest_buffers(tensors, packing))
     for tensor, slot in zip(tensors, packing.slots, strict=True):
-        assert torch.equal(rows[slot.whole.start : slot.whole.stop].view(tensor.shape), tensor)
+        assert torch.equal(rows[slot.unsharded.start : slot.unsharded.stop].view(tensor.shape), tensor)
     assert all((rows[gap.start : gap.stop] == -1).all() for gap in packing.gaps)
 
 
@@ -120,12 +123,12 @@ def test_runs_landed_rank_by_rank_are_the_whole_tensors(group):
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
     tensors = tensors_of([slot.cut for slot in packing.slots])
-    whole = torch.full((packing.whole_numel,), -2)
+    whole = torch.full((packing.unsharded_numel,), -2)
     landing = copy_out(packing, whole)
     for rank, rest in enumerate(rest_buffers(tensors, packing)):
-        landing.land(rank, rest)
+        landing.copy_into_place(rank, rest)
     for tensor, slot in zip(tensors, packing.slots, strict=True):
-        assert torch.equal(whole[slot.whole.start : slot.whole.stop].view(tensor.shape), tensor)
+        assert torch.equal(whole[slot.unsharded.start : slot.unsharded.stop].view(tensor.shape), tensor)
 
 
 @PROPERTY
@@ -134,7 +137,7 @@ def test_whole_gradients_copied_into_the_ranks_parts_leave_room_for_flags(group,
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
     tensors = tensors_of([slot.cut for slot in packing.slots])
-    rows = torch.full((packing.rows_numel + ranks * num_flags,), -1)
+    rows = torch.full((packing.gathered_numel + ranks * num_flags,), -1)
     views = RowViews(packing, rows, num_flags)
     for targets, tensor, slot in zip(views.tensors, tensors, packing.slots, strict=True):
         strided = tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
@@ -152,6 +155,6 @@ def test_what_a_rank_holds_of_a_tensor_has_the_shape_it_has_there(group):
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
     for tensor, slot in zip(tensors_of([slot.cut for slot in packing.slots]), packing.slots, strict=True):
-        pieces = [piece_of(tensor, slot.cut, rank) for rank in range(ranks)]
+        pieces = [shard_of(tensor, slot.cut, rank) for rank in range(ranks)]
         assert [tuple(piece.shape) for piece in pieces] == [slot.cut.local_shape(rank) for rank in range(ranks)]
         assert torch.equal(torch.cat([piece.flatten() for piece in pieces]), tensor.flatten())

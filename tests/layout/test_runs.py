@@ -7,7 +7,7 @@ from hypothesis import given
 from sherd.errors import PlacementError, SherdError
 from sherd.layout.extent import Extent
 from sherd.layout.plan import plan
-from sherd.layout.runs import Blocks, Flat, Runs, Whole
+from sherd.layout.runs import Blocks, Flat, Owned, Runs
 from tests.layout.strategies import PROPERTY, run_groups
 
 DRAWN = Runs((3, 5), 4, 1, (5, 15), by_rows=True)
@@ -46,7 +46,7 @@ def test_local_shapes_put_together_on_their_first_dim_are_the_tensors_shape(grou
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0,), (2, 0, 3)])
-@pytest.mark.parametrize("rule", [Blocks(2), Whole()])
+@pytest.mark.parametrize("rule", [Blocks(2), Owned()])
 def test_a_tensor_without_elements_keeps_its_rows_on_its_first_rank(rule, shape):
     runs = Runs(shape, 3, 1, (0,), rule.by_rows(shape))
     assert [runs.local_shape(rank) for rank in range(3)] == [(0, *shape[1:]), shape, (0, *shape[1:])]
@@ -80,22 +80,22 @@ def test_a_block_is_so_many_rows_and_of_a_vector_so_many_elements():
     assert Blocks(4).grain((10,), "b") == 4
     assert Blocks().grain((10, 3), "w") == 3
     assert Flat().grain((10, 3), "w") == 1
-    assert Whole().grain((10, 3), "w") == 30
+    assert Owned().grain((10, 3), "w") == 30
 
 
-@pytest.mark.parametrize("rule", [Flat(), Blocks(3), Whole()])
+@pytest.mark.parametrize("rule", [Flat(), Blocks(3), Owned()])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 3)])
 def test_even_of_nothing_a_block_has_an_element(rule, shape):
     assert rule.grain(shape, "w") >= 1
 
 
 def test_only_flat_and_scalars_lose_the_rows():
-    assert [rule.by_rows((4, 2)) for rule in (Flat(), Blocks(), Whole())] == [False, True, True]
-    assert [rule.by_rows(()) for rule in (Flat(), Blocks(), Whole())] == [False, False, False]
+    assert [rule.by_rows((4, 2)) for rule in (Flat(), Blocks(), Owned())] == [False, True, True]
+    assert [rule.by_rows(()) for rule in (Flat(), Blocks(), Owned())] == [False, False, False]
 
 
 def test_only_whole_tensors_have_an_owner():
-    assert [rule.owned for rule in (Flat(), Blocks(), Whole())] == [False, False, True]
+    assert [rule.owned for rule in (Flat(), Blocks(), Owned())] == [False, False, True]
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.0, "3", None, True])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from sherd import Blocks, Flat, Whole, fully_shard
+from sherd import Blocks, Flat, Owned, fully_shard
 from sherd.clip import clip_grad_norm_
 from sherd.errors import GradientError, MeshError, PolicyError
 from tests.optim.twins import NAMES, assert_same, backward, pair, whole
@@ -35,7 +35,7 @@ MODELS = {
     "Shard(1)": {"shard_placement_fn": second_dim},
     "Flat": {"placement": Flat()},
     "Blocks": {"placement": Blocks(2)},
-    "Whole": {"placement": Whole()},
+    "Whole": {"placement": Owned()},
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sherd import Blocks, Flat, FullyShardedDataParallel, Whole, flatten_optimizer, fully_shard
+from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, flatten_optimizer, fully_shard
 from tests.wrapper.training import seeded
 
 
@@ -54,6 +54,6 @@ def train(layout):
         assert losses_of(model, optimizer) == pytest.approx(losses_of(plain, make(plain.parameters(), **given)))
 
 
-@pytest.mark.parametrize("layout", [None, Flat(), Blocks(2), Whole(), "wrapper", "flattened"], ids=str)
+@pytest.mark.parametrize("layout", [None, Flat(), Blocks(2), Owned(), "wrapper", "flattened"], ids=str)
 def test_complex_parameters_train_under_every_placement(threads, layout):
     threads(2).run(train, layout)

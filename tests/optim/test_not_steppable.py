@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sherd import Flat, Whole, fully_shard, replicate
+from sherd import Flat, Owned, fully_shard, replicate
 from sherd.errors import OptimizerError
 from tests.wrapper.training import seeded
 
@@ -28,8 +28,8 @@ WORKS = {
     "Adagrad": Flat(),
     "Rprop": Flat(),
     "Rprop for-loop": Flat(),
-    "Adafactor": Whole(),
-    "Adafactor for-loop": Whole(),
+    "Adafactor": Owned(),
+    "Adafactor for-loop": Owned(),
 }
 
 
@@ -94,7 +94,7 @@ def even():
 def step_even():
     expected = trained(seeded(even), optim.LBFGS)
     assert trained(fully_shard(seeded(even)), optim.LBFGS) == pytest.approx(expected, rel=1e-3)
-    for placement in (Flat(), Whole()):
+    for placement in (Flat(), Owned()):
         with pytest.raises(OptimizerError, match=r"LBFGS cannot step 0\.weight"):
             trained(fully_shard(seeded(even), placement=placement), optim.LBFGS)
 

@@ -50,7 +50,7 @@ def after_two_steps(make, placement):
     """By whether it is flat: a model and its optimizer after steps in which gradients were missing."""
     found = {}
     for flat in (True, False):
-        # `Whole` has another model begin on another rank, unless the one before has run.
+        # `Owned` has another model begin on another rank, unless the one before has run.
         found[flat] = model, optimizer = made(make, placement, flat)
         assert optimizer.state_dict()["state"] == {}
         run(model, optimizer, range(2), lambda step: NAMES[3:] if step == 1 else NAMES[:-2])
@@ -193,7 +193,7 @@ def train_between_moves(placement):
             run(each, optimizer, range(number + 2, number + 3 + (move is MOVES[-1])))
         assert_same(held_by(model, flat), held_by(other, plain), move.__name__, **CLOSE)
         for each in (each for each in runs_of(flat) if each.flat.numel()):
-            assert each.flat.data_ptr() == each.seats[0].group.rest[each.seats[0].extent.start :].data_ptr()
+            assert each.flat.data_ptr() == each.seats[0].group.shard_buffer[each.seats[0].extent.start :].data_ptr()
 
 
 @pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2)])

@@ -283,7 +283,7 @@ def look_at_memory(placement):
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(None))
     for each in runs_of(optimizer):
-        assert each.flat.untyped_storage().data_ptr() == each.seats[0].group.rest.untyped_storage().data_ptr()
+        assert each.flat.untyped_storage().data_ptr() == each.seats[0].group.shard_buffer.untyped_storage().data_ptr()
         assert each.take_gradient()
         if each.flat.numel():
             assert each.flat.grad.untyped_storage().data_ptr() in gradients

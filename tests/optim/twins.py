@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd import Blocks, Flat, Whole, fully_shard
+from sherd import Blocks, Flat, Owned, fully_shard
 from sherd.optim import flatten_optimizer
 from tests.parity.training import is_close
 
@@ -18,7 +18,7 @@ PLACEMENTS = {
     "shard": {},
     "flat": {"placement": Flat()},
     "rows": {"placement": Blocks(1)},
-    "whole": {"placement": Whole()},
+    "whole": {"placement": Owned()},
 }
 WORLDS = [("shard", 1), ("shard", 2), ("shard", 3), ("flat", 2), ("flat", 3), ("flat", 4), ("rows", 2), ("whole", 3)]
 

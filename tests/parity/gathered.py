@@ -34,7 +34,7 @@ class Piece:
 
 
 def gathered(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Plain whole copies of `tensors`, on every rank of their meshes; all of these ranks must call it.
+    """Plain unsharded copies of `tensors`, on every rank of their meshes; all of these ranks must call it.
 
     A replicated mesh axis is left alone: two replicas that drifted apart both show themselves.
     """
@@ -49,7 +49,7 @@ def gathered(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """`tensor` itself if its pieces can be joined here; else a whole copy."""
+    """`tensor` itself if its pieces can be joined here; else an unsharded copy."""
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     known = isinstance(tensor, RaggedDTensor) or all(type(each) in (Shard, Replicate) for each in tensor.placements)

@@ -62,7 +62,7 @@ WAYS = {
     "Shard(0)": fully_sharded,
     "Flat": partial(fully_sharded, placement=sherd.Flat()),
     "Blocks": partial(fully_sharded, placement=sherd.Blocks(2)),
-    "Whole": partial(fully_sharded, placement=sherd.Whole()),
+    "Whole": partial(fully_sharded, placement=sherd.Owned()),
     "zero1": partial(fully_sharded, placements="zero1"),
     "ddp": partial(fully_sharded, placements="ddp"),
     "wrapper": partial(wrapped, use_orig_params=True),

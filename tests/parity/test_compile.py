@@ -9,7 +9,7 @@ from sherd import (
     Blocks,
     Flat,
     FullyShardedDataParallel,
-    Whole,
+    Owned,
     flatten_optimizer,
     fully_shard,
     register_fsdp_forward_method,
@@ -42,7 +42,7 @@ def train_compiled(recipe, backend, compile_first, **options):
         ("mlp", "eager", True, {}),
         ("mlp", "aot_eager", False, {"placement": Flat()}),
         ("mlp", "aot_eager", True, {"placement": Blocks(2)}),
-        ("checkpoint_inside", "eager", False, {"placement": Whole()}),
+        ("checkpoint_inside", "eager", False, {"placement": Owned()}),
         ("checkpoint_inside", "aot_eager", True, {}),
     ],
 )
@@ -95,7 +95,7 @@ def train_whole_compiled(recipe, backend, in_place, **options):
         (True, "eager", {}),
         (False, "aot_eager", {"placement": Flat()}),
         (True, "aot_eager", {"placement": Blocks(2)}),
-        (False, "eager", {"placement": Whole()}),
+        (False, "eager", {"placement": Owned()}),
     ],
 )
 def test_the_whole_model_may_be_compiled_with_breaks(world, in_place, backend, options):
@@ -194,7 +194,7 @@ def train_with_compiled_step(options, flattened, whole_step):
     [
         ({"layout": Flat()}, False, False),
         ({"layout": Blocks(2)}, True, False),
-        ({"layout": Whole()}, False, True),
+        ({"layout": Owned()}, False, True),
         ({"use_orig_params": True}, False, True),
         ({"use_orig_params": False}, False, False),
     ],

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sherd import Blocks, Flat, Whole
+from sherd import Blocks, Flat, Owned
 from tests.models import build, shard
 from tests.parity.training import assert_named_close, mesh_of, whole_params
 
 PLACEMENTS = {"default": {}} | {
     name: {"placement": placement, "shard_placement_fn": None}
-    for name, placement in {"flat": Flat(), "blocks": Blocks(3), "whole": Whole()}.items()
+    for name, placement in {"flat": Flat(), "blocks": Blocks(3), "whole": Owned()}.items()
 }
 
 

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.tensor import Shard
 
-from sherd import Blocks, CommPolicy, Flat, Whole
+from sherd import Blocks, CommPolicy, Flat, Owned
 from tests.models import MODELS
 from tests.parity.training import (
     Recipe,
@@ -14,7 +14,7 @@ from tests.parity.training import (
     train_sharded,
 )
 
-PLACEMENTS = {"flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Whole()}
+PLACEMENTS = {"flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
 TRANSPORTS = ("torch", "gloo", "shared_memory")
 
 
@@ -86,7 +86,7 @@ def test_coalesced_gathers_train_as_in_one_process(world, model, num_ranks):
     assert_all_same(runs, recipe_of(model), **tolerance(model, num_ranks))
 
 
-MIXED = {"by_dim": {1: Flat(), 2: Whole()}, "blocks_and_columns": {1: Blocks(2), 2: Shard(1)}}
+MIXED = {"by_dim": {1: Flat(), 2: Owned()}, "blocks_and_columns": {1: Blocks(2), 2: Shard(1)}}
 
 
 def train_mixed(recipe, kind):

@@ -1,4 +1,4 @@
-"""Is memory given back: whole parameters after use, everything with the model, nothing kept per step?"""
+"""Is memory given back: unsharded parameters after use, everything with the model, nothing kept per step?"""
 
 import gc
 import weakref
@@ -123,7 +123,7 @@ def test_replicated_steps_keep_no_more_either(threads):
 
 
 def whole_bytes_around_a_step(name, reshard):
-    """Bytes of whole parameters: most seen at once in a block's forward, and after forward and backward."""
+    """Bytes of unsharded parameters: most seen at once in a block's forward, and after forward and backward."""
     model = shard(build(name), reshard_after_forward=reshard)
     whole, most = {}, []
 

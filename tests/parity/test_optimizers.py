@@ -1,4 +1,4 @@
-"""Do stock optimizers, clipping and schedules act on shards as on whole parameters?"""
+"""Do stock optimizers, clipping and schedules act on shards as on unsharded parameters?"""
 
 import pytest
 import torch

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sherd import Blocks, Flat, FullyShardedDataParallel, Whole, fully_shard
+from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, fully_shard
 from sherd.wrap import ModuleWrapPolicy
 from tests.api.compared import LR, made, shard_children, train_plain
 from tests.models import WIDTH, Block, noise
 from tests.parity.training import assert_named_close, whole_params
 
-PLACEMENTS = {"shard": None, "flat": Flat(), "blocks": Blocks(2), "whole": Whole()}
+PLACEMENTS = {"shard": None, "flat": Flat(), "blocks": Blocks(2), "whole": Owned()}
 
 
 class Deep:

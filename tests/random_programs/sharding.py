@@ -23,7 +23,7 @@ _CUTS: dict[str, Any] = {
     "shard": None,
     "flat": sherd.Flat(),
     "blocks": sherd.Blocks(2),
-    "whole": sherd.Whole(),
+    "whole": sherd.Owned(),
 }
 
 

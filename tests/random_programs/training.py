@@ -52,10 +52,10 @@ class Way:
     step: Callable[[], AbstractContextManager[Any]]
     in_backward: Named | None = None
     leaves: dict[str, Tensor] = field(default_factory=dict)
-    """What the optimizer has, by name. A model may show whole parameters after a step."""
+    """What the optimizer has, by name. A model may show unsharded parameters after a step."""
 
     def __post_init__(self) -> None:
-        self.leaves = _named(self.model)
+        self.optimizer_params = _named(self.model)
 
 
 def plain(program: Program) -> Outcome:
@@ -103,7 +103,7 @@ def on_ranks(program: Program, rank: int) -> Outcome:
     train(program, way, outcome)
     outcome.gradients = _gathered(program, outcome.gradients)
     with _as_the_user_names(program, model):
-        last = _named(model) if program.front == "wrapper_flat" else way.leaves
+        last = _named(model) if program.front == "wrapper_flat" else way.optimizer_params
         outcome.parameters = _gathered(program, [_clones(last)])[0]
     return outcome
 
@@ -228,13 +228,13 @@ def _see_input(x: Tensor, way: Way, seen: list[tuple[str, Tensor]]) -> None:
 def _gradients(program: Program, way: Way) -> Named:
     """Of this step, copied."""
     if way.in_backward is not None:
-        taken = {name: way.in_backward.get(name) for name in way.leaves}
+        taken = {name: way.in_backward.get(name) for name in way.optimizer_params}
         way.in_backward.clear()
         return taken
     if program.front == "wrapper_flat" and len(way.ranks) == 1:
         with sherd.unsharded(way.model, with_grads=True, writeback=False):
             return _clones({name: each.grad for name, each in _named(way.model).items()})
-    return _clones({name: each.grad for name, each in way.leaves.items()})
+    return _clones({name: each.grad for name, each in way.optimizer_params.items()})
 
 
 # Beside the steps

@@ -12,16 +12,16 @@ from sherd.schedule.actions import (
     Await,
     BeforeBackward,
     BeforeForward,
+    Discard,
     EndBackward,
     EndForward,
     Event,
-    Forget,
+    FinishReduce,
     Free,
     FreeGroup,
     Gather,
     GradientsReady,
     Reduce,
-    Settle,
     Shrink,
 )
 from sherd.schedule.decide import decide
@@ -29,10 +29,10 @@ from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 
 
-def specs(num_units: int, whole_bytes: int = 100, **root: object) -> tuple[UnitSpec, ...]:
+def specs(num_units: int, unsharded_bytes: int = 100, **root: object) -> tuple[UnitSpec, ...]:
     """A root that keeps its parameters for backward, and `num_units - 1` blocks that do not."""
     choices: dict[str, object] = {"after_forward": Keep.FOR_BACKWARD, **root}
-    return (UnitSpec(whole_bytes, **choices), *[UnitSpec(whole_bytes)] * (num_units - 1))  # type: ignore[arg-type]
+    return (UnitSpec(unsharded_bytes, **choices), *[UnitSpec(unsharded_bytes)] * (num_units - 1))  # type: ignore[arg-type]
 
 
 def answers(schedule: Schedule, events: Iterable[Event]) -> list[Action]:
@@ -102,26 +102,26 @@ class StrictEngine:
                 self.live[unit] = Live.GATHERING
             case Await():
                 assert live is Live.GATHERING, f"{action} while {live}"
-                self.live[unit] = Live.WHOLE
+                self.live[unit] = Live.UNSHARDED
             case Free():
                 assert live is not Live.SHARDED, f"{action} while {live}"
                 self.passed.discard(unit)
                 self.live[unit] = Live.SHARDED
             case FreeGroup():
-                assert live is Live.WHOLE, f"{action} while {live}"
+                assert live is Live.UNSHARDED, f"{action} while {live}"
                 self.passed.add(unit)
             case Shrink():
-                assert live is Live.WHOLE, f"{action} while {live}"
+                assert live is Live.UNSHARDED, f"{action} while {live}"
                 self.live[unit] = Live.SHRUNK
             case Reduce():
                 assert unit not in self.reducing, f"{action} while its last reduction is in flight"
                 self.reducing.add(unit)
                 self.collected.discard(unit)
-            case Settle():
+            case FinishReduce():
                 assert unit in self.reducing, f"{action} with no reduction in flight"
                 self.reducing.remove(unit)
                 self.reduced.append(unit)
-            case Forget():
+            case Discard():
                 self.reducing.discard(unit)
                 self.collected.discard(unit)
 
@@ -153,4 +153,4 @@ class StrictEngine:
         assert len(self.reducing) <= self.limits.reduce_buffers
         for unit in self.needed:
             for each in (unit, *self.specs[unit].companions):
-                assert self.live[each] is Live.WHOLE, f"unit {unit} computes while unit {each} is {self.live[each]}"
+                assert self.live[each] is Live.UNSHARDED, f"unit {unit} computes while unit {each} is {self.live[each]}"

@@ -77,7 +77,7 @@ def passes(draw: st.DrawFn, num_units: int) -> list[Event]:
 def unit_specs() -> st.SearchStrategy[UnitSpec]:
     return st.builds(
         UnitSpec,
-        whole_bytes=st.integers(0, 9),
+        unsharded_bytes=st.integers(0, 9),
         after_forward=st.sampled_from(Keep),
         reshard_after_backward=st.booleans(),
         reduces=st.booleans(),
@@ -114,7 +114,7 @@ def test_units_are_whole_while_they_compute_and_then_sharded_but_what_is_to_stay
         assert all(not units[unit].reduces for unit in engine.collected)
         if isinstance(events[-1], EndBackward):
             for unit, spec in enumerate(units):
-                may_stay = not spec.reshard_after_backward and engine.live[unit] is Live.WHOLE
+                may_stay = not spec.reshard_after_backward and engine.live[unit] is Live.UNSHARDED
                 assert engine.live[unit] is Live.SHARDED or may_stay
             if events[-1].last:
                 assert engine.reducing == set()
@@ -138,7 +138,7 @@ def test_a_step_that_is_played_again_needs_no_new_states(program):
 def test_no_more_is_live_than_what_computes_what_is_kept_and_what_the_depth_runs_ahead(program):
     units, bounds, played = program
     engine = StrictEngine(units, bounds)
-    largest = sorted((spec.whole_bytes for spec in units), reverse=True)
+    largest = sorted((spec.unsharded_bytes for spec in units), reverse=True)
     depth = max(bounds.forward_depth, bounds.backward_depth)
     for events in played:
         for event in events:
@@ -152,7 +152,7 @@ def test_no_more_is_live_than_what_computes_what_is_kept_and_what_the_depth_runs
             for unit, live in engine.live.items():
                 kept = units[unit].after_forward in (Keep.FOR_BACKWARD, Keep.ALWAYS)
                 kept = kept or not units[unit].reshard_after_backward
-                assert live is not Live.WHOLE or unit in engine.needed or kept, f"unit {unit} is whole for nobody"
+                assert live is not Live.UNSHARDED or unit in engine.needed or kept, f"unit {unit} is whole for nobody"
 
 
 def test_a_chain_of_equal_units_never_has_more_live_than_its_root_one_block_and_the_depth():

@@ -16,13 +16,13 @@ from sherd.schedule.actions import (
     GradientsReady,
     GroupPassed,
 )
-from sherd.schedule.forecast import Arrival, Buffers, GroupSizes, Kind, forecast, step_of
+from sherd.schedule.forecast import Arrival, Buffers, GroupSizes, MemoryKind, forecast, step_of
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, UnitSpec
 
 # Two ranks: 100 whole bytes, 50 in a shard. Rows of gradients are as long, their sum as a shard.
 GROUP = GroupSizes(
-    shards=50, whole=100, arriving=(60, 40), gradient_rows=100, reduced=50, gradients=50, is_all_trainable=True
+    shards=50, unsharded=100, arriving=(60, 40), gradient_rows=100, reduced=50, gradients=50, is_all_trainable=True
 )
 AT_ONCE = Limits(forward_depth=0, backward_depth=0, reduce_buffers=0)
 ROOT = UnitSpec(100, Keep.FOR_BACKWARD)
@@ -121,10 +121,10 @@ def test_one_unit_peaks_when_its_last_gradient_waits_beside_the_rows():
     found = peak_of([ROOT], [GROUP], leaf(0))
     assert (found.peak, found.moment) == (310, Arrival(0, 0, 0))
     assert found.parts == {
-        (0, Kind.SHARDS): 50,
-        (0, Kind.WHOLE): 100,
-        (0, Kind.GRADIENT_ROWS): 100,
-        (0, Kind.ARRIVED): 60,
+        (0, MemoryKind.SHARDS): 50,
+        (0, MemoryKind.UNSHARDED): 100,
+        (0, MemoryKind.GRADIENT_ROWS): 100,
+        (0, MemoryKind.ARRIVED): 60,
     }
 
 
@@ -157,7 +157,7 @@ def test_a_large_gradient_that_is_borrowed_takes_no_rows():
     group = replace(GROUP, arriving=(100,), borrows=True)
     found = peak_of([ROOT], [group], leaf(0, 1))
     assert (found.peak, found.moment) == (50 + 100 + 100, Arrival(0, 0, 0))
-    assert of_kind(found, Kind.GRADIENT_ROWS) == {0: 100}
+    assert of_kind(found, MemoryKind.GRADIENT_ROWS) == {0: 100}
 
 
 def test_what_backward_has_passed_is_gone_when_the_next_gradient_comes():
@@ -178,18 +178,18 @@ def test_a_reduction_peaks_with_the_rows_the_sum_and_what_the_transport_takes():
     group = replace(GROUP, scratch=200)
     found = peak_of([ROOT], [group], leaf(0))
     assert (found.peak, found.moment) == (50 + 100 + 50 + 200, AfterBackward(0, unreduced=True))
-    assert of_kind(found, Kind.TRANSPORT) == {0: 200}
+    assert of_kind(found, MemoryKind.TRANSPORT) == {0: 200}
 
 
 def test_a_sum_in_another_dtype_is_there_until_it_was_cast():
-    group = replace(GROUP, arriving=(10,), gradient_rows=10, whole=10, reduced=500, gradients=1000)
+    group = replace(GROUP, arriving=(10,), gradient_rows=10, unsharded=10, reduced=500, gradients=1000)
     found = peak_of([ROOT], [group], leaf(0, 1))
     assert found.peak == 50 + 500 + 1000
-    assert of_kind(found, Kind.GRADIENTS) == {0: 1000}
+    assert of_kind(found, MemoryKind.GRADIENTS) == {0: 1000}
 
 
 def test_gathered_rows_and_what_they_are_copied_to_are_there_at_once():
-    frozen = GroupSizes(shards=50, whole=100, rows=110, sent=25, is_all_trainable=False)
+    frozen = GroupSizes(shards=50, unsharded=100, rows=110, sent=25, is_all_trainable=False)
     found = peak_of([ROOT], [frozen], call(0))
     assert (found.peak, found.moment) == (50 + 25 + 110 + 100, BeforeForward(0))
     in_place = replace(frozen, rows=0)
@@ -197,15 +197,15 @@ def test_gathered_rows_and_what_they_are_copied_to_are_there_at_once():
 
 
 def test_groups_of_a_unit_are_copied_out_one_after_the_other():
-    frozen = GroupSizes(shards=0, whole=100, rows=110, is_all_trainable=False)
+    frozen = GroupSizes(shards=0, unsharded=100, rows=110, is_all_trainable=False)
     sizes = [(frozen, frozen)]
     found = forecast((ROOT,), AT_ONCE, sizes, step_of(call(0), sizes), batch_bytes=1)
     assert found.peak == 110 + 110 + 100
 
 
 def frozen_blocks(num, **sizes):
-    return [GroupSizes(shards=0, whole=0, is_all_trainable=False)] + [
-        GroupSizes(shards=0, is_all_trainable=False, **{"whole": 100, **sizes})
+    return [GroupSizes(shards=0, unsharded=0, is_all_trainable=False)] + [
+        GroupSizes(shards=0, is_all_trainable=False, **{"unsharded": 100, **sizes})
     ] * num
 
 
@@ -238,12 +238,12 @@ def test_a_kept_part_is_made_while_the_whole_is_there_and_sent_while_it_comes_ba
     learning = [replace(group, arriving=(1,), is_all_trainable=False) for group in groups]
     found = peak_of(specs, learning, call(0, *(leaf(unit, 1) for unit in range(1, 5))))
     assert found.peak >= 4 * 30 + 100
-    assert sum(of_kind(found, Kind.PART).values()) + sum(of_kind(found, Kind.SENT).values()) in (90, 120)
+    assert sum(of_kind(found, MemoryKind.PART).values()) + sum(of_kind(found, MemoryKind.SENT).values()) in (90, 120)
 
 
 def test_whole_parameters_kept_over_a_step_are_old_in_the_next_and_not_there_twice():
     kept = UnitSpec(100, Keep.ALWAYS, reshard_after_backward=False)
-    frozen = GroupSizes(shards=50, whole=100, is_all_trainable=False)
+    frozen = GroupSizes(shards=50, unsharded=100, is_all_trainable=False)
     assert peak_of([kept], [frozen], call(0)).peak == 150
 
 
@@ -252,7 +252,7 @@ def test_gradients_of_units_that_are_done_add_up():
     # bytes that came last, and the shards' gradients of unit 2.
     found = peak_of([ROOT, BLOCK, BLOCK], [GROUP] * 3, chain(2))
     assert (found.peak, found.moment) == (150 + 200 + 200 + 60 + 50, Arrival(1, 0, 0))
-    assert of_kind(found, Kind.GRADIENTS) == {2: 50}
+    assert of_kind(found, MemoryKind.GRADIENTS) == {2: 50}
 
 
 def test_reductions_that_may_stay_in_flight_keep_their_rows():
@@ -264,7 +264,7 @@ def test_reductions_that_may_stay_in_flight_keep_their_rows():
 def test_backwards_without_a_reduction_keep_every_units_rows():
     synced = peak_of([ROOT, BLOCK, BLOCK], [GROUP] * 3, chain(2))
     once, twice = (peak_of([ROOT, BLOCK, BLOCK], [GROUP] * 3, chain(2), unsynced=num) for num in (1, 2))
-    # The rows of three units and whole parameters of two, beside what arrives; nothing is reduced yet.
+    # The rows of three units and unsharded parameters of two, beside what arrives; nothing is reduced yet.
     assert once.peak == 150 + 300 + 200 + 60 > synced.peak - 50
     assert twice.peak == once.peak
 
@@ -273,7 +273,7 @@ def test_borrowed_gradients_of_an_earlier_backward_are_what_the_next_ones_are_ad
     group = replace(GROUP, arriving=(100,), borrows=True)
     found = peak_of([ROOT], [group], leaf(0, 1), unsynced=2)
     assert found.peak == 50 + 100 + 100 + 100
-    assert of_kind(found, Kind.ARRIVED) == {0: 100}
+    assert of_kind(found, MemoryKind.ARRIVED) == {0: 100}
 
 
 # Any sizes
@@ -282,7 +282,7 @@ def test_borrowed_gradients_of_an_earlier_backward_are_what_the_next_ones_are_ad
 sizes_of_a_group = st.builds(
     GroupSizes,
     shards=st.integers(0, 100),
-    whole=st.integers(0, 100),
+    unsharded=st.integers(0, 100),
     rows=st.sampled_from([0, 7]),
     sent=st.sampled_from([0, 5]),
     part=st.integers(0, 50),
@@ -294,7 +294,7 @@ sizes_of_a_group = st.builds(
     collects_late=st.booleans(),
 )
 specs_of_a_unit = st.builds(
-    UnitSpec, whole_bytes=st.just(10), after_forward=st.sampled_from(Keep), reshard_after_backward=st.just(True)
+    UnitSpec, unsharded_bytes=st.just(10), after_forward=st.sampled_from(Keep), reshard_after_backward=st.just(True)
 )
 
 

@@ -10,11 +10,11 @@ from sherd.schedule.actions import (
     BeforeForward,
     EndBackward,
     EndForward,
+    FinishReduce,
     Free,
     Gather,
     GradientsReady,
     Reduce,
-    Settle,
     Shrink,
 )
 from sherd.schedule.schedule import Schedule
@@ -47,10 +47,10 @@ def test_the_first_step_gathers_each_unit_as_it_comes_and_guesses_the_order_of_b
         (GradientsReady(2), (Reduce(2),)),
         (AfterBackward(2), (Free(2),)),
         (BeforeBackward(1), (Await(1),)),
-        (GradientsReady(1), (Settle(2), Reduce(1))),
+        (GradientsReady(1), (FinishReduce(2), Reduce(1))),
         (AfterBackward(1), (Free(1),)),
-        (GradientsReady(0), (Settle(1), Reduce(0))),
-        (EndBackward(), (Free(0), Settle(0))),
+        (GradientsReady(0), (FinishReduce(1), Reduce(0))),
+        (EndBackward(), (Free(0), FinishReduce(0))),
     ]
 
 
@@ -69,10 +69,10 @@ def test_from_the_second_step_on_each_unit_is_gathered_behind_the_one_before_it(
         (GradientsReady(2), (Reduce(2),)),
         (AfterBackward(2), (Free(2),)),
         (BeforeBackward(1), (Await(1),)),
-        (GradientsReady(1), (Settle(2), Reduce(1))),
+        (GradientsReady(1), (FinishReduce(2), Reduce(1))),
         (AfterBackward(1), (Free(1),)),
-        (GradientsReady(0), (Settle(1), Reduce(0))),
-        (EndBackward(), (Free(0), Settle(0))),
+        (GradientsReady(0), (FinishReduce(1), Reduce(0))),
+        (EndBackward(), (Free(0), FinishReduce(0))),
     ]
 
 
@@ -207,7 +207,7 @@ def test_reshard_after_backward_false_spares_the_next_forward_its_gathers():
     units = tuple(UnitSpec(10, Keep.ALWAYS, reshard_after_backward=False) for _ in range(3))
     schedule = Schedule(units)
     answers(schedule, step(3))
-    assert schedule.state.live == (Live.WHOLE,) * 3
+    assert schedule.state.live == (Live.UNSHARDED,) * 3
     assert not any(isinstance(action, (Gather, Free)) for action in answers(schedule, step(3)))
 
 

@@ -10,9 +10,10 @@ from sherd.schedule.actions import (
     Await,
     BeforeBackward,
     BeforeForward,
+    Discard,
     EndBackward,
     EndForward,
-    Forget,
+    FinishReduce,
     Free,
     FreeGroup,
     Gather,
@@ -21,7 +22,6 @@ from sherd.schedule.actions import (
     Reduce,
     Reset,
     Reshard,
-    Settle,
     ShardsChanged,
     Unshard,
 )
@@ -81,7 +81,7 @@ def test_groups_go_one_by_one_and_the_rest_with_the_unit():
 )
 def test_no_group_goes_alone_of_a_unit_that(units):
     schedule = in_backward_of_the_last(units)
-    assert schedule.state.live[1] is Live.WHOLE
+    assert schedule.state.live[1] is Live.UNSHARDED
     assert schedule.on(GroupPassed(1, 0)) == ()
 
 
@@ -114,7 +114,7 @@ def test_two_forwards_before_one_backward_leave_the_root_whole_in_between():
     schedule = Schedule(specs(2))
     answers(schedule, forward([1]))
     assert schedule.on(BeforeForward(0))[:1] != (Gather(0),)
-    assert schedule.state.live[0] is Live.WHOLE
+    assert schedule.state.live[0] is Live.UNSHARDED
 
 
 def test_a_unit_that_takes_no_part_costs_nothing_once_its_absence_is_learnt():
@@ -127,7 +127,7 @@ def test_an_evaluation_gathers_and_frees_everything_and_reduces_nothing():
     schedule = Schedule(specs(3))
     answers(schedule, step(3))
     actions = answers(schedule, forward([1, 2], differentiable=False))
-    assert not any(isinstance(action, (Reduce, Settle)) for action in actions)
+    assert not any(isinstance(action, (Reduce, FinishReduce)) for action in actions)
     assert set(schedule.state.live) == {Live.SHARDED}
 
 
@@ -165,7 +165,7 @@ def test_accumulation_without_sync_reduces_nothing_and_still_frees_everything():
     units = tuple(replace(spec, reduces=False) for spec in specs(3))
     schedule = Schedule(units)
     actions = answers(schedule, step(3))
-    assert not any(isinstance(action, (Reduce, Settle)) for action in actions)
+    assert not any(isinstance(action, (Reduce, FinishReduce)) for action in actions)
     assert set(schedule.state.live) == {Live.SHARDED}
 
 
@@ -187,14 +187,14 @@ def test_no_more_reductions_are_in_flight_than_there_are_buffers_and_the_oldest_
     assert engine.reduced == [5, 4, 3, 2, 1, 0]
     schedule = Schedule(specs(6), Limits(reduce_buffers=buffers))
     actions = answers(schedule, step(6))
-    first = actions.index(Settle(5))
+    first = actions.index(FinishReduce(5))
     assert sum(isinstance(action, Reduce) for action in actions[:first]) == buffers
 
 
 def test_without_buffers_to_spare_each_reduction_is_settled_as_soon_as_it_was_started():
     schedule = Schedule(specs(2), Limits(reduce_buffers=0))
     answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1)])
-    assert schedule.on(GradientsReady(1)) == (Reduce(1), Settle(1))
+    assert schedule.on(GradientsReady(1)) == (Reduce(1), FinishReduce(1))
     assert schedule.state.reducing == ()
 
 
@@ -214,7 +214,7 @@ def test_a_unit_is_freed_before_its_reduction_starts_so_that_the_two_never_add_u
 def test_a_unit_whose_gradients_come_twice_in_one_backward_settles_the_first_reduction_before_the_second():
     schedule = Schedule(specs(2), Limits(reduce_buffers=4))
     answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1), GradientsReady(1)])
-    assert schedule.on(GradientsReady(1)) == (Settle(1), Reduce(1))
+    assert schedule.on(GradientsReady(1)) == (FinishReduce(1), Reduce(1))
 
 
 def test_reductions_stay_in_flight_after_a_backward_that_is_not_the_last():
@@ -223,7 +223,7 @@ def test_reductions_stay_in_flight_after_a_backward_that_is_not_the_last():
     assert actions[-1] == Free(0)
     assert schedule.state.reducing == (0,)
     later = answers(schedule, [*forward([1]), *backward([1])])
-    assert later.count(Settle(0)) == 2
+    assert later.count(FinishReduce(0)) == 2
     assert schedule.state.reducing == ()
 
 
@@ -296,7 +296,7 @@ def test_old_whole_parameters_stay_until_then_because_a_backward_may_still_read_
     schedule = Schedule(units)
     answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1)])
     assert schedule.on(ShardsChanged(1)) == ()
-    assert schedule.state.live[1] is Live.WHOLE
+    assert schedule.state.live[1] is Live.UNSHARDED
 
 
 def test_unshard_by_hand_shows_the_new_values_and_not_old_whole_parameters():
@@ -320,7 +320,7 @@ def test_reset_in_the_middle_of_backward_frees_forgets_and_stands_where_a_step_b
     rest = schedule.state
     answers(schedule, [*forward([1, 2]), BeforeBackward(0), BeforeBackward(2), GradientsReady(2), AfterBackward(2)])
     actions = schedule.on(Reset())
-    assert actions == (Free(0), Forget(0), Free(1), Forget(1), Forget(2))
+    assert actions == (Free(0), Discard(0), Free(1), Discard(1), Discard(2))
     assert schedule.state == rest
 
 

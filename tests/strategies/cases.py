@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import sherd
-from sherd import Blocks, Flat, FullyShardedDataParallel, Placements, Whole
+from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, Placements
 from sherd.policy import Level
 from tests.models import Specimen, shard
 from tests.parity.training import Recipe, Run, make_optimizer, mesh_of, whole_grads
@@ -22,7 +22,7 @@ CUTS: dict[str, Any] = {
     "columns": Shard(1),
     "flat": Flat(),
     "blocks": Blocks(2),
-    "whole": Whole(),
+    "whole": Owned(),
 }
 """By name, how what is sharded is cut."""
 

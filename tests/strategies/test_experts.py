@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import sherd
-from sherd import Blocks, Flat, OnMesh, Whole
+from sherd import Blocks, Flat, OnMesh, Owned
 from sherd.errors import PolicyError
 from tests.strategies.routed import built, divide_experts, loss_of
 
@@ -100,7 +100,7 @@ def assert_equal(found, expected):
 CASES = [
     (True, None, None, True, {}),
     (True, Flat(), None, True, {"reshard_after_forward": 2}),
-    (True, Whole(), "zero3", True, {"ignores_gain": True}),
+    (True, Owned(), "zero3", True, {"ignores_gain": True}),
     (True, Shard(1), None, True, {"reshard_after_forward": True}),
     (False, None, None, False, {}),
     (False, Blocks(3), None, False, {"placement": Flat(), "reshard_after_forward": False}),
@@ -142,7 +142,7 @@ def lent_saved_and_loaded():
             for each in model.parameters():
                 each.mul_(2)
     full = {name: each.full_tensor() for name, each in model.state_dict().items()}
-    other, _ = sharded(True, Shard(1), placement=Whole())
+    other, _ = sharded(True, Shard(1), placement=Owned())
     other.load_state_dict(full)
     found = {name: each.full_tensor() for name, each in other.state_dict().items()}
     return lent["dense.weight"], full, found

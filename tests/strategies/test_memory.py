@@ -60,7 +60,7 @@ def test_the_peak_of_a_step_is_predicted_under_every_strategy(world, cut, transp
 
 
 def kept_between_steps(levels):
-    """Bytes of one block by kind, after steps: the shards' own and what is kept whole of them."""
+    """Bytes of one block by kind, after steps: the shards' own and what is kept unsharded of them."""
     model = sharded(build("mlp"), levels, "flat", (2, 2))
     step(model)
     by_kind = {}
@@ -82,7 +82,7 @@ def kept_between_steps(levels):
     ],
 )
 def test_each_strategy_keeps_its_quarters_of_a_unit(world, levels, shards, whole, gradients):
-    """Of a whole over (2, 2) ranks, in quarters; what is kept whole holds the shards."""
+    """Of a whole over (2, 2) ranks, in quarters; what is kept unsharded holds the shards."""
     quarter = sum(each.nbytes for each in build("mlp").blocks[0].parameters()) / 4
     for found in world(4).run(kept_between_steps, levels):
         for kind, quarters in (("shards", shards), ("whole", whole), ("gradients", gradients)):

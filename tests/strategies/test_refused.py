@@ -83,9 +83,9 @@ def refusals(mesh):
         ({"mesh": mesh["nameless"], "placements": "hfsdp"}, MeshError, "names"),
         ({"mesh": mesh["three"], "placements": "hfsdp"}, MeshError, "3 axes"),
         ({"mesh": two, "placements": Placements(ROWS, ROWS, ROWS), "placement": Flat()}, PolicyError, "one of them"),
-        ({"mesh": two, "placements": "zero2", "reshard_after_forward": True}, PolicyError, "keeps whole"),
-        ({"mesh": two, "placements": "ddp", "reshard_after_forward": 1}, PolicyError, "keeps whole"),
-        ({"mesh": two, "placements": "hsdp_zero2", "reshard_after_forward": 2}, PolicyError, "keeps whole"),
+        ({"mesh": two, "placements": "zero2", "reshard_after_forward": True}, PolicyError, "keeps unsharded"),
+        ({"mesh": two, "placements": "ddp", "reshard_after_forward": 1}, PolicyError, "keeps unsharded"),
+        ({"mesh": two, "placements": "hsdp_zero2", "reshard_after_forward": 2}, PolicyError, "keeps unsharded"),
         ({"mesh": two, "placements": "hfsdp", "reshard_after_forward": 4}, PolicyError, "2 ranks"),
         ({"mesh": two["shard"], "shard_placement_fn": lambda _: OnMesh(one)}, MeshError, "does not have"),
         ({"mesh": one, "shard_placement_fn": lambda _: OnMesh(mesh["three"])}, MeshError, "3 axes"),
@@ -130,7 +130,7 @@ def refused_by_the_wrapper_and_by_setters():
     with pytest.raises(PolicyError, match="twice"):
         DataParallelMeshDims(shard=("a", "c"), replicate="c")
     fully_shard(block, mesh=mesh["two"], placements="zero2")
-    with pytest.raises(PolicyError, match="keeps whole"):
+    with pytest.raises(PolicyError, match="keeps unsharded"):
         block.set_reshard_after_forward(2)
     flat = placements((Level.OPTIMIZER, Level.PARAMETERS), "flat")
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from sherd._torch import dtensor_spec
 from sherd.layout.plan import Wanted, plan
-from sherd.layout.runs import Blocks, Flat, Runs, Whole
+from sherd.layout.runs import Blocks, Flat, Owned, Runs
 from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged
 
@@ -45,7 +45,7 @@ def cuts(kind, shapes, num_ranks):
     made = {"uneven": uneven, "rows": rows, "last": last}
     if kind in made:
         return [made[kind](shape, num_ranks) for shape in shapes]
-    placement = {"flat": Flat(), "blocks": Blocks(2), "whole": Whole()}[kind]
+    placement = {"flat": Flat(), "blocks": Blocks(2), "whole": Owned()}[kind]
     return list(plan([Wanted(shape, placement, str(shape)) for shape in shapes], num_ranks))
 
 

@@ -118,5 +118,5 @@ def adafactor_on_pieces(kind):
 
 @pytest.mark.parametrize("kind", ["uneven", "rows"])
 def test_adafactor_on_a_matrix_in_pieces_says_to_use_whole(threads, kind):
-    with pytest.raises(Exception, match=r"PlacementError(.|\n)*with placement Whole\(\) each tensor has one owner"):
+    with pytest.raises(Exception, match=r"PlacementError(.|\n)*with placement Owned\(\) each tensor has one owner"):
         threads(2).run(adafactor_on_pieces, kind)

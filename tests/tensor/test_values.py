@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sherd.tensor.replicated import KnownDTensor
+from sherd.tensor.replicated import ReplicatedDTensor
 from tests.tensor.cuts import line, numbers, ragged, uneven, whole_of
 
 
@@ -24,7 +24,7 @@ def computed():
         total = result.norm().sqrt() + result.max()
     assert not [event.key for event in seen.key_averages() if event.key.startswith("c10d::")]
     expected = torch.tensor([13.0, 21.0, 4.0])
-    assert type(result) is type(total) is KnownDTensor
+    assert type(result) is type(total) is ReplicatedDTensor
     assert result.placements == (Replicate(),)
     assert torch.equal(result.to_local(), expected)
     assert torch.equal(result.full_tensor(), expected)

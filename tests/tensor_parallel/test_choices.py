@@ -1,5 +1,5 @@
 """Does every choice of sherd hold for tensor-parallel parameters too: precision, offload, accumulation, clipping,
-scaling, checkpointed activations, whole parameters on loan?"""
+scaling, checkpointed activations, unsharded parameters on loan?"""
 
 import pytest
 import torch
@@ -136,7 +136,7 @@ def test_all_ranks_skip_a_step_in_which_one_overflows(world):
         assert results == [([False, True], 4.0)] * 2
 
 
-# Whole parameters on loan
+# Unsharded parameters on loan
 
 
 def lent():

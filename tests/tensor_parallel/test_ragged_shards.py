@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sherd import Blocks, Flat, Whole
+from sherd import Blocks, Flat, Owned
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -64,7 +64,7 @@ def of_one_process():
 
 
 ORDERS = [pytest.param(("dp", "tp"), id="dp_tp"), pytest.param(("tp", "dp"), id="tp_dp")]
-PLACEMENTS = [Flat(), Blocks(2), Whole()]
+PLACEMENTS = [Flat(), Blocks(2), Owned()]
 
 
 def redistributed(names, placement):

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 import sherd
 from sherd._torch import dtensor, local_tensor, spec_of
 from sherd.engine.run.seal import unit_of
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 from tests.tensor_parallel.training import mesh_of, wholes
 
 STEPS = 2
@@ -87,7 +87,7 @@ class Springs(nn.Module):
 
     def forward(self, sample):
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in self.parameters()]
-        assert not any(isinstance(part, Exact) for part in parts), "whole parameters are what the subclass made"
+        assert not any(isinstance(part, Exact) for part in parts), "unsharded parameters are what the subclass made"
         return sum((part * part - sample * part).sum() for part in parts)
 
 
@@ -129,8 +129,8 @@ def built(mesh, keep, placement_fn=None):
 
 def kept(unit):
     """Of each group: the bytes of the part that is kept, and of the whole."""
-    held = [(list(weights.held()), weights.group.packing.whole_numel) for weights in unit.weights]
-    return [(sum(tensor.nbytes for kind, tensor in each if kind is Kind.PART), 4 * numel) for each, numel in held]
+    held = [(list(weights.held()), weights.group.packing.unsharded_numel) for weights in unit.weights]
+    return [(sum(tensor.nbytes for kind, tensor in each if kind is MemoryKind.PART), 4 * numel) for each, numel in held]
 
 
 def values_of(parameter):

@@ -51,7 +51,7 @@ def test_toml_and_json_give_the_same_tree(tmp_path):
         ({"other": 3}, "other = 3 stands outside a section; put it under one of [model], [data]"),
         (
             {"shard": {"strategy": "zero2", "reshard": "always"}},
-            "shard.reshard = 'always', but by shard.strategy = 'zero2' every rank keeps whole parameters",
+            "shard.reshard = 'always', but by shard.strategy = 'zero2' every rank keeps unsharded parameters",
         ),
         ({"model": {"width": "wide"}}, "model.width = 'wide' has the wrong type; it must be a whole number"),
         ({"model": {"width": 64.0}}, "model.width = 64.0 has the wrong type"),

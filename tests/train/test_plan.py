@@ -23,7 +23,7 @@ RUNS = {
     "flat": {"shard": {"placement": "flat"}},
     "zero1, accumulated": {"shard": {"strategy": "zero1"}, "optimizer": {"micro_batch": 1}},
     "accumulated": {"optimizer": {"micro_batch": 2}},
-    "kept whole, bf16": {"shard": {"reshard": "never"}, "run": {"precision": "bf16"}},
+    "kept unsharded, bf16": {"shard": {"reshard": "never"}, "run": {"precision": "bf16"}},
     "recomputed": {"run": {"checkpointing": True}},
 }
 
@@ -59,7 +59,7 @@ def kept_by_autograd(trainer):
     kept = {}
 
     def note(tensor):
-        # A unit that runs shows its whole parameters.
+        # A unit that runs shows its unsharded parameters.
         shown = [each for each in trainer.model.parameters() if not isinstance(each, DTensor)]
         if tensor.untyped_storage().data_ptr() not in {each.untyped_storage().data_ptr() for each in shown}:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()

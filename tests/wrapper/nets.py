@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sherd import Blocks, Flat, FullyShardedDataParallel, ShardingStrategy, Whole, fully_shard
+from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, ShardingStrategy, fully_shard
 from tests.models import Block
 
 WORDS, WIDTH = 11, 6
@@ -58,7 +58,7 @@ COMPOSED = {
     "columns": lambda: {"shard_placement_fn": by_columns},
     "flat": lambda: {"placement": Flat()},
     "blocks": lambda: {"placement": Blocks(4)},
-    "whole": lambda: {"placement": Whole()},
+    "whole": lambda: {"placement": Owned()},
     "hybrid": lambda: {"mesh": _grid()},
 }
 """By name, the arguments of `fully_shard`."""

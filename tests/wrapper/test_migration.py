@@ -171,7 +171,7 @@ def built(name):
 
 
 def trained(model, flat):
-    """The losses of two steps, and the whole parameters and buffers after them."""
+    """The losses of two steps, and the unsharded parameters and buffers after them."""
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, eps=1e-3)
     if flat:
         flatten_optimizer(optimizer)

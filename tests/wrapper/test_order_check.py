@@ -12,7 +12,7 @@ from torch import nn
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from sherd._torch import named_group
 from sherd.engine.run import order_check
-from sherd.engine.run.order_check import MOST_SHOWN, Deed, checked
+from sherd.engine.run.order_check import MOST_SHOWN, PlannedCollective, with_agreement
 from sherd.engine.run.runtime import DO
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError
@@ -220,12 +220,12 @@ def test_below_detail_nothing_is_compared(world):
 
 def test_only_what_communicates_is_compared():
     with detail():
-        table = checked(DO)
+        table = with_agreement(DO)
     assert {action for action in DO if table[action] is not DO[action]} == {Gather, Reduce}
 
 
 def test_a_long_list_of_parameters_is_cut_off_at_what_differs():
-    deed = Deed("gathers unit a", tuple(f"w{index}" for index in range(20)))
-    assert deed.told(set()).endswith(f"w{MOST_SHOWN - 1} and {20 - MOST_SHOWN} more)")
-    assert deed.told({*deed.parameters} - {"w19"}) == "gathers unit a (w19)"
-    assert deed.digest != Deed("gathers unit b", deed.parameters).digest
+    deed = PlannedCollective("gathers unit a", tuple(f"w{index}" for index in range(20)))
+    assert deed.describe(set()).endswith(f"w{MOST_SHOWN - 1} and {20 - MOST_SHOWN} more)")
+    assert deed.describe({*deed.parameters} - {"w19"}) == "gathers unit a (w19)"
+    assert deed.digest != PlannedCollective("gathers unit b", deed.parameters).digest

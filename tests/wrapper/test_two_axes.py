@@ -430,7 +430,9 @@ def test_extensions_are_asked_when_parameters_are_sharded_saved_and_loaded(threa
         assert asked["legacy loaded"] == [("pre_load",)] * 2
         parts = [(EVEN.hidden // 2, EVEN.width), (EVEN.hidden // 2,)]
         assert restored["rows loaded"] == parts
-        assert restored["gathered"] == restored["summoned"] == restored["rows"] == parts, "once for each whole buffer"
+        assert restored["gathered"] == restored["summoned"] == restored["rows"] == parts, (
+            "once for each unsharded buffer"
+        )
     assert "# - extensions: nothing to say" in explain_migration(extensions=Seen())
 
 

@@ -1,4 +1,4 @@
-"""Do unshard contexts show whole parameters, and are the shards right afterwards, whatever was done inside?"""
+"""Do unshard contexts show unsharded parameters, and are the shards right afterwards, whatever was done inside?"""
 
 import gc
 import threading
@@ -673,7 +673,7 @@ def fail_on_the_way_in(monkeypatch):
         unsharded(model).__enter__()
     monkeypatch.undo()
     assert isinstance(model.scale, DTensor)
-    assert unit_of(model).loan is None
+    assert unit_of(model).lent is None
     model(words())
 
 
@@ -902,7 +902,7 @@ def memory_is_given_back():
 
 
 def record_whole(model, tensor):
-    """Whether it is the engine's own whole parameter, of which the memory is freed, or a plain net's."""
+    """Whether it is the engine's own unsharded parameter, of which the memory is freed, or a plain net's."""
     return tensor.untyped_storage().nbytes() == 0
 
 

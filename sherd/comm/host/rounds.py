@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from sherd.comm.host.sums import add_up
-from sherd.comm.transport import Land
+from sherd.comm.transport import CopyIntoPlace
 
 ALL_GATHER, ALL_GATHER_ONTO, REDUCE_SCATTER, ALL_REDUCE = range(4)
 _NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce")
@@ -102,10 +102,12 @@ class Round(ABC):
 class Gather(Round):
     """Every rank shows the same part to all."""
 
-    def __init__(self, question: Question, shown: Sequence[int], rest: torch.Tensor, land: Land) -> None:
+    def __init__(
+        self, question: Question, shown: Sequence[int], rest: torch.Tensor, copy_into_place: CopyIntoPlace
+    ) -> None:
         super().__init__(question, shown)
         self._rest: torch.Tensor | None = rest
-        self._land: Land | None = land
+        self._copy_into_place: CopyIntoPlace | None = copy_into_place
 
     def fill(self, stage: torch.Tensor) -> None:
         assert self._rest is not None, "filled once"
@@ -116,15 +118,15 @@ class Gather(Round):
         return 0, self.shown[rank]
 
     def take(self, rank: int, part: torch.Tensor) -> None:
-        land = self._land
-        if land is not None:
-            land(rank, part)
+        copy_into_place = self._copy_into_place
+        if copy_into_place is not None:
+            copy_into_place(rank, part)
 
     def finish(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        self._land = None
+        self._copy_into_place = None
 
 
 class Sum(Round):

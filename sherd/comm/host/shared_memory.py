@@ -36,7 +36,7 @@ from sherd.comm.host.rounds import (
 )
 from sherd.comm.host.segments import Regions, Segment
 from sherd.comm.host.sums import can_add, sum_dtype
-from sherd.comm.transport import Land, Pending, Transport, parts
+from sherd.comm.transport import CopyIntoPlace, Pending, Transport, parts
 from sherd.errors import CommError
 
 STAGING_LIMIT = 64 << 20
@@ -151,10 +151,12 @@ class SharedMemory(Transport):
         question = Question(ALL_GATHER, rest.dtype, tuple(sizes), async_op)
         return self._begin_all(self._gathers(question, rows.detach(), rest.detach()), async_op)
 
-    def all_gather_onto(self, land: Land, rest: torch.Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
+    def all_gather_onto(
+        self, copy_into_place: CopyIntoPlace, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
         """This rank's own part lands before the call returns, the others' in the order in which they are there."""
         question = Question(ALL_GATHER_ONTO, rest.dtype, tuple(sizes), async_op)
-        return self._begin_all(self._gather_onto(question, land, rest.detach()), async_op)
+        return self._begin_all(self._gather_onto(question, copy_into_place, rest.detach()), async_op)
 
     def reduce_scatter(
         self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
@@ -204,13 +206,13 @@ class SharedMemory(Transport):
         for cut in self._pieces(question, question.sizes):
             here = cut[self._rank]
             shown = [each.stop - each.start for each in cut]
-            yield Gather(question, shown, rest[here], _landing(into, cut))
+            yield Gather(question, shown, rest[here], _into_place(into, cut))
             if not is_there:
                 own[here].copy_(rest[here])
 
-    def _gather_onto(self, question: Question, land: Land, rest: torch.Tensor) -> Iterator[Round]:
-        yield Gather(question, question.sizes, rest, land)
-        land(self._rank, rest)
+    def _gather_onto(self, question: Question, copy_into_place: CopyIntoPlace, rest: torch.Tensor) -> Iterator[Round]:
+        yield Gather(question, question.sizes, rest, copy_into_place)
+        copy_into_place(self._rank, rest)
 
     def _sums(self, question: Question, rest: torch.Tensor, rows: torch.Tensor) -> Iterator[Round]:
         sizes = question.sizes
@@ -394,11 +396,11 @@ def _has_posted(neighbour: Neighbour) -> bool:
     return bool(neighbour.posts)
 
 
-def _landing(into: Sequence[torch.Tensor], cut: Sequence[slice]) -> Land:
-    def land(rank: int, part: torch.Tensor) -> None:
+def _into_place(into: Sequence[torch.Tensor], cut: Sequence[slice]) -> CopyIntoPlace:
+    def copy_into_place(rank: int, part: torch.Tensor) -> None:
         into[rank][cut[rank]].copy_(part)
 
-    return land
+    return copy_into_place
 
 
 def _addable(dtype: torch.dtype) -> torch.dtype:

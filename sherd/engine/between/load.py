@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sherd._torch import dtensor_spec, replace_local_tensor
 from sherd.engine.run.hooks import eager
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import kind_of
+from sherd.engine.state.group import group_key_of
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import StateError
@@ -69,9 +69,9 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
             moved.append(_exchange(record, parameter))
             watcher.sharded_again()
     if any(moved):
-        unit.reseat()
+        unit.rebind()
     elif moved:
-        unit.note_leaves()
+        unit.note_optimizer_params()
     unit.shards_written()
 
 
@@ -81,10 +81,10 @@ def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
 
     Else the unit's buffer would be made anew after each module of a load.
     """
-    kind, place = kind_of(record), record.local
+    key, place = group_key_of(record), record.local
     record.exchange(parameter)
-    is_alike = kind_of(record) == kind and record.local.device == place.device
-    if kind.gathers_itself or place.is_meta or not is_alike:
+    is_alike = group_key_of(record) == key and record.local.device == place.device
+    if key.gathers_itself or place.is_meta or not is_alike:
         return True
     assert isinstance(parameter, DTensor), "what is not sharded was cut before it was assigned"
     place.copy_(record.local)
@@ -115,13 +115,13 @@ def _can_be_copied(given: DTensor, shard: nn.Parameter) -> bool:
     return isinstance(given, RaggedDTensor) == isinstance(shard, RaggedDTensor) and given.placements == shard.placements
 
 
-def _shard_of(record: ShardedParameter, whole: torch.Tensor) -> DTensor:
-    """This rank's part of `whole`, a view of it, as a DTensor like the shard."""
+def _shard_of(record: ShardedParameter, unsharded: torch.Tensor) -> DTensor:
+    """This rank's part of `unsharded`, a view of it, as a DTensor like the shard."""
     spec = record.shard_spec
-    if record.whole_spec is not None and is_ragged(spec):
-        return distribute_ragged(whole, layout_of(spec).spec(whole.dtype))
-    if record.whole_spec is not None:
-        return distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
+    if record.unsharded_spec is not None and is_ragged(spec):
+        return distribute_ragged(unsharded, layout_of(spec).spec(unsharded.dtype))
+    if record.unsharded_spec is not None:
+        return distribute_tensor(unsharded, spec.mesh, spec.placements, src_data_rank=None)
     return as_dtensor(
-        record.part_of(whole).detach(), dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype)
+        record.part_of(unsharded).detach(), dtensor_spec(spec.mesh, spec.placements, unsharded.shape, unsharded.dtype)
     )

@@ -1,10 +1,10 @@
-"""What the user works with inside `unsharded`: whole copies of a unit's parameters, in full precision, in memory of
+"""What the user works with inside `unsharded`: unsharded copies of a unit's parameters, in full precision, in memory of
 their own.
 
-    begin    gather the rest buffers, and the gradients' if asked for, into new memory; show that on the modules
+    begin    gather the shard buffers, and the gradients' if asked for, into new memory; show that on the modules
     end      copy this rank's part of what is there back, if asked for; show the shards again
 
-The engine's own whole buffers take no part: they are shown in forward and backward only, in the dtype of compute.
+The engine's own unsharded buffers take no part: they are shown in forward and backward only, in the dtype of compute.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class UnshardedCopies:
         self.unit = unit
         groups = [weights.group for weights in unit.weights]
         shown = self._is_shown
-        wholes = [_wholes(unit, group, _rest, shown, terms.offload_to_cpu) for group in groups]
-        grads = [_wholes(unit, group, _gradients, shown, False) if terms.with_grads else None for group in groups]
+        copies = [_copies(unit, group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
+        grads = [_copies(unit, group, _gradients, shown, False) if terms.with_grads else None for group in groups]
         # On every rank, shown or not: they must agree on what is lent, or one refuses a forward that the others run.
         unit.lend(terms)
         if shown:
-            for group, of_group, grads_of_group in zip(groups, wholes, grads, strict=True):
+            for group, of_group, grads_of_group in zip(groups, copies, grads, strict=True):
                 self._lend(group, of_group, grads_of_group)
         # Before the first forward nothing was computed that could be out of date.
         watched = unit.parameters if terms.writeback and runtime_over(unit) is not None else []
@@ -54,10 +54,15 @@ class UnshardedCopies:
     def _is_shown(self) -> bool:
         return not self._terms.rank0_only or self.unit.mesh.shard_rank == 0
 
-    def _lend(self, group: Group, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
-        has_grad = {index for leaf in group.leaves if leaf.parameter.grad is not None for index in leaf.members}
-        for index, (record, whole) in enumerate(zip(group.parameters, wholes, strict=True)):
-            parameter = nn.Parameter(whole, requires_grad=record.requires_grad)
+    def _lend(self, group: Group, copies: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+        has_grad = {
+            index
+            for optimizer_param in group.optimizer_params
+            if optimizer_param.parameter.grad is not None
+            for index in optimizer_param.members
+        }
+        for index, (record, unsharded) in enumerate(zip(group.parameters, copies, strict=True)):
+            parameter = nn.Parameter(unsharded, requires_grad=record.requires_grad)
             if grads is not None and index in has_grad:
                 parameter.grad = grads[index]
             if parameter.requires_grad:
@@ -95,7 +100,7 @@ class UnshardedCopies:
         changed = [self._keep(record, present[id(record)]) for record, _, _ in taken if id(record) in present]
         self.unit.shards_written()
         if any(changed):
-            self.unit.outdate()
+            self.unit.bump_versions()
         if self._terms.with_grads:
             for weights in self.unit.weights:
                 _keep_gradients(weights.group, present)
@@ -103,15 +108,15 @@ class UnshardedCopies:
             raise wrong[0]
         _keep_requires_grad(self.unit, present)
 
-    def _keep(self, record: ShardedParameter, whole: torch.Tensor) -> bool:
+    def _keep(self, record: ShardedParameter, unsharded: torch.Tensor) -> bool:
         """Write this rank's part into the shard; whether any part has changed, on whichever rank.
 
         All ranks must come to the same answer, as those that find a backward out of date leave it: by the whole, then,
         of which rather than a copy a digest is kept.
         """
-        record.local.copy_(_part_of(record, whole))
+        record.local.copy_(_part_of(record, unsharded))
         before = self._digests.get(id(record))
-        return before is not None and not torch.equal(before, _digest(whole))
+        return before is not None and not torch.equal(before, _digest(unsharded))
 
 
 def require_covers(unit: Unit, terms: UnshardTerms) -> None:
@@ -146,7 +151,7 @@ def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
     unit.notice_moved()
     unit.notice_replaced()
     if runtime is None:
-        unit.reseat()
+        unit.rebind()
     if unit.meta_parameters:
         raise StateError(
             f"parameters of unit {unit.name} are still on the meta device: {', '.join(unit.meta_parameters[:8])}; give "
@@ -162,63 +167,65 @@ def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
 # Gathering
 
 
-def _rest(group: Group) -> torch.Tensor:
-    return group.place.fetch(group.rest, group.device)
+def _shard_buffer(group: Group) -> torch.Tensor:
+    return group.place.fetch(group.shard_buffer, group.device)
 
 
 def _gradients(group: Group) -> torch.Tensor:
-    """A rest buffer of gradients; zeros for what has none."""
-    rest = torch.zeros(group.rest_numel, dtype=group.dtype, device=group.device)
-    for leaf in group.leaves:
-        gradient = leaf.parameter.grad
+    """A shard buffer of gradients; zeros for what has none."""
+    shard_buffer = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
+    for optimizer_param in group.optimizer_params:
+        gradient = optimizer_param.parameter.grad
         if isinstance(gradient, DTensor):
-            rest[leaf.extent.start : leaf.extent.stop].copy_(local_tensor(gradient).reshape(-1))
-    return rest
+            shard_buffer[optimizer_param.extent.start : optimizer_param.extent.stop].copy_(
+                local_tensor(gradient).reshape(-1)
+            )
+    return shard_buffer
 
 
 @torch.no_grad()
-def _wholes(
-    unit: Unit, group: Group, rest_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
+def _copies(
+    unit: Unit, group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
 ) -> list[torch.Tensor]:
-    """Whole copies of a group's tensors; all ranks of the shard axis must ask. Empty where they are not `shown`."""
+    """Unsharded copies of a group's tensors; all ranks of the shard axis must ask. Empty where they are not `shown`."""
     if group.gathers_itself:
-        return _gathered_by_torch(group, rest_of is _rest, on_host)
-    packing, source = group.packing, rest_of(group)
+        return _gathered_by_torch(group, shard_buffer_of is _shard_buffer, on_host)
+    packing, source = group.packing, shard_buffer_of(group)
     rows = group.all_pieces(source)
     if not shown:
         return []
-    whole = rows
-    if not packing.direct or packing.whole_numel > packing.rows_numel:
-        whole = torch.empty(packing.whole_numel, dtype=source.dtype, device=source.device)
-        copy_out(packing, whole)(rows)
-    wholes = []
+    unsharded = rows
+    if not packing.direct or packing.unsharded_numel > packing.gathered_numel:
+        unsharded = torch.empty(packing.unsharded_numel, dtype=source.dtype, device=source.device)
+        copy_out(packing, unsharded)(rows)
+    copies = []
     for record, slot in zip(group.parameters, packing.slots, strict=True):
-        part = whole[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
+        part = unsharded[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
         # Memory of its own: a user may keep one, and would keep all.
         part = part.to("cpu", copy=True) if on_host else part.clone()
-        wholes.append(record.as_whole(part))
-    return wholes
+        copies.append(record.as_unsharded(part))
+    return copies
 
 
 def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.Tensor]:
     """Of a tensor subclass with its own all-gather: DTensor knows how to put it together."""
-    wholes = []
+    copies = []
     for record in group.parameters:
         tensor: Any = record.shard.detach() if values else record.shard.grad
-        whole = tensor.full_tensor() if tensor is not None else torch.zeros(record.shape)
-        wholes.append(whole.cpu() if on_host else whole)
-    return wholes
+        unsharded = tensor.full_tensor() if tensor is not None else torch.zeros(record.shape)
+        copies.append(unsharded.cpu() if on_host else unsharded)
+    return copies
 
 
-def whole_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
+def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
     """The parameters of `unit`, whole, in memory of their own and outside autograd; none where they are not `shown`.
 
     Collective over the shard axis: one all-gather per group. Besides the result it takes the memory of one group.
     """
-    wholes: dict[ShardedParameter, torch.Tensor] = {}
+    copies: dict[ShardedParameter, torch.Tensor] = {}
     for group in (weights.group for weights in unit.weights):
-        wholes.update(zip(group.parameters, _wholes(unit, group, _rest, shown, on_host), strict=False))
-    return wholes
+        copies.update(zip(group.parameters, _copies(unit, group, _shard_buffer, shown, on_host), strict=False))
+    return copies
 
 
 def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name: str, lent: torch.Tensor) -> None:
@@ -242,12 +249,12 @@ def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name:
 
 
 @torch.no_grad()
-def _digest(whole: torch.Tensor) -> torch.Tensor:
+def _digest(unsharded: torch.Tensor) -> torch.Tensor:
     """A few numbers by which other values are told: the sums along both sides of its words, laid out as a square.
 
     Without memory to speak of, and the same on all ranks. The order of elements counts.
     """
-    tensor = local_part(whole.detach()).reshape(-1)
+    tensor = local_part(unsharded.detach()).reshape(-1)
     if type(tensor) is not torch.Tensor:
         return torch.empty(0)  # one that gathers itself has bytes of its own
     raw = (tensor.clone() if tensor.storage_offset() else tensor).view(torch.uint8)
@@ -268,25 +275,25 @@ def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequenc
         PlacementError: it is no tensor of that shape and kind, or tied places have been given different values.
     """
     replaced = list({id(each): each for each in found if each is not lent}.values())
-    whole = replaced[0] if replaced else lent
-    if not all(_same(whole, each) for each in replaced[1:]):
+    unsharded = replaced[0] if replaced else lent
+    if not all(_same(unsharded, each) for each in replaced[1:]):
         raise PlacementError(
             f"{record.name} is tied: it hangs on {len(found)} places, which were given {len(replaced)} different "
             "tensors in an unshard context; give them one"
         )
-    if not isinstance(whole, torch.Tensor) or whole.shape != record.shard.shape:
-        shown = tuple(whole.shape) if isinstance(whole, torch.Tensor) else whole
+    if not isinstance(unsharded, torch.Tensor) or unsharded.shape != record.shard.shape:
+        shown = tuple(unsharded.shape) if isinstance(unsharded, torch.Tensor) else unsharded
         raise WriteBackError(
             f"Cannot writeback when the parameter shape changes: {record.name} was {tuple(record.shard.shape)} when it "
             f"was lent, and is {shown} at the end of the unshard context; change its values, not its shape, or leave "
             "with writeback=False"
         )
-    if _placement_of(whole) != (None if record.whole_spec is None else record.whole_spec.placements):
+    if _placement_of(unsharded) != (None if record.unsharded_spec is None else record.unsharded_spec.placements):
         raise PlacementError(
-            f"{record.name} was lent as {_kind_of(lent)} and is {_kind_of(whole)} at the end of the unshard context; "
-            "replace it by a tensor of the same kind, or change its values in place"
+            f"{record.name} was lent as {_kind_of(lent)} and is {_kind_of(unsharded)} at the end of the unshard "
+            "context; replace it by a tensor of the same kind, or change its values in place"
         )
-    return whole
+    return unsharded
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -302,8 +309,8 @@ def _kind_of(tensor: torch.Tensor | None) -> str:
     return f"a DTensor with {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
 
 
-def _part_of(record: ShardedParameter, whole: torch.Tensor) -> torch.Tensor:
-    return record.part_of(local_part(whole).detach())
+def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
+    return record.part_of(local_part(unsharded).detach())
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
@@ -312,33 +319,37 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
     Raises:
         PolicyError: some of those in a flat parameter, which is trained as a whole.
     """
-    for group, leaf in ((weights.group, leaf) for weights in unit.weights for leaf in weights.group.leaves):
-        wanted = {present[id(group.parameters[index])].requires_grad for index in leaf.members}
+    for group, optimizer_param in (
+        (weights.group, optimizer_param)
+        for weights in unit.weights
+        for optimizer_param in weights.group.optimizer_params
+    ):
+        wanted = {present[id(group.parameters[index])].requires_grad for index in optimizer_param.members}
         if len(wanted) > 1:
             raise PolicyError(
                 f"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: some parameters of "
                 f"unit {unit.name} were frozen in an unshard context, not all; pass use_orig_params=True"
             )
-        if wanted != {leaf.parameter.requires_grad}:
-            leaf.parameter.requires_grad_(wanted.pop())
+        if wanted != {optimizer_param.parameter.requires_grad}:
+            optimizer_param.parameter.requires_grad_(wanted.pop())
 
 
 def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
-    """What the whole parameters have as gradients, the leaves have parts of; None where none of a leaf's has one."""
+    """Give each optimizer parameter this rank's part of the gradients of its members, None where none has one."""
     rank = group.mesh.piece
-    for leaf in group.leaves:
-        members = [(index, group.parameters[index]) for index in sorted(leaf.members)]
+    for optimizer_param in group.optimizer_params:
+        members = [(index, group.parameters[index]) for index in sorted(optimizer_param.members)]
         if any(id(record) not in present for _, record in members):
             continue  # of another shape: that is raised
         gradients = [present[id(record)].grad for _, record in members]
         if all(gradient is None for gradient in gradients):
-            leaf.parameter.grad = None
+            optimizer_param.parameter.grad = None
             continue
-        local = torch.zeros(leaf.shape, dtype=group.grad_dtype, device=group.rest.device)
+        local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
         flat = local.view(-1)
         for (index, record), gradient in zip(members, gradients, strict=True):
             held = group.packing.slots[index].held(rank)
             if gradient is not None and held.numel:
-                start = held.start - leaf.extent.start
+                start = held.start - optimizer_param.extent.start
                 flat[start : start + held.numel].copy_(_part_of(record, gradient).reshape(-1))
-        leaf.parameter.grad = as_dtensor(local, leaf.gradient_spec(local.dtype))
+        optimizer_param.parameter.grad = as_dtensor(local, optimizer_param.gradient_spec(local.dtype))

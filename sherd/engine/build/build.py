@@ -15,7 +15,7 @@ from sherd.comm.streams import Streams, streams_for
 from sherd.engine.between import load
 from sherd.engine.run import hooks
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.build.sharding import Wish, forms_of
+from sherd.engine.build.sharding import ShardingRequest, sharding_plans
 from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.ownership import Belongings, Found
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter
@@ -37,7 +37,7 @@ def make_unit(
     modules: Sequence[nn.Module],
     found: Belongings,
     mesh: DataMesh,
-    wish_of: Callable[[Found], Wish],
+    request_of: Callable[[Found], ShardingRequest],
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     policy: UnitPolicy,
@@ -57,7 +57,7 @@ def make_unit(
     # What is below has owners that need nothing beside it to balance, so it may be a model of its own: the next unit is
     # as the first of one, and a teacher has the owners of its student (test_a_model_made_alike_has_the_same_owners).
     closes = surrounds and loads_balance(mesh)
-    records = _shard(found, streams, wish_of, surrounds)
+    records = _shard(found, streams, request_of, surrounds)
     if closes:
         forget_loads(mesh)
     _borrow(found)
@@ -85,26 +85,26 @@ def _hide_from_dynamo() -> None:
 
 @torch.no_grad()
 def _shard(
-    found: Belongings, streams: Streams, wish_of: Callable[[Found], Wish], surrounds: bool
+    found: Belongings, streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool
 ) -> list[ShardedParameter]:
     """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
     records = []
-    for each, form in zip(found.owned, forms_of(found.owned, streams, wish_of, surrounds), strict=True):
+    for each, plan_ in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
-        part = shard_of(form.data.detach(), form.cut, form.mesh.piece)
+        part = shard_of(plan_.data.detach(), plan_.cut, plan_.mesh.piece)
         local = part.clone(memory_format=torch.contiguous_format)
-        shard = nn.Parameter(as_dtensor(local, form.shard_spec), requires_grad=each.parameter.requires_grad)
+        shard = nn.Parameter(as_dtensor(local, plan_.shard_spec), requires_grad=each.parameter.requires_grad)
         vars(shard).update(attributes_of(each.parameter))
         record = ShardedParameter(
             each.name,
-            form.data.shape,
-            form.data.dtype,
-            form.mesh,
-            form.cut,
-            form.lot,
-            form.shard_spec,
-            form.whole_spec,
+            plan_.data.shape,
+            plan_.data.dtype,
+            plan_.mesh,
+            plan_.cut,
+            plan_.plan_id,
+            plan_.shard_spec,
+            plan_.unsharded_spec,
             shard,
             weakref.ref(each.holder),
             each.places,

@@ -30,7 +30,7 @@ AnyPlacement = Placement | RunPlacement
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ShardingRequest:
     """How a user wants one parameter sharded: cut how, and over which ranks. Placement None is the default: dim 0, or
     for a scalar a copy on every rank."""
 
@@ -39,20 +39,20 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ShardingPlan:
     """How one parameter will be sharded: over what, the numbers, both specs, and the tensor to cut."""
 
     mesh: DataMesh
     cut: Cut | Runs
-    lot: int
+    plan_id: int
     shard_spec: DTensorSpec
-    whole_spec: DTensorSpec | None
+    unsharded_spec: DTensorSpec | None
     data: torch.Tensor
 
 
-def forms_of(
-    found: Sequence[Found], streams: Streams, wish_of: Callable[[Found], Wish], surrounds: bool = False
-) -> list[Form]:
+def sharding_plans(
+    found: Sequence[Found], streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool = False
+) -> list[ShardingPlan]:
     """How each of `found` is sharded, the parameters of a unit that `surrounds` others or not.
 
     Raises:
@@ -61,29 +61,29 @@ def forms_of(
     """
     _require_shapes(found)
     _require_memory(found)
-    wishes = [wish_of(each) for each in found]
-    planned = _planned(found, streams, wishes, surrounds)
-    forms = [
-        _form(each, wish.mesh, *(planned[index] if index in planned else (_cut_by_itself(each, wish), 0)))
-        for index, (each, wish) in enumerate(zip(found, wishes, strict=True))
+    requests = [request_of(each) for each in found]
+    planned = _planned(found, streams, requests, surrounds)
+    plans = [
+        _form(each, request.mesh, *(planned[index] if index in planned else (_cut_by_itself(each, request), 0)))
+        for index, (each, request) in enumerate(zip(found, requests, strict=True))
     ]
     # Only of what will be sharded: after an error ranks may differ in how far they came.
-    for form, wish in zip(forms, wishes, strict=True):
-        if isinstance(form.cut, Runs) and isinstance(wish.placement, RunPlacement) and wish.placement.owned:
-            loads_of(form.mesh)[form.cut.first] += form.cut.numel
-    return forms
+    for plan_, request in zip(plans, requests, strict=True):
+        if isinstance(plan_.cut, Runs) and isinstance(request.placement, RunPlacement) and request.placement.owned:
+            loads_of(plan_.mesh)[plan_.cut.first] += plan_.cut.numel
+    return plans
 
 
-def _form(each: Found, mesh: DataMesh, cut: Cut | Runs, lot: int) -> Form:
+def _form(each: Found, mesh: DataMesh, cut: Cut | Runs, plan_id: int) -> ShardingPlan:
     parameter, data = each.parameter, _data(each)
     if data.is_complex() and not isinstance(cut, Runs):
         see_complex_shards_as_pairs()
     if not isinstance(parameter, DTensor):
         _require_own_mesh(each, mesh)
-        return Form(mesh, cut, lot, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
-    whole = spec_of(parameter)
-    spec = beside(whole, mesh, cut, each.name) if mesh.full is None else on_full_mesh(whole, mesh, cut, each.name)
-    return Form(mesh, cut, lot, spec, whole, data)
+        return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
+    unsharded = spec_of(parameter)
+    spec = beside(unsharded, mesh, cut, each.name) if mesh.full is None else on_full_mesh(unsharded, mesh, cut, each.name)
+    return ShardingPlan(mesh, cut, plan_id, spec, unsharded, data)
 
 
 def _data(each: Found) -> torch.Tensor:
@@ -91,12 +91,12 @@ def _data(each: Found) -> torch.Tensor:
     return local_tensor(each.parameter) if isinstance(each.parameter, DTensor) else each.parameter
 
 
-def _cut_by_itself(each: Found, wish: Wish) -> Cut:
-    shape, placement = tuple(_data(each).shape), wish.placement
+def _cut_by_itself(each: Found, request: ShardingRequest) -> Cut:
+    shape, placement = tuple(_data(each).shape), request.placement
     if placement is None or isinstance(placement, RunPlacement):
         placement = Shard(0) if shape else Replicate()
-    cut = placement.cut(shape, wish.mesh.num_shards, each.name, wish.mesh.num_owners)
-    require_can_gather_itself(each.name, _data(each).data, cut, wish.mesh)
+    cut = placement.cut(shape, request.mesh.num_shards, each.name, request.mesh.num_owners)
+    require_can_gather_itself(each.name, _data(each).data, cut, request.mesh)
     return cut
 
 
@@ -142,24 +142,24 @@ def _in_short(names: Sequence[str]) -> str:
 
 
 def _planned(
-    found: Sequence[Found], streams: Streams, wishes: Sequence[Wish], surrounds: bool
+    found: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
     """The cut of every parameter that is cut into runs, and the number of its lot: those that were planned together."""
-    lots: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
+    plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
-    for index, (each, wish) in enumerate(zip(found, wishes, strict=True)):
-        placement, mesh = wish.placement, wish.mesh
+    for index, (each, request) in enumerate(zip(found, requests, strict=True)):
+        placement, mesh = request.placement, request.mesh
         if isinstance(placement, RunPlacement) and mesh.shard_axis is not None:
             _require_no_own_gather(each, placement)
             data = _data(each)
             wanted[index] = Wanted(tuple(data.shape), placement, each.name)
             # One that travels alone is cut evenly by itself; where owners balance, all are needed for that.
             alone = index if travels_alone(data, streams, surrounds) and not placement.together else None
-            lot = mesh, data.dtype, each.parameter.requires_grad, placement.owned, alone
-            lots.setdefault(lot, []).append(index)
+            plan_id = mesh, data.dtype, each.parameter.requires_grad, placement.owned, alone
+            plan_ids.setdefault(plan_id, []).append(index)
     cuts: dict[int, tuple[Runs, int]] = {}
     by_mesh: dict[DataMesh, list[int]] = {}
-    for number, ((mesh, _, _, owned, _), members) in enumerate(lots.items()):
+    for number, ((mesh, _, _, owned, _), members) in enumerate(plan_ids.items()):
         loads = by_mesh.setdefault(mesh, list(loads_of(mesh))) if owned else None
         for index, cut in zip(members, plan([wanted[each] for each in members], mesh.num_pieces, loads), strict=True):
             cuts[index] = cut, number

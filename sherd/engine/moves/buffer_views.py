@@ -1,7 +1,7 @@
 """The same elements seen twice: in the rows that collectives move, and in the tensors that modules use.
 
-Rows are every rank's rest buffer, one after the other. For each tensor of a packing these functions give matching lists
-of views, so that one foreach copy moves a whole group.
+Rows are every rank's shard buffer, one after the other. For each tensor of a packing these functions give matching
+lists of views, so that one foreach copy moves a whole group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RowViews:
         self._num_flags = num_flags
         by_rank = None
         if packing.is_even:
-            by_rank = rows.view(packing.num_ranks, packing.rest_numels[0] + num_flags)
+            by_rank = rows.view(packing.num_ranks, packing.shard_numels[0] + num_flags)
         self.tensors = [
             self._of_runs(slot, by_rank) if isinstance(slot, RunSlot) else row_views(_needed(by_rank), slot)
             for slot in packing.slots
@@ -40,8 +40,8 @@ class RowViews:
 
     def _flags(self, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
         if by_rank is not None:
-            return [by_rank[:, self._packing.rest_numels[0] :]]
-        ends = (start + numel for start, numel in zip(self._packing.starts, self._packing.rest_numels, strict=True))
+            return [by_rank[:, self._packing.shard_numels[0] :]]
+        ends = (start + numel for start, numel in zip(self._packing.starts, self._packing.shard_numels, strict=True))
         return [
             self._rows[end + rank * self._num_flags : end + (rank + 1) * self._num_flags].view(1, -1)
             for rank, end in enumerate(ends)
@@ -53,10 +53,10 @@ class RowViews:
         held = [(rank, slot.held(rank)) for rank in cut.holders]
         held = [(rank, extent) for rank, extent in held if extent.numel]
         if len(held) == 1 or (self._num_flags == 0 and held):
-            start = slot.whole.start + held[0][0] * self._num_flags
+            start = slot.unsharded.start + held[0][0] * self._num_flags
             return [self._rows[start : start + cut.numel].view(cut.shape)]
         if by_rank is not None and len(held) > 3:
-            numel = packing.rest_numels[0]
+            numel = packing.shard_numels[0]
             (first, head), (last, tail) = held[0], held[-1]
             return [
                 by_rank[first, head.start : head.stop],
@@ -86,16 +86,16 @@ def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut | Ru
 
 
 def row_views(rows: torch.Tensor, slot: Slot) -> list[torch.Tensor]:
-    """The places in `rows`, `[num_ranks, rest_numel]`, of one tensor cut by itself."""
+    """The places in `rows`, `[num_ranks, shard_numel]`, of one tensor cut by itself."""
     cut = slot.cut
-    start = slot.rest.start
+    start = slot.shard_buffer.start
     if cut.dim is None:
-        return [rows[:, start : slot.rest.stop]]
+        return [rows[:, start : slot.shard_buffer.stop]]
     if cut.in_order:
-        full, rest = _full_ranks(cut)
-        views = [rows[:full, start : slot.rest.stop]]
-        if rest:
-            views.append(rows[full : full + 1, start : start + rest])
+        full, shard_buffer = _full_ranks(cut)
+        views = [rows[:full, start : slot.shard_buffer.stop]]
+        if shard_buffer:
+            views.append(rows[full : full + 1, start : start + shard_buffer])
         return [view for view in views if view.numel()]
     held = [(rank, slot.held(rank).numel) for rank in range(cut.num_ranks)]
     return [rows[rank, start : start + numel].view(cut.local_shape(rank)) for rank, numel in held if numel]
@@ -106,11 +106,11 @@ def tensor_views(tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
     if cut.dim is None:
         return [tensor.reshape(1, -1).expand(cut.num_ranks, -1)]
     if cut.in_order:
-        full, rest = _full_ranks(cut)
+        full, shard_buffer = _full_ranks(cut)
         flat = tensor.reshape(-1)
         views = [flat[: full * cut.slot].view(full, cut.slot)]
-        if rest:
-            views.append(flat[full * cut.slot :].view(1, rest))
+        if shard_buffer:
+            views.append(flat[full * cut.slot :].view(1, shard_buffer))
         return [view for view in views if view.numel()]
     return [tensor.narrow(cut.dim, rows.start, rows.numel) for rows in cut.rows if rows.numel and cut.numel]
 
@@ -123,110 +123,112 @@ def _full_ranks(cut: Cut) -> tuple[int, int]:
 
 
 class CopyOut(ABC):
-    """Turns what was gathered into whole tensors, in the 1-D whole buffer. Views of that are made once, here or when
-    they are first needed, and stay valid while it is allocated."""
+    """Turns what was gathered into whole tensors, in the 1-D unsharded buffer. Views of that are made once, here or
+    when they are first needed, and stay valid while it is allocated."""
 
     num_late_views = 0
-    """How many tensors share the whole buffer that were made when they were first needed."""
+    """How many tensors share the unsharded buffer that were made when they were first needed."""
 
     @abstractmethod
     def __call__(self, rows: torch.Tensor) -> None:
-        """Copy `rows`, 1-D as collectives have it, out into the whole buffer."""
+        """Copy `rows`, 1-D as collectives have it, out into the unsharded buffer."""
 
     @abstractmethod
-    def land(self, rank: int, part: torch.Tensor) -> None:
-        """Copy one rank's rest buffer, `part`, to where its elements go in the whole buffer."""
+    def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
+        """Copy one rank's shard buffer, `part`, to where its elements go in the unsharded buffer."""
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A packing `in_order`, tensor by tensor: where its elements lie in the whole buffer, rank after rank, and what
-        this rank has of it in `part`, its rest buffer. All 1-D."""
-        raise NotImplementedError("the rows are the whole buffer")
+        """A packing `in_order`, tensor by tensor: where its elements lie in the unsharded buffer, rank after rank, and
+        what this rank has of it in `part`, its shard buffer. All 1-D."""
+        raise NotImplementedError("the rows are the unsharded buffer")
 
 
-def copy_out(packing: Packing, whole: torch.Tensor) -> CopyOut:
-    """How the rows of `packing` become `whole`."""
-    return _CopyRuns(packing, whole) if packing.is_cut_into_runs else _CopyStrips(packing, whole)
+def copy_out(packing: Packing, unsharded: torch.Tensor) -> CopyOut:
+    """How the rows of `packing` become `unsharded`."""
+    return _CopyRuns(packing, unsharded) if packing.is_cut_into_runs else _CopyStrips(packing, unsharded)
 
 
 class _CopyRuns(CopyOut):
-    """The rows are the whole buffer."""
+    """The rows are the unsharded buffer."""
 
-    def __init__(self, packing: Packing, whole: torch.Tensor) -> None:
+    def __init__(self, packing: Packing, unsharded: torch.Tensor) -> None:
         self._starts = packing.starts
-        self._whole = whole
+        self._unsharded = unsharded
 
     def __call__(self, rows: torch.Tensor) -> None:
-        self._whole[: rows.numel()].copy_(rows)
+        self._unsharded[: rows.numel()].copy_(rows)
 
-    def land(self, rank: int, part: torch.Tensor) -> None:
+    def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
         start = self._starts[rank]
-        self._whole[start : start + part.numel()].copy_(part)
+        self._unsharded[start : start + part.numel()].copy_(part)
 
 
 class _CopyStrips(CopyOut):
     """One native call for all tensors that are cut in order, one for the others."""
 
-    def __init__(self, packing: Packing, whole: torch.Tensor) -> None:
+    def __init__(self, packing: Packing, unsharded: torch.Tensor) -> None:
         self._num_ranks = packing.num_ranks
-        self._rest_numel = packing.rest_numels[0]
-        self._whole = whole
+        self._shard_numel = packing.shard_numels[0]
+        self._unsharded = unsharded
         slots = [slot for slot in packing.slots if isinstance(slot, Slot)]
         in_order = (slot for slot in slots if slot.cut.in_order)
-        self._in_order = sorted(in_order, key=lambda slot: slot.rest.start)
+        self._in_order = sorted(in_order, key=lambda slot: slot.shard_buffer.start)
         self._scattered = [slot for slot in slots if not slot.cut.in_order]
         self._targets = [view for slot in self._scattered for view in tensor_views(self._tensor(slot), slot.cut)]
         self._sizes: list[int] = []
         self._outs: list[torch.Tensor] = []
         end = 0
         for slot in self._in_order:
-            self._skip(slot.rest.start - end)
-            self._sizes.append(slot.rest.numel)
-            self._outs.append(whole[slot.whole.start : slot.whole.stop].view(self._num_ranks, slot.rest.numel))
-            end = slot.rest.stop
+            self._skip(slot.shard_buffer.start - end)
+            self._sizes.append(slot.shard_buffer.numel)
+            self._outs.append(
+                unsharded[slot.unsharded.start : slot.unsharded.stop].view(self._num_ranks, slot.shard_buffer.numel)
+            )
+            end = slot.shard_buffer.stop
         self._end = end
-        self._landings: dict[int, _Landing] = {}
+        self._into_places: dict[int, _IntoPlace] = {}
 
     def _skip(self, gap: int) -> None:
         """Padding between slots is split off with the rest; it needs somewhere to go."""
         if gap:
             self._sizes.append(gap)
-            self._outs.append(self._whole.new_empty(self._num_ranks, gap))
+            self._outs.append(self._unsharded.new_empty(self._num_ranks, gap))
 
     def _tensor(self, slot: Slot) -> torch.Tensor:
-        return self._whole[slot.whole.start : slot.whole.stop].view(slot.cut.shape)
+        return self._unsharded[slot.unsharded.start : slot.unsharded.stop].view(slot.cut.shape)
 
     def __call__(self, rows: torch.Tensor) -> None:
-        by_rank = rows.view(self._num_ranks, self._rest_numel)
+        by_rank = rows.view(self._num_ranks, self._shard_numel)
         if self._outs:
             torch.split_with_sizes_copy(by_rank[:, : self._end], self._sizes, dim=1, out=self._outs)
         if self._targets:  # they may all be empty tensors
             sources = [view for slot in self._scattered for view in row_views(by_rank, slot)]
             torch._foreach_copy_(self._targets, sources)
 
-    def land(self, rank: int, part: torch.Tensor) -> None:
-        landing = self._landings.get(rank)
-        if landing is None:
-            landing = self._landings[rank] = self._landing(rank)
-        landing(part)
+    def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
+        into_place = self._into_places.get(rank)
+        if into_place is None:
+            into_place = self._into_places[rank] = self._into_place(rank)
+        into_place(part)
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        slots = [slot for slot in self._in_order if slot.rest.numel]
-        wholes = [self._whole[slot.whole.start : slot.whole.stop] for slot in slots]
-        return wholes, [part[slot.rest.start : slot.rest.stop] for slot in slots]
+        slots = [slot for slot in self._in_order if slot.shard_buffer.numel]
+        copies = [self._unsharded[slot.unsharded.start : slot.unsharded.stop] for slot in slots]
+        return copies, [part[slot.shard_buffer.start : slot.shard_buffer.stop] for slot in slots]
 
-    def _landing(self, rank: int) -> _Landing:
+    def _into_place(self, rank: int) -> _IntoPlace:
         scattered = [
             (slot.held(rank), shard_of(self._tensor(slot), slot.cut, rank))
             for slot in self._scattered
             if slot.cut.local_numel(rank)
         ]
-        landing = _Landing(self._sizes, [out[rank] for out in self._outs], scattered)
-        self.num_late_views += landing.num_views(self._whole)
-        return landing
+        into_place = _IntoPlace(self._sizes, [out[rank] for out in self._outs], scattered)
+        self.num_late_views += into_place.num_views(self._unsharded)
+        return into_place
 
 
-class _Landing:
-    """Where the elements of one rank's rest buffer go: runs of it in turn, and extents of it into strided places."""
+class _IntoPlace:
+    """Where the elements of one rank's shard buffer go: runs of it in turn, and extents of it into strided places."""
 
     def __init__(
         self, sizes: list[int], runs: list[torch.Tensor], scattered: list[tuple[Extent, torch.Tensor]]
@@ -237,9 +239,9 @@ class _Landing:
         self._extents = [extent for extent, _ in scattered]
         self._targets = [target for _, target in scattered]
 
-    def num_views(self, whole: torch.Tensor) -> int:
-        """How many of its places are in `whole`, and not in what padding is thrown into."""
-        storage = whole.untyped_storage().data_ptr()
+    def num_views(self, unsharded: torch.Tensor) -> int:
+        """How many of its places are in `unsharded`, and not in what padding is thrown into."""
+        storage = unsharded.untyped_storage().data_ptr()
         return sum(each.untyped_storage().data_ptr() == storage for each in (*self._runs, *self._targets))
 
     def __call__(self, part: torch.Tensor) -> None:

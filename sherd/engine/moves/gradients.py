@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import DTensorSpec, after_accumulation_hooks, dynamo_disabled, gradient_hooks, local_tensor
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
-from sherd.engine.moves.reduce_buffer import Collected, Rows
+from sherd.engine.moves.reduce_buffer import PendingGradients, ReduceBuffer
 from sherd.engine.state.group import Group
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 from sherd.tensor.ragged import as_dtensor
 
 MANY_RANKS = 8
@@ -69,7 +69,7 @@ class _Reduction:
     """
 
     handoff: Handoff
-    rows: Rows
+    rows: ReduceBuffer
     reduced: torch.Tensor
     with_gradient: frozenset[int]
     scale: Scale
@@ -88,11 +88,11 @@ class Gradients:
         self._begin = begin
         self._complete = complete
         self.is_expecting = False
-        self._specs = [leaf.gradient_spec(group.grad_dtype) for leaf in group.leaves]
+        self._specs = [optimizer_param.gradient_spec(group.grad_dtype) for optimizer_param in group.optimizer_params]
         self._arrived: set[int] = set()
         self._came: set[int] = set()
         self.came_twice = False
-        self._collected = Collected(group)
+        self._pending = PendingGradients(group)
         self._reduction: _Reduction | None = None
         self._partial: torch.Tensor | None = None
         self._partly_reduced: frozenset[int] = frozenset()
@@ -103,17 +103,17 @@ class Gradients:
         self._reduces = True
 
     def watch(self, index: int, parameter: nn.Parameter) -> None:
-        """Take the gradient of `parameter`, the whole form of the group's parameter `index`, whenever there is one."""
+        """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
         if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
             return
         # Weak: the parameter holds its hook, and we hold the parameter.
         this = weakref.ref(self)
 
         @dynamo_disabled
-        def arrived(whole: torch.Tensor) -> None:
+        def arrived(unsharded: torch.Tensor) -> None:
             gradients = this()
             if gradients is not None:
-                gradients._take(index, whole)
+                gradients._take(index, unsharded)
 
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)
         parameter.requires_grad_(self.group.parameters[index].requires_grad)
@@ -153,22 +153,22 @@ class Gradients:
     @property
     def unreduced(self) -> bool:
         """Whether there are gradients that no reduction has taken, or that one has taken half of the way."""
-        return self._partial is not None or self._collected.has_any
+        return self._partial is not None or self._pending.has_any
 
     def awaits_reduction(self, policy: UnitPolicy) -> bool:
         """Whether one that does what `policy` says has something to do."""
-        return self._collected.has_any or (self._partial is not None and policy.all_reduce_gradients)
+        return self._pending.has_any or (self._partial is not None and policy.all_reduce_gradients)
 
-    def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+    def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
-        yield from self._collected.held()
+        yield from self._pending.held()
         if self._reduction is not None:
-            yield Kind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
-            yield Kind.REDUCED, self._reduction.reduced
+            yield MemoryKind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
+            yield MemoryKind.REDUCED, self._reduction.reduced
             for source in self._reduction.sources:
-                yield Kind.REDUCED, source
+                yield MemoryKind.REDUCED, source
         if self._partial is not None:
-            yield Kind.REDUCED, self._partial
+            yield MemoryKind.REDUCED, self._partial
 
     @property
     def may_borrow(self) -> bool:
@@ -184,7 +184,7 @@ class Gradients:
     @property
     def collects_late(self) -> bool:
         """Whether gradients that will be reduced wait as they are, and rows are allocated for the reduction only: after
-        the whole parameters were freed, and the rows of the unit before.
+        the unsharded parameters were freed, and the rows of the unit before.
 
         Without streams small rows are filled as gradients come, while these are in the cache. Large ones would stand
         beside all activations of the unit (`test_large_rows_are_allocated_once_a_units_parameters_are_free`).
@@ -194,13 +194,13 @@ class Gradients:
     @property
     def _waits(self) -> bool:
         """Whether what has come is not copied yet; what is added to earlier backwards' gradients is, at once."""
-        return self.collects_late and self._reduces and self._collected.rows is None
+        return self.collects_late and self._reduces and self._pending.rows is None
 
-    def _take(self, index: int, whole: torch.Tensor) -> None:
-        gradient = whole.grad
+    def _take(self, index: int, unsharded: torch.Tensor) -> None:
+        gradient = unsharded.grad
         if gradient is None:
             return  # frozen since its forward: autograd has come here and accumulated nothing
-        whole.grad = None
+        unsharded.grad = None
         if not self.is_expecting:
             self._begin()
         if isinstance(gradient, DTensor):
@@ -211,7 +211,7 @@ class Gradients:
                 "reduced, so build the embedding with sparse=False"
             )
         gradient = _plain(gradient)
-        if self._collected.has_waiting(index):
+        if self._pending.has_waiting(index):
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
             self._copy_batch()
@@ -219,11 +219,11 @@ class Gradients:
         self._came.add(index)
         self._arrived.add(index)
         if self._can_borrow(gradient):
-            self._collected.borrow(gradient)
+            self._pending.borrow(gradient)
         else:
-            self._collected.add(index, gradient)
+            self._pending.add(index, gradient)
         is_complete = len(self._arrived) >= self._expected
-        if not self._waits and (is_complete or self._collected.is_due):
+        if not self._waits and (is_complete or self._pending.is_due):
             self._copy_batch()
         if is_complete:
             self._arrived.clear()
@@ -231,13 +231,13 @@ class Gradients:
 
     def _can_borrow(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient` is the rows already: the group's only tensor, laid out and typed as it will be sent."""
-        fits = gradient.numel() == self.group.packing.rows_numel
+        fits = gradient.numel() == self.group.packing.gathered_numel
         same = fits and gradient.dtype == self.group.reduce_dtype and gradient.is_contiguous()
-        return same and self._borrows and self._collected.rows is None and not gradient.requires_grad
+        return same and self._borrows and self._pending.rows is None and not gradient.requires_grad
 
     def _local_gradient(self, index: int, gradient: DTensor) -> torch.Tensor:
         """Under tensor parallelism: the gradient as the parameter is placed, data-parallel axes apart."""
-        spec = self.group.parameters[index].whole_spec
+        spec = self.group.parameters[index].unsharded_spec
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
         data_axes = self._data_axes(spec.mesh.mesh_dim_names)
         wanted = [
@@ -254,7 +254,7 @@ class Gradients:
 
     @torch.no_grad()
     def _copy_batch(self) -> None:
-        self._collected.copy_in(self._scale.before, self._rows_dtype)
+        self._pending.copy_in(self._scale.before, self._rows_dtype)
 
     @property
     def _rows_dtype(self) -> torch.dtype:
@@ -267,10 +267,10 @@ class Gradients:
         """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
         self._copy_batch()
         self._arrived.clear()
-        if self._collected.rows is None and not self._takes_part(policy):
+        if self._pending.rows is None and not self._takes_part(policy):
             return
         group, mesh = self.group, self.group.mesh
-        rows = self._collected.take(self._rows_dtype)
+        rows = self._pending.take(self._rows_dtype)
         rows.complete()
         sizes = rows.shard_sizes
         result: list[torch.Tensor] = []
@@ -291,7 +291,7 @@ class Gradients:
         if replicated and policy.all_reduce_gradients:
             earlier, self._partial = self._partial, None
             sources += [reduced] if earlier is None else [reduced, earlier]
-            if mesh.spreads:
+            if mesh.shards_replicas:
                 reduced, handoff = self._reduce_pieces(reduced, earlier, handoff, rows.sizes)
             else:
                 handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
@@ -346,13 +346,13 @@ class Gradients:
         return result[0], handoff
 
     @torch.no_grad()
-    def settle(self, policy: UnitPolicy) -> None:
+    def finish_reduce(self, policy: UnitPolicy) -> None:
         """Order compute after the reduction, add its result to the shards' gradients, free the rows."""
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
         reduction.handoff.wait()
-        self._collected.give_back(reduction.rows)
+        self._pending.give_back(reduction.rows)
         reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
         if reduction.partial:
             self._partial = reduced.to(self._summed_in) if self._partial is None else self._partial.add_(reduced)
@@ -378,7 +378,7 @@ class Gradients:
 
     def _elsewhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
         """The trainable parameters without a gradient here that have one on another rank."""
-        flags = reduced[self.group.rest_numel :]
+        flags = reduced[self.group.shard_numel :]
         parameters = self.group.parameters
         missing = [i for i, each in enumerate(parameters) if i not in here and each.requires_grad]
         if not missing or not flags.numel():
@@ -388,7 +388,7 @@ class Gradients:
         return frozenset(index for index in missing if values[index] != 0)
 
     def _run_hook(self, policy: UnitPolicy, reduced: torch.Tensor) -> None:
-        reduced = reduced[: self.group.rest_numel]
+        reduced = reduced[: self.group.shard_numel]
         hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
         assert hook is not None, "called only when there is a hook"
         if stream is None:
@@ -402,27 +402,27 @@ class Gradients:
         terms: list[torch.Tensor] = []
         given: list[nn.Parameter] = []
         low_precision = self.group.grad_dtype != self.group.dtype
-        for leaf, spec in zip(self.group.leaves, self._specs, strict=True):
-            parameter = leaf.parameter
-            if leaf.members.isdisjoint(with_gradient) or not parameter.requires_grad:
+        for optimizer_param, spec in zip(self.group.optimizer_params, self._specs, strict=True):
+            parameter = optimizer_param.parameter
+            if optimizer_param.members.isdisjoint(with_gradient) or not parameter.requires_grad:
                 continue
-            for gap in leaf.gaps:
+            for gap in optimizer_param.gaps:
                 # The reduction leaves there what it finds, and a norm would see it.
                 reduced[gap.start : gap.stop].zero_()
-            term = reduced[leaf.extent.start : leaf.extent.stop].view(leaf.shape)
+            term = reduced[optimizer_param.extent.start : optimizer_param.extent.stop].view(optimizer_param.shape)
             for hook in gradient_hooks(parameter):
-                term = _as_hook_says(leaf.name, hook, term, spec)
+                term = _as_hook_says(optimizer_param.name, hook, term, spec)
             gradient = parameter.grad
             if gradient is None:
                 if low_precision:
-                    leaf.expect_gradients_in(self.group.grad_dtype)
+                    optimizer_param.expect_gradients_in(self.group.grad_dtype)
                 parameter.grad = as_dtensor(term, spec)
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
                 terms.append(term)
             else:
                 raise GradientError(
-                    f"{leaf.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
+                    f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
                     "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
             given.append(parameter)
@@ -436,7 +436,7 @@ class Gradients:
 
     def drop_unreduced(self) -> None:
         """Drop what was collected and given to no reduction (`no_sync`), or to half of one."""
-        self._collected.drop()
+        self._pending.drop()
         self._partial = None
         self._partly_reduced = frozenset()
 
@@ -446,7 +446,7 @@ class Gradients:
             self.drop_unreduced()
             return
         self._copy_batch()
-        self._collected.drop_of(indices)
+        self._pending.drop_of(indices)
         if self._partial is not None:
             self._zero(self._partial, indices)
             self._partly_reduced -= indices
@@ -461,13 +461,13 @@ class Gradients:
             for index in indices:
                 held = group.packing.slots[index].held(piece)
                 part[held.start : held.stop].zero_()
-                part[group.packing.rest_numels[piece] + index] = 0
+                part[group.packing.shard_numels[piece] + index] = 0
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop everything that has not reached the shards."""
         if self._reduction is not None:
             self._reduction.handoff.wait()
-            self._collected.give_back(self._reduction.rows)
+            self._pending.give_back(self._reduction.rows)
             self._reduction = None
         self.drop_unreduced()
         self._arrived.clear()

@@ -12,13 +12,13 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.transport import Sizes
 from sherd.engine.moves.buffer_views import RowViews, sources_for
 from sherd.engine.state.group import Group
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until this many bytes have come, and are copied in one call."""
 
 
-class Rows:
+class ReduceBuffer:
     """The buffer that gradients are collected in. `filled`: tensors whose elements are in it; `sizes`: of the
     pieces, `shard_sizes`: of what each rank of the shard axis gets the sum of.
 
@@ -37,14 +37,14 @@ class Rows:
         self.filled: set[int] = set()
 
     @classmethod
-    def made(cls, group: Group, dtype: torch.dtype) -> Rows:
+    def made(cls, group: Group, dtype: torch.dtype) -> ReduceBuffer:
         """Rows of our own, to be used again."""
         num_flags = group.num_flags
-        numel = group.packing.rows_numel + group.packing.num_ranks * num_flags
+        numel = group.packing.gathered_numel + group.packing.num_ranks * num_flags
         return cls(group, Buffer(numel, dtype, group.device), num_flags)
 
     @classmethod
-    def borrowed(cls, group: Group, gradient: torch.Tensor) -> Rows:
+    def borrowed(cls, group: Group, gradient: torch.Tensor) -> ReduceBuffer:
         """Rows that are the gradient of the group's only tensor, uncopied."""
         rows = cls(group, Buffer.around(gradient.detach().view(-1)), num_flags=0)
         rows.filled.add(0)
@@ -61,15 +61,15 @@ class Rows:
                 flags[:, index : index + 1] = 0
 
 
-class Collected:
+class PendingGradients:
     """What no reduction has taken yet: gradients as they came, and `rows` with those that were copied."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
-        self.rows: Rows | None = None
-        self._spare: list[Rows] = []
+        self.rows: ReduceBuffer | None = None
+        self._spare: list[ReduceBuffer] = []
 
     @property
     def has_any(self) -> bool:
@@ -90,12 +90,12 @@ class Collected:
         """Whether enough gradients wait to be copied in one call."""
         return self._waiting_bytes >= BATCH_BYTES
 
-    def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+    def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """All of it: what a memory report counts."""
         for gradient in self._waiting.values():
-            yield Kind.ARRIVED, gradient
+            yield MemoryKind.ARRIVED, gradient
         if self.rows is not None:
-            yield Kind.GRADIENT_ROWS, self.rows.buffer.tensor
+            yield MemoryKind.GRADIENT_ROWS, self.rows.buffer.tensor
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Let the gradient of the group's tensor `index` wait."""
@@ -104,7 +104,7 @@ class Collected:
 
     def borrow(self, gradient: torch.Tensor) -> None:
         """Let the gradient of the group's only tensor be the rows."""
-        self.rows = Rows.borrowed(self._group, gradient)
+        self.rows = ReduceBuffer.borrowed(self._group, gradient)
 
     def copy_in(self, scale: float, dtype: torch.dtype) -> None:
         """Move what waits into the rows, of `dtype`, times `scale`: written where nothing is yet, added where something
@@ -132,12 +132,12 @@ class Collected:
             else:
                 target.copy_(source).mul_(scale)
 
-    def take(self, dtype: torch.dtype) -> Rows:
+    def take(self, dtype: torch.dtype) -> ReduceBuffer:
         """The rows, for a reduction; empty ones of `dtype` if nothing has come. They are to be given back."""
         rows, self.rows = self._rows_of(dtype), None
         return rows
 
-    def give_back(self, rows: Rows) -> None:
+    def give_back(self, rows: ReduceBuffer) -> None:
         """A reduction has read them: their memory is free, the views in it are kept for the next ones."""
         if rows.buffer.is_ours:
             rows.filled.clear()
@@ -162,12 +162,12 @@ class Collected:
         self._waiting.clear()
         self._waiting_bytes = 0
 
-    def _rows_of(self, dtype: torch.dtype) -> Rows:
+    def _rows_of(self, dtype: torch.dtype) -> ReduceBuffer:
         if self.rows is not None:
             return self.rows
         fitting = next((each for each in self._spare if each.buffer.tensor.dtype == dtype), None)
         if fitting is None:
-            fitting = Rows.made(self._group, dtype)
+            fitting = ReduceBuffer.made(self._group, dtype)
         else:
             self._spare.remove(fitting)
         fitting.buffer.allocate()

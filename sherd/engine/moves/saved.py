@@ -68,7 +68,7 @@ class Source(ABC):
         Raises:
             StateError: there is no backward, or the user has said that it does not need them.
         """
-        if self.live is not Live.WHOLE:
+        if self.live is not Live.UNSHARDED:
             self._unshard()
 
 

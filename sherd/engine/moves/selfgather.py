@@ -35,7 +35,7 @@ from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 from sherd.schedule.state import Live
 
 
@@ -75,7 +75,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The whole parameter, and the tensors whose memory goes when it does."""
+    """The unsharded parameter, and the tensors whose memory goes when it does."""
 
     parameter: nn.Parameter
     tensor: torch.Tensor
@@ -135,22 +135,22 @@ class SelfGatheredWeights(saved.Source):
         return made is not None and made.parameter.requires_grad and will_get_gradient(made.parameter)
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is the whole parameter itself, not a view of it."""
+        """Whether `tensor` is the unsharded parameter itself, not a view of it."""
         return self._made is not None and tensor is self._made.parameter
 
     def end_backward(self) -> None:
         """Nothing to do: it is never taken for unread."""
 
-    def outdate(self) -> None:
+    def bump_versions(self) -> None:
         """Nothing to do: what was gathered for an earlier forward keeps its own memory."""
 
-    def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+    def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Everything whose memory is in its hands now, as far as the subclass has told us what that is."""
-        yield Kind.SHARDS, self.group.rest
+        yield MemoryKind.SHARDS, self.group.shard_buffer
         for buffer in (*self._gathered, *(self._made.inner if self._made is not None else ())):
-            yield Kind.WHOLE, buffer.tensor
+            yield MemoryKind.UNSHARDED, buffer.tensor
         for part in self._kept.parts if self._kept is not None else ():
-            yield Kind.PART, part
+            yield MemoryKind.PART, part
 
     def part_bytes(self, size: int) -> int:
         """Bytes of the part kept for a mesh of `size` ranks; 0 before the first gather, which tells what there is."""
@@ -206,9 +206,9 @@ class SelfGatheredWeights(saved.Source):
         held = cut.rows[self.group.mesh.piece].numel
         if held == most or tensor.shape[:1] != (held,):
             return tensor
-        whole = tensor.new_zeros((most, *tensor.shape[1:]))
-        whole[:held] = tensor
-        return whole
+        unsharded = tensor.new_zeros((most, *tensor.shape[1:]))
+        unsharded[:held] = tensor
+        return unsharded
 
     def _trimmed(self, by_rank: torch.Tensor) -> torch.Tensor:
         """All ranks' pieces one after the other, without the rows that `_padded` added at the end."""
@@ -218,7 +218,7 @@ class SelfGatheredWeights(saved.Source):
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Have the subclass make the whole parameter, and show it."""
+        """Have the subclass make the unsharded parameter, and show it."""
         flight = self._flight
         assert flight is not None, "an all-gather is waited for once it was started"
         for handoff in flight.handoffs:
@@ -236,7 +236,7 @@ class SelfGatheredWeights(saved.Source):
             for buffer in self._made.inner:
                 buffer.allocate()
             self._finish(gathered, flight.terms.metadata, out=self._made.tensor)
-        self._position.move(Live.WHOLE)
+        self._position.move(Live.UNSHARDED)
         self._made.guard.take_down()
         parameter = self._made.parameter
         if parameter.requires_grad != self._record.requires_grad:
@@ -248,19 +248,19 @@ class SelfGatheredWeights(saved.Source):
 
     def _make(self, gathered: tuple[torch.Tensor, ...], metadata: Any) -> _Made:
         with torch.inference_mode(False):
-            whole, inner = self._finish(gathered, metadata)
+            unsharded, inner = self._finish(gathered, metadata)
             shape = self._record.shape
-            if whole.shape != shape:  # padded rows at the end
-                whole = torch.as_strided(whole, shape, torch.empty(shape, device="meta").stride(), 0)
-            # From `.data`: with a version counter of its own, which refilling `whole` leaves alone (weights.py).
-            shown, spec = whole.data, self._record.whole_spec
+            if unsharded.shape != shape:  # padded rows at the end
+                unsharded = torch.as_strided(unsharded, shape, torch.empty(shape, device="meta").stride(), 0)
+            # From `.data`: with a version counter of its own, which refilling `unsharded` leaves alone (weights.py).
+            shown, spec = unsharded.data, self._record.unsharded_spec
             if spec is not None:
-                shown = dtensor(shown, dtensor_spec(spec.mesh, spec.placements, spec.shape, whole.dtype))
+                shown = dtensor(shown, dtensor_spec(spec.mesh, spec.placements, spec.shape, unsharded.dtype))
             parameter = nn.Parameter(shown, requires_grad=self._record.requires_grad)
         self._record.share_attributes(parameter)
         self._record.claim(parameter)
         self._watch(0, parameter)
-        return _Made(parameter, whole, tuple(Buffer.of(tensor) for tensor in inner), saved.Guard([parameter]))
+        return _Made(parameter, unsharded, tuple(Buffer.of(tensor) for tensor in inner), saved.Guard([parameter]))
 
     def _finish(self, gathered: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor) -> Any:
         local: Any = self._record.local
@@ -317,7 +317,7 @@ def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut | Runs, 
     """Raise `PlacementError` for a tensor with its own all-gather that is not cut as that needs it."""
     if not hasattr(tensor, "fsdp_pre_all_gather"):
         return
-    if mesh.spreads:
+    if mesh.shards_replicas:
         raise PlacementError(
             f"{name}: a {type(tensor).__name__} gathers itself, from whole shards, and replicas that own pieces of a "
             "shard have none; let replicas be copies (placements='hsdp') in its unit"

@@ -4,8 +4,8 @@
                             ▲                 │
                             └─gather─ SHRUNK ◀┘ shrink
 
-Whole parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage is
-gone kills the process, so the modules show shards at all other times
+Unsharded parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage
+is gone kills the process, so the modules show shards at all other times
 (`test_whole_parameters_are_freed_after_forward_and_after_backward`).
 """
 
@@ -21,20 +21,20 @@ from torch import nn
 from sherd._torch import will_get_gradient
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
-from sherd.comm.transport import Land, Pending, Transport
+from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import StateError
 from sherd.layout.packing import RunSlot, Slot
-from sherd.schedule.forecast import Kind
+from sherd.schedule.forecast import MemoryKind
 from sherd.schedule.state import Live
 
 MOVES = {
     Live.SHARDED: {Live.GATHERING},
-    Live.GATHERING: {Live.WHOLE, Live.SHARDED},
-    Live.WHOLE: {Live.SHARDED, Live.SHRUNK},
+    Live.GATHERING: {Live.UNSHARDED, Live.SHARDED},
+    Live.UNSHARDED: {Live.SHARDED, Live.SHRUNK},
     Live.SHRUNK: {Live.GATHERING, Live.SHARDED},
 }
 
@@ -55,23 +55,25 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """An all-gather under way, of the shards as of `version`. `rows` is None when it writes the whole buffer itself;
-    `land`, if given, puts this rank's own part there."""
+    """An all-gather under way, of the shards as of `version`. `rows` is None when it writes the unsharded buffer
+    itself; `land`, if given, puts this rank's own part there."""
 
     handoff: Handoff
     source: torch.Tensor
     version: int
     rows: torch.Tensor | None = None
-    land: Land | None = None
+    copy_into_place: CopyIntoPlace | None = None
 
 
-class _Whole:
-    """The whole buffer, and the parameters cut from it, in one dtype."""
+class _UnshardedBuffer:
+    """The unsharded buffer, and the parameters cut from it, in one dtype."""
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
-        resident = group.resident
+        unsharded_memory = group.unsharded_memory
         self.buffer = (
-            Buffer(group.packing.whole_numel, dtype, group.device) if resident is None else Buffer.around(resident)
+            Buffer(group.packing.unsharded_numel, dtype, group.device)
+            if unsharded_memory is None
+            else Buffer.around(unsharded_memory)
         )
         flat = self.buffer.tensor
         self.copy_out = copy_out(group.packing, flat)
@@ -79,8 +81,8 @@ class _Whole:
         for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
             # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
             # in-place operation" to autograd, while a user's change of one parameter still is.
-            tensor = flat.data[slot.whole.start : slot.whole.start + slot.cut.numel].view(slot.cut.shape)
-            self.parameters.append(nn.Parameter(parameter.as_whole(tensor), requires_grad=parameter.requires_grad))
+            tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
+            self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
         del tensor
         self._slots = group.packing.slots
         offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
@@ -108,7 +110,7 @@ class _Whole:
         """Give a parameter its own memory again; whether there are the same values in it."""
         parameter, slot = self.parameters[index], self._slots[index]
         given = parameter.data
-        parameter.data = self.buffer.tensor.data[slot.whole.start : slot.whole.start + slot.cut.numel].view(
+        parameter.data = self.buffer.tensor.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(
             slot.cut.shape
         )
         return _are_same(given, parameter.data)
@@ -117,12 +119,12 @@ class _Whole:
 def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.dtype) -> int | None:
     """Where in the buffer its bytes begin; None for a DTensor, which is not given memory in this way, and for what has
     no elements."""
-    is_plain = parameter.whole_spec is None and parameter.restored is None
-    return slot.whole.start * dtype.itemsize if is_plain and slot.cut.numel else None
+    is_plain = parameter.unsharded_spec is None and parameter.restored is None
+    return slot.unsharded.start * dtype.itemsize if is_plain and slot.cut.numel else None
 
 
 class Weights(saved.Source):
-    """One group's parameters. `watch(index, parameter)` is told of each whole parameter once, when it is made."""
+    """One group's parameters. `watch(index, parameter)` is told of each unsharded parameter once, when it is made."""
 
     def __init__(
         self,
@@ -136,36 +138,36 @@ class Weights(saved.Source):
         self._position = Position(group.name)
         self._streams = streams
         self._watch = watch
-        self._wholes: dict[torch.dtype, _Whole] = {}
+        self._buffers: dict[torch.dtype, _UnshardedBuffer] = {}
         self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
         self._versions: dict[torch.dtype, int] = {}
         self._part: torch.Tensor | None = None
         self._part_group: dist.ProcessGroup | None = None
-        # Whether the whole buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
-        self._lane_owns_whole = False
+        # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
+        self._lane_owns_buffer = False
 
     @property
-    def _whole(self) -> _Whole:
-        """The whole buffer; made at the first gather, so that a model that is only built or loaded never holds one."""
+    def _unsharded(self) -> _UnshardedBuffer:
+        """The unsharded buffer. It is made at the first gather: a model that is only built or loaded has none."""
         made = self._made
         if made is None:
             # Outside inference mode too: what is made in it can never be written in training.
             with torch.no_grad(), torch.inference_mode(False):
-                made = self._wholes[self._dtype] = _Whole(self.group, self._dtype)
+                made = self._buffers[self._dtype] = _UnshardedBuffer(self.group, self._dtype)
                 made.free()
             for index, parameter in enumerate(made.parameters):
                 self.group.parameters[index].share_attributes(parameter)
                 self.group.parameters[index].claim(parameter)
                 self._watch(index, parameter)
-            if not self.group.mesh.keeps_whole and made.buffer.is_ours:
+            if not self.group.mesh.keeps_unsharded and made.buffer.is_ours:
                 saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
 
     @property
-    def _made(self) -> _Whole | None:
+    def _made(self) -> _UnshardedBuffer | None:
         """The same, in the dtype of the last gather, if there is one by now."""
-        return self._wholes.get(self._dtype)
+        return self._buffers.get(self._dtype)
 
     @property
     def live(self) -> Live:
@@ -185,7 +187,7 @@ class Weights(saved.Source):
         """Whether somebody else than autograd seems to have a view of the parameters, which freeing them would leave
         without memory. It may also be garbage that waits to be collected."""
         made = self._made
-        if made is None or not made.buffer.is_ours or self.group.mesh.keeps_whole:
+        if made is None or not made.buffer.is_ours or self.group.mesh.keeps_unsharded:
             return False
         return made.buffer.uses > made.own_uses + made.copy_out.num_late_views + self.num_saved_views
 
@@ -196,45 +198,45 @@ class Weights(saved.Source):
         return made is not None and any(each.requires_grad and will_get_gradient(each) for each in made.parameters)
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of the whole parameters itself, not a view of one."""
-        return any(id(tensor) in whole.ids for whole in self._wholes.values())
+        """Whether `tensor` is one of the unsharded parameters itself, not a view of one."""
+        return any(id(tensor) in unsharded.ids for unsharded in self._buffers.values())
 
     def end_backward(self) -> None:
         """What backward has not read by now it will not read: it was not on the way from the loss."""
         self.num_unread_views = 0
 
-    def outdate(self) -> None:
+    def bump_versions(self) -> None:
         """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""
-        for whole in self._wholes.values():
-            for parameter in whole.parameters:
+        for unsharded in self._buffers.values():
+            for parameter in unsharded.parameters:
                 torch.autograd.graph.increment_version(parameter)
 
-    def held(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+    def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
         yield from self.group.held()
         if self._made is not None:
-            yield Kind.WHOLE, self._made.buffer.tensor
+            yield MemoryKind.UNSHARDED, self._made.buffer.tensor
         if self._part is not None:
-            yield Kind.PART, self._part
+            yield MemoryKind.PART, self._part
         if self._flight is not None:
-            yield Kind.SENT, self._flight.source
+            yield MemoryKind.SENT, self._flight.source
             if self._flight.rows is not None:
-                yield Kind.ROWS, self._flight.rows
+                yield MemoryKind.ROWS, self._flight.rows
 
     def fills_itself(self, transport: Transport) -> bool:
-        """Whether an all-gather by `transport` needs no rows: it writes the whole buffer."""
+        """Whether an all-gather by `transport` needs no rows: it writes the unsharded buffer."""
         if transport.shares_memory:
             return True
         return self._gathers_each(transport) or (self._may_be_rows and not transport.brings_memory)
 
     def _gathers_each(self, transport: Transport) -> bool:
-        """Whether every tensor is gathered by itself, straight to its place in the whole buffer."""
-        is_possible = self.group.packing.is_in_order and not self.group.mesh.spreads
+        """Whether every tensor is gathered by itself, straight to its place in the unsharded buffer."""
+        is_possible = self.group.packing.is_in_order and not self.group.mesh.shards_replicas
         return transport.coalesces and is_possible and not self._may_be_rows
 
     @property
     def _may_be_rows(self) -> bool:
-        """Whether rows may be gathered into the whole buffer, of which they are the first bytes then."""
+        """Whether rows may be gathered into the unsharded buffer, of which they are the first bytes then."""
         packing = self.group.packing
         # With streams, memory of compute's cannot be written ahead of compute.
         return packing.is_cut_into_runs or (packing.direct and self._streams.in_host_order)
@@ -247,7 +249,9 @@ class Weights(saved.Source):
         if self.live is Live.SHRUNK:
             self._gather_part()
         elif self._is_up_to_date():
-            self._flight = _Flight(self._streams.gather.run(lambda async_op: None), self.group.rest, self.group.version)
+            self._flight = _Flight(
+                self._streams.gather.run(lambda async_op: None), self.group.shard_buffer, self.group.version
+            )
         elif transport.shares_memory:
             self._gather_onto(transport)
         else:
@@ -255,29 +259,29 @@ class Weights(saved.Source):
         self._position.move(Live.GATHERING)
 
     def _is_up_to_date(self) -> bool:
-        """Whether the whole parameters are there still, or are the shards."""
+        """Whether the unsharded parameters are there still, or are the shards."""
         group = self.group
-        if group.is_one_piece and group.resident is not None:
+        if group.is_one_piece and group.unsharded_memory is not None:
             return True
-        return group.mesh.keeps_whole and self._versions.get(self._dtype) == group.version
+        return group.mesh.keeps_unsharded and self._versions.get(self._dtype) == group.version
 
     def _gather_rows(self, transport: Transport) -> None:
-        """Into rows, that are copied out later; into the whole buffer itself where they are the same thing."""
-        group, whole = self.group, self._whole
+        """Into rows, that are copied out later; into the unsharded buffer itself where they are the same thing."""
+        group, unsharded = self.group, self._unsharded
         packing = group.packing
-        in_place = self._lane_owns_whole = self.fills_itself(transport)
+        in_place = self._lane_owns_buffer = self.fills_itself(transport)
         flight: list[torch.Tensor] = []
 
         def start(async_op: bool) -> Pending | None:
             source = group.source(self._dtype)
             if in_place:
-                whole.buffer.allocate()
-                rows = whole.buffer.tensor[: packing.rows_numel]
+                unsharded.buffer.allocate()
+                rows = unsharded.buffer.tensor[: packing.gathered_numel]
             else:
-                rows = transport.empty(packing.rows_numel, self._dtype, group.device)
+                rows = transport.empty(packing.gathered_numel, self._dtype, group.device)
             flight.extend((source, rows))
             if self._gathers_each(transport):
-                return transport.all_gather_each(*whole.copy_out.strips(source), async_op)
+                return transport.all_gather_each(*unsharded.copy_out.strips(source), async_op)
             return transport.all_gather(rows, source, group.shard_sizes, async_op)
 
         handoff = self._streams.gather.run(start)
@@ -285,36 +289,39 @@ class Weights(saved.Source):
         self._flight = _Flight(handoff, source, group.version, None if in_place else rows)
 
     def _gather_onto(self, transport: Transport) -> None:
-        """Copied into the whole buffer from where the ranks have it, which happens as late as in `wait`: a gather that
-        runs ahead takes no memory for what it will bring."""
-        whole, source, own = self._whole, self.group.source(self._dtype), self.group.mesh.shard_rank
+        """Copied into the unsharded buffer from where the ranks have it, which happens as late as in `wait`: a gather
+        that runs ahead takes no memory for what it will bring."""
+        unsharded, source, own = self._unsharded, self.group.source(self._dtype), self.group.mesh.shard_rank
 
-        def land(rank: int, part: torch.Tensor) -> None:
-            whole.buffer.allocate()
+        def copy_into_place(rank: int, part: torch.Tensor) -> None:
+            unsharded.buffer.allocate()
             for piece, its in self.group.pieces_of(rank, part):
-                whole.copy_out.land(piece, its)
+                unsharded.copy_out.copy_into_place(piece, its)
 
-        def land_others(rank: int, part: torch.Tensor) -> None:
+        def copy_others_into_place(rank: int, part: torch.Tensor) -> None:
             if rank != own:  # this rank's part comes at once, and has time
-                land(rank, part)
+                copy_into_place(rank, part)
 
         handoff = self._streams.gather.run(
-            lambda async_op: transport.all_gather_onto(land_others, source, self.group.shard_sizes, async_op)
+            lambda async_op: transport.all_gather_onto(copy_others_into_place, source, self.group.shard_sizes, async_op)
         )
-        self._flight = _Flight(handoff, source, self.group.version, land=land)
+        self._flight = _Flight(handoff, source, self.group.version, copy_into_place=copy_into_place)
 
     def _gather_part(self) -> None:
-        """Equal parts of the whole buffer itself were kept, so they are gathered straight into place."""
-        whole, part, part_group = self._whole, self._part, self._part_group
+        """Equal parts of the unsharded buffer itself were kept, so they are gathered straight into place."""
+        unsharded, part, part_group = self._unsharded, self._part, self._part_group
         assert part is not None, "a shrunk group keeps its part"
         transport = self.group.mesh.transport_of(part_group)
-        if not self._lane_owns_whole:
-            whole.buffer.allocate()
+        if not self._lane_owns_buffer:
+            unsharded.buffer.allocate()
 
         def start(async_op: bool) -> Pending | None:
-            whole.buffer.allocate()
+            unsharded.buffer.allocate()
             return transport.all_gather(
-                whole.buffer.tensor, part, (part.numel(),) * (whole.buffer.tensor.numel() // part.numel()), async_op
+                unsharded.buffer.tensor,
+                part,
+                (part.numel(),) * (unsharded.buffer.tensor.numel() // part.numel()),
+                async_op,
             )
 
         # The part is compute's memory, and so may be the buffer.
@@ -324,15 +331,15 @@ class Weights(saved.Source):
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Let compute go on only with the whole parameters in place, and show them to the modules."""
-        flight, whole = self._flight, self._whole
+        """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
+        flight, unsharded = self._flight, self._unsharded
         assert flight is not None, "an all-gather is waited for once it was started"
         flight.handoff.wait()
-        if flight.land is not None:
-            flight.land(self.group.mesh.shard_rank, flight.source)
+        if flight.copy_into_place is not None:
+            flight.copy_into_place(self.group.mesh.shard_rank, flight.source)
         if flight.rows is not None:
-            whole.buffer.allocate()
-            whole.copy_out(flight.rows)
+            unsharded.buffer.allocate()
+            unsharded.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool below: not before compute has copied it out.
             # test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             self._streams.gather.follow_compute()
@@ -340,9 +347,9 @@ class Weights(saved.Source):
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
         self._flight = None
-        self._position.move(Live.WHOLE)
-        whole.guard.take_down()
-        for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):
+        self._position.move(Live.UNSHARDED)
+        unsharded.guard.take_down()
+        for record, parameter in zip(self.group.parameters, unsharded.parameters, strict=True):
             if parameter.requires_grad != record.requires_grad:
                 parameter.requires_grad_(record.requires_grad)
             record.show(parameter)
@@ -352,45 +359,45 @@ class Weights(saved.Source):
         """Show the shards again and give the memory back, whatever the state."""
         if self.live is Live.SHARDED:
             return
-        lost = self._hide() if self.live is Live.WHOLE else []
+        lost = self._hide() if self.live is Live.UNSHARDED else []
         if self._flight is not None:
             self._flight.handoff.wait()
             self._flight = None
         self._part = self._part_group = None
-        self._free_whole()
+        self._free_unsharded()
         self._position.move(Live.SHARDED)
         _require_none_lost(lost)
 
     def _hide(self) -> list[str]:
         """Show the shards. The names of parameters that a user has given other values in a way that shards do not
         notice; what was only moved is put back."""
-        whole = self._whole
-        lost = [self.group.parameters[index].name for index in whole.moved() if not whole.put_back(index)]
-        for record, parameter in zip(self.group.parameters, whole.parameters, strict=True):
+        unsharded = self._unsharded
+        lost = [self.group.parameters[index].name for index in unsharded.moved() if not unsharded.put_back(index)]
+        for record, parameter in zip(self.group.parameters, unsharded.parameters, strict=True):
             instead = record.hide(parameter)
             if instead is not None and not _are_same(instead, parameter):
                 lost.append(record.name)
         return lost
 
-    def _free_whole(self) -> None:
-        if self.group.mesh.keeps_whole:
+    def _free_unsharded(self) -> None:
+        if self.group.mesh.keeps_unsharded:
             return
-        if self._lane_owns_whole:
+        if self._lane_owns_buffer:
             # The buffer goes back to the lane's pool: not before compute has read it.
             self._streams.gather.follow_compute()
-        self._whole.free()
+        self._unsharded.free()
 
     @torch.no_grad()
     def shrink(self, size: int) -> None:
         """Show the shards, and keep this rank's part of the whole for a mesh of `size` ranks."""
-        whole = self._whole
+        unsharded = self._unsharded
         mesh = self.group.mesh
-        numel = whole.buffer.tensor.numel() // size
+        numel = unsharded.buffer.tensor.numel() // size
         start = mesh.shard_rank % size * numel
-        self._part = whole.buffer.tensor[start : start + numel].clone()
+        self._part = unsharded.buffer.tensor[start : start + numel].clone()
         self._part_group = mesh.smaller_group(size)
         lost = self._hide()
-        self._free_whole()
+        self._free_unsharded()
         self._position.move(Live.SHRUNK)
         _require_none_lost(lost)
 

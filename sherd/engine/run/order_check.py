@@ -32,7 +32,7 @@ MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class PlannedCollective:
     """What a rank is about to do: `what`, in words, with `parameters`, each by name, shape and dtype, frozen or not."""
 
     what: str
@@ -44,14 +44,14 @@ class Deed:
         said = "\n".join((self.what, *self.parameters))
         return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
 
-    def told(self, known: set[str]) -> str:
+    def describe(self, known: set[str]) -> str:
         """In words, with those of its parameters that are not `known`, if there are any."""
         named = [each for each in self.parameters if each not in known] or self.parameters
         more = f" and {len(named) - MOST_SHOWN} more" if len(named) > MOST_SHOWN else ""
         return f"{self.what} ({', '.join(named[:MOST_SHOWN])}{more})"
 
 
-def checked(do: dict[type[Action], Carry]) -> dict[type[Action], Carry]:
+def with_agreement(do: dict[type[Action], Carry]) -> dict[type[Action], Carry]:
     """`do`, by which a runtime carries out its actions; at debug level DETAIL, with those that communicate compared
     first."""
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
@@ -59,25 +59,25 @@ def checked(do: dict[type[Action], Carry]) -> dict[type[Action], Carry]:
     return {**do, Gather: _agreed(_gathering, do[Gather]), Reduce: _agreed(_reducing, do[Reduce])}
 
 
-def _agreed(deed_of: Callable[[Unit], Deed | None], carry_out: Carry) -> Carry:
+def _agreed(collective_of: Callable[[Unit], PlannedCollective | None], carry_out: Carry) -> Carry:
     def run(unit: Unit) -> None:
-        deed = deed_of(unit)
-        if deed is not None:
-            agree(unit.mesh, deed)
+        collective = collective_of(unit)
+        if collective is not None:
+            agree(unit.mesh, collective)
         carry_out(unit)
 
     return run
 
 
-def _gathering(unit: Unit) -> Deed | None:
+def _gathering(unit: Unit) -> PlannedCollective | None:
     if unit.mesh.num_shards == 1 or not unit.parameters:
         return None
     precisely = " in full precision" if unit.in_full_precision else ""
-    return Deed(f"gathers unit {unit.name}{precisely}", _described(unit))
+    return PlannedCollective(f"gathers unit {unit.name}{precisely}", _described(unit))
 
 
-def _reducing(unit: Unit) -> Deed | None:
-    return Deed(f"reduces the gradients of unit {unit.name}", _described(unit))
+def _reducing(unit: Unit) -> PlannedCollective | None:
+    return PlannedCollective(f"reduces the gradients of unit {unit.name}", _described(unit))
 
 
 def _described(unit: Unit) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def _description(parameter: ShardedParameter) -> str:
     return f"{parameter.name} {shape} {dtype}" + ("" if parameter.requires_grad else " frozen")
 
 
-def agree(mesh: DataMesh, deed: Deed) -> None:
+def agree(mesh: DataMesh, collective: PlannedCollective) -> None:
     """Go on only if all ranks of `mesh`, which must all come here, are about to do `deed`. Collective; blocks the host.
 
     Raises:
@@ -100,39 +100,39 @@ def agree(mesh: DataMesh, deed: Deed) -> None:
     if len(ranks) == 1:
         return
     try:
-        deeds = _exchange(_group_of(mesh, ranks), deed)
+        collectives = _exchange(_group_of(mesh, ranks), collective)
     except RuntimeError as error:
         raise CommError(
-            f"rank {dist.get_rank()} {deed.told(set())} and waits for ranks {ranks} to say what they do, but one of "
-            f"them has died, or has not come in time: {error}. Look there for another error, for a collective that "
-            "only some ranks call, or for a loop that ends earlier"
+            f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {ranks} to say what they do, but "
+            f"one of them has died, or has not come in time: {error}. Look there for another error, for a collective "
+            "that only some ranks call, or for a loop that ends earlier"
         ) from error
-    if any(each != deed for each in deeds):
+    if any(each != collective for each in collectives):
         raise CommError(
-            f"ranks are about to start different collectives: {_compared(ranks, deeds)}. All ranks must run the same "
-            "units, made alike, in the same order: look for a branch on the rank or on the data, in forward or around "
-            "it; then restart all ranks"
+            f"ranks are about to start different collectives: {_compared(ranks, collectives)}. All ranks must "
+            "run the same units, made alike, in the same order: look for a branch on the rank or on the data, in "
+            "forward or around it; then restart all ranks"
         )
 
 
-def _exchange(group: dist.ProcessGroup, deed: Deed) -> list[Deed]:
+def _exchange(group: dist.ProcessGroup, collective: PlannedCollective) -> list[PlannedCollective]:
     """What each rank is about to do; the details are sent only if they differ."""
-    own = torch.tensor([deed.digest], device="cpu")
+    own = torch.tensor([collective.digest], device="cpu")
     digests = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(digests, own, group=group)
-    if all(each.item() == deed.digest for each in digests):
-        return [deed] * len(digests)
-    return all_gather_objects(deed, "the comparison of what ranks do", group)
+    if all(each.item() == collective.digest for each in digests):
+        return [collective] * len(digests)
+    return all_gather_objects(collective, "the comparison of what ranks do", group)
 
 
-def _compared(ranks: Sequence[int], deeds: Sequence[Deed]) -> str:
+def _compared(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:
     """Each thing that is done, and by which ranks."""
-    in_all = set.intersection(*(set(each.parameters) for each in deeds))
-    told = []
-    for deed in dict.fromkeys(deeds):
-        by = [str(rank) for rank, its in zip(ranks, deeds, strict=True) if its == deed]
-        told.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {deed.told(in_all)}")
-    return "; ".join(told)
+    in_all = set.intersection(*(set(each.parameters) for each in collectives))
+    describe = []
+    for collective in dict.fromkeys(collectives):
+        by = [str(rank) for rank, its in zip(ranks, collectives, strict=True) if its == collective]
+        describe.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {collective.describe(in_all)}")
+    return "; ".join(describe)
 
 
 def _group_of(mesh: DataMesh, ranks: Sequence[int]) -> dist.ProcessGroup:

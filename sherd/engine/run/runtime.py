@@ -16,7 +16,7 @@ from torch import nn
 from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import UnderWay
-from sherd.engine.run.order_check import checked
+from sherd.engine.run.order_check import with_agreement
 from sherd.engine.run.unit import Unit
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
@@ -27,10 +27,11 @@ from sherd.schedule.actions import (
     Await,
     BeforeBackward,
     BeforeForward,
+    Discard,
     EndBackward,
     EndForward,
     Event,
-    Forget,
+    FinishReduce,
     Free,
     FreeGroup,
     Gather,
@@ -39,7 +40,6 @@ from sherd.schedule.actions import (
     Reduce,
     Reset,
     Reshard,
-    Settle,
     ShardsChanged,
     Shrink,
     Unshard,
@@ -53,8 +53,8 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     Free: Unit.free,
     Shrink: Unit.shrink,
     Reduce: Unit.reduce,
-    Settle: Unit.settle,
-    Forget: Unit.forget,
+    FinishReduce: Unit.finish_reduce,
+    Discard: Unit.discard,
 }
 """How each action on a whole unit is carried out."""
 
@@ -101,7 +101,7 @@ class Runtime:
         self._step_event: Any = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
-        self._do = checked(DO)
+        self._do = with_agreement(DO)
         self.schedule = Schedule(())
         self.revise()
 
@@ -189,7 +189,7 @@ class Runtime:
         if stage is not None:
             raise StateError(
                 f"unit {unit.name} runs in torch's PipelineStage (stage {stage.stage_index}), under a schedule that "
-                "splits backward in two and would look for whole parameters where there are shards; use "
+                "splits backward in two and would look for unsharded parameters where there are shards; use "
                 "sherd.interop.pipelining.PipelineStage; or fully_shard the stage's module itself, and call "
                 "sherd.interop.torch_fsdp_identity() first"
             )
@@ -197,7 +197,7 @@ class Runtime:
         if counted is None or counted.begin_forward(self.root.id):
             for each in self.units:
                 each.notice_moved()
-                each.outdate_kept()
+                each.mark_shards_written()
         self.revise()
         event, self._step_event = self._step_event, None
         for streams in {id(each.streams): each.streams for each in self.units}.values():
@@ -247,12 +247,12 @@ class Runtime:
     def _gradients_complete(self, unit: Unit, group: int | None) -> None:
         index = self._index[unit.id]
         if group is not None:
-            if unit.has_passed(group):
+            if unit.group_is_done_in_backward(group):
                 self.on(GroupPassed(index, group))
             return
         # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that is
         # safe.
-        self.on(AfterBackward(index, unreduced=True) if unit.is_past else GradientsReady(index))
+        self.on(AfterBackward(index, unreduced=True) if unit.is_done_in_backward else GradientsReady(index))
 
     def _end_backward(self) -> None:
         """Autograd is done: whatever is left over is reduced and freed."""
@@ -277,7 +277,7 @@ class Runtime:
     def unshard(self, unit: Unit, wait: bool) -> None:
         """Start `unit`'s all-gather, and wait for it if told so."""
         unit.notice_moved()
-        unit.outdate_kept()
+        unit.mark_shards_written()
         self.revise()
         self.on(Unshard(self._index[unit.id], wait))
 
@@ -287,7 +287,7 @@ class Runtime:
             self.on(Unshard(self._index[unit.id], wait=True))
 
     def reshard(self, unit: Unit) -> None:
-        """Free `unit`'s whole parameters."""
+        """Free `unit`'s unsharded parameters."""
         self.on(Reshard(self._index[unit.id]))
 
     def show_shards(self, unit: Unit) -> None:
@@ -297,12 +297,12 @@ class Runtime:
             during = "backward" if self.in_backward else "forward"
             raise StateError(
                 f"the shards of unit {unit.name} were asked for (state_dict, load_state_dict or .to()) in the middle "
-                f"of a {during} that needs its whole parameters; do it before or after"
+                f"of a {during} that needs its unsharded parameters; do it before or after"
             )
         self.reshard(unit)
 
     def shards_written(self, unit: Unit) -> None:
-        """`unit`'s whole parameters, if there are any, are older than its shards."""
+        """`unit`'s unsharded parameters, if there are any, are older than its shards."""
         self.on(ShardsChanged(self._index[unit.id]))
 
     # When things go wrong
@@ -354,7 +354,7 @@ class Runtime:
     def _spec(self, unit: Unit) -> UnitSpec:
         policy = unit.policy
         return UnitSpec(
-            whole_bytes=unit.whole_bytes,
+            unsharded_bytes=unit.unsharded_bytes,
             after_forward=_keep(policy.reshard_after_forward, unit is self.root, unit.mesh.num_shards),
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,

@@ -83,7 +83,7 @@ def seal(root: nn.Module) -> Runtime:
     for unit in units:
         if unit.meta_parameters:
             unit.notice_replaced()
-            unit.reseat()  # `to_empty` may have been called on each module by itself
+            unit.rebind()  # `to_empty` may have been called on each module by itself
     _require_data(units)
     _require_own_meshes(units)
     _require_shards_can_gather_themselves(units)
@@ -91,7 +91,7 @@ def seal(root: nn.Module) -> Runtime:
     runtime = Runtime(units, guests=owners)
     for unit in units:
         unit.notice_moved()
-        if not unit.is_seated:
+        if not unit.is_in_buffer:
             unit.regroup()
         unit.join(runtime)
         forget_loads(unit.mesh)

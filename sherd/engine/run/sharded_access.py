@@ -77,9 +77,13 @@ def _in_words(records: Sequence[ShardedParameter], units: Sequence[Unit]) -> str
     if records:
         owners = {owner.id: owner.name for record in records if isinstance(owner := record.owner, Unit)}
         names = _some([record.name for record in records])
-        what = f"A shard was met where a whole parameter was needed: {names}, of unit {_some(list(owners.values()))}"
+        what = (
+            f"A shard was met where an unsharded parameter was needed: {names}, of unit {_some(list(owners.values()))}"
+        )
     else:
-        what = f"A shard was met where a whole parameter was needed; units are {_some([unit.name for unit in units])}"
+        what = (
+            f"A shard was met where an unsharded parameter was needed; units are {_some([unit.name for unit in units])}"
+        )
     return (
         f"{what}, which is gathered only while it runs. Call the module, not its forward: module(x); for a method, "
         "register_fsdp_forward_method(module, 'name'); to read a weight from outside, module.unshard() before and "

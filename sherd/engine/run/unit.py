@@ -24,7 +24,7 @@ from sherd.engine.moves.saved import source_of
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.state.flat import FlatShard
-from sherd.engine.state.group import Group, Kind, kind_of, travels_alone
+from sherd.engine.state.group import Group, GroupKey, group_key_of, travels_alone
 from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings
@@ -121,9 +121,9 @@ class Unit:
         return lives[0] if lives else Live.SHARDED
 
     @property
-    def whole_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes of its gathered parameters."""
-        return sum(weights.group.whole_bytes for weights in self.weights)
+        return sum(weights.group.unsharded_bytes for weights in self.weights)
 
     @property
     def conductor(self) -> Conductor | None:
@@ -162,7 +162,7 @@ class Unit:
     def reduce_fully(self, is_last: bool) -> None:
         """Of a step of several backwards the next one is the last, or it is not and leaves over what can wait."""
         policy = self.policy
-        over_shards = is_last or not policy.accumulates_whole
+        over_shards = is_last or not policy.accumulates_unsharded
         over_copies = is_last or not policy.accumulates_copies
         if (policy.reduce_gradients, policy.all_reduce_gradients) != (over_shards, over_copies):
             self.change(reduce_gradients=over_shards, all_reduce_gradients=over_copies)
@@ -173,14 +173,14 @@ class Unit:
         """Put parameters into groups and each group's shards into one buffer: at the start, and when they moved."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
-        kinds: dict[Kind, list[ShardedParameter]] = {}
+        keys: dict[GroupKey, list[ShardedParameter]] = {}
         for parameter in self.parameters:
-            kinds.setdefault(kind_of(parameter), []).append(parameter)
+            keys.setdefault(group_key_of(parameter), []).append(parameter)
         this = weakref.ref(self)
         self._seen: list[int] = []
         self._is_gone_through_once = False
         self.weights, self.gradients = [], []
-        for batch in (batch for members in kinds.values() for batch in self._batches(members)):
+        for batch in (batch for members in keys.values() for batch in self._batches(members)):
             group = Group(batch, self.precision, self._place)
             completed = partial(_completed, this, len(self.gradients))
             gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
@@ -204,16 +204,18 @@ class Unit:
         return any((self.policy.all_gather, self.policy.reduce_scatter, self.policy.all_reduce_hook))
 
     def _travels_alone(self, parameter: ShardedParameter) -> bool:
-        if kind_of(parameter).gathers_itself:
+        if group_key_of(parameter).gathers_itself:
             return True
         if self._gathers_as_one or isinstance(parameter.cut, Runs):  # those of one plan share a line
             return False
         return parameter.cut.in_order and travels_alone(parameter, self.streams, self._surrounds)
 
     @property
-    def leaves(self) -> list[nn.Parameter]:
+    def optimizer_params(self) -> list[nn.Parameter]:
         """What the optimizer owns of it."""
-        return [leaf.parameter for weights in self.weights for leaf in weights.group.leaves]
+        return [
+            optimizer_param.parameter for weights in self.weights for optimizer_param in weights.group.optimizer_params
+        ]
 
     @property
     def meshes(self) -> list[DataMesh]:
@@ -223,12 +225,12 @@ class Unit:
     @property
     def num_kinds(self) -> int:
         """How many sorts of parameters it has, by dtype and trainability."""
-        return len({replace(kind_of(parameter), lot=None) for parameter in self.parameters})
+        return len({replace(group_key_of(parameter), plan_id=None) for parameter in self.parameters})
 
     @property
-    def is_seated(self) -> bool:
+    def is_in_buffer(self) -> bool:
         """Whether all shards still lie in their buffers, as `regroup` left them."""
-        return all(weights.group.is_seated for weights in self.weights)
+        return all(weights.group.is_in_buffer for weights in self.weights)
 
     def flatten(self, module: nn.Module, attribute: str) -> None:
         """Merge the shards, which are of one group, into one flat parameter for the optimizer, a parameter of `module`
@@ -256,19 +258,19 @@ class Unit:
             parameter.register(registered)
         self._flat_place.register(not registered)
 
-    def reseat(self) -> None:
+    def rebind(self) -> None:
         """After shards may have moved (`module.to()`, a load): back into one buffer, once all are on one device."""
         for parameter in self.parameters:
             parameter.keep_attributes()
         device = self.parameters[0].resting.device if self.parameters else None
         # From the last one on, which the first is to move moves last: modules that move one by one look at one tensor.
-        if all(each.resting.device == device for each in reversed(self.parameters)) and not self.is_seated:
+        if all(each.resting.device == device for each in reversed(self.parameters)) and not self.is_in_buffer:
             self.regroup()
 
-    def note_leaves(self) -> None:
+    def note_optimizer_params(self) -> None:
         """Other Parameters are the shards now, in the same memory."""
         for weights in self.weights:
-            weights.group.seats.note()
+            weights.group.shard_memory.note()
 
     def notice_moved(self) -> None:
         """Take the values of what a user has put in the place of the shards' memory.
@@ -276,14 +278,14 @@ class Unit:
         Raises:
             WriteBackError: they are lost, or of another shape.
         """
-        if self._settled() and not self.is_seated:
-            self.reseat()  # some are of another dtype, or elsewhere
+        if self._settled() and not self.is_in_buffer:
+            self.rebind()  # some are of another dtype, or elsewhere
 
     def _settled(self) -> bool:
         """Whether values were taken of what was in the place of the shards' memory."""
-        moved = [weights.group for weights in self.weights if not weights.group.seats.are_taken]
+        moved = [weights.group for weights in self.weights if not weights.group.shard_memory.are_taken]
         for group in moved:
-            group.seats.settle()
+            group.shard_memory.settle()
         return bool(moved)
 
     def before_step(self) -> None:
@@ -339,17 +341,17 @@ class Unit:
                     f"lends the parameters of unit {each.name}; call backward before or after it"
                 )
 
-    def outdate(self) -> None:
-        """Whole parameters that autograd may have kept were written: a backward that needs them is to raise, as it does
-        for a plain parameter that is changed in place."""
+    def bump_versions(self) -> None:
+        """Note that unsharded parameters were written which autograd may have kept: a backward that needs them raises,
+        as it does for a plain parameter that is changed in place."""
         for weights in self.weights:
-            weights.outdate()
+            weights.bump_versions()
 
     def show_shards(self) -> None:
         """Have the modules show shards, for something that is about to read or write them.
 
         Raises:
-            StateError: the unit is in the middle of a forward or backward, which needs the whole ones.
+            StateError: the unit is in the middle of a forward or backward, which needs the unsharded ones.
             WriteBackError: shards were given other memory, and its values are lost.
         """
         self.notice_moved()
@@ -360,17 +362,17 @@ class Unit:
             conductor.show_shards(self)
 
     def shards_written(self) -> None:
-        """Shards have new values: whole parameters made from the old ones are stale."""
-        self.outdate_kept()
+        """Shards have new values: unsharded parameters made from the old ones are stale."""
+        self.mark_shards_written()
         conductor = self.conductor
         if conductor is not None and self.live is not Live.SHARDED:
             conductor.shards_written(self)
 
-    def outdate_kept(self) -> None:
+    def mark_shards_written(self) -> None:
         """Shards may have been written, unnoticed (`parameter.data.copy_(...)`): what is kept of them whole, by
         placements that say so, is brought up to date at the next gather."""
         for weights in self.weights:
-            weights.group.outdate()
+            weights.group.mark_shards_written()
 
     def drop_unreduced(self) -> None:
         """Drop gradients that wait for a reduction, or for half of one."""
@@ -385,9 +387,15 @@ class Unit:
         is_all = all(id(module) in module_ids for module in self.modules)
         for gradients in self.gradients:
             group = gradients.group
-            chosen = [leaf for leaf in group.leaves if is_all or group.hangs_on(leaf, module_ids)]
-            gradients.drop_unreduced_of(frozenset(index for leaf in chosen for index in leaf.members))
-            for parameter in (leaf.parameter for leaf in chosen):
+            chosen = [
+                optimizer_param
+                for optimizer_param in group.optimizer_params
+                if is_all or group.hangs_on(optimizer_param, module_ids)
+            ]
+            gradients.drop_unreduced_of(
+                frozenset(index for optimizer_param in chosen for index in optimizer_param.members)
+            )
+            for parameter in (optimizer_param.parameter for optimizer_param in chosen):
                 if set_to_none or parameter.grad is None:
                     parameter.grad = None
                 else:
@@ -404,7 +412,7 @@ class Unit:
         """Start the all-gathers."""
         user, full = self.policy.all_gather, self.in_full_precision
         for weights in self.weights:
-            if weights.live is Live.WHOLE:
+            if weights.live is Live.UNSHARDED:
                 continue  # other groups of the unit were freed alone
             self._notice_replaced(weights.group.parameters)
             mesh = weights.group.mesh
@@ -412,9 +420,9 @@ class Unit:
             weights.gather(transport, full)
 
     def wait(self) -> None:
-        """Whole parameters from here on."""
+        """Unsharded parameters from here on."""
         for weights in self.weights:
-            if weights.live is not Live.WHOLE:
+            if weights.live is not Live.UNSHARDED:
                 weights.wait()
 
     def free(self) -> None:
@@ -443,16 +451,16 @@ class Unit:
             transport = mesh.reduce_transport(group) if user is None else UsersCollectives(user, group)
             gradients.reduce(self.policy, transport)
 
-    def settle(self) -> None:
+    def finish_reduce(self) -> None:
         """The shards have their gradients from here on."""
         for gradients in self.gradients:
-            gradients.settle(self.policy)
+            gradients.finish_reduce(self.policy)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop gradients that have not reached the shards."""
         self._completed = 0
         for gradients in self.gradients:
-            gradients.forget()
+            gradients.discard()
 
     # Modules running
 
@@ -521,8 +529,8 @@ class Unit:
         return any(gradients.may_lack(self.policy) for gradients in self.gradients)
 
     @property
-    def is_past(self) -> bool:
-        """Whether, with all gradients there, nothing in backward will read the unit's whole parameters again.
+    def is_done_in_backward(self) -> bool:
+        """Whether, with all gradients there, nothing in backward will read the unit's unsharded parameters again.
 
         A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
         else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient
@@ -534,11 +542,11 @@ class Unit:
         trainable = all(gradients.expects_all for gradients in self.gradients)
         return self._is_gone_through_once and trainable and all(weights.is_unread for weights in self.weights)
 
-    def has_passed(self, group: int) -> bool:
+    def group_is_done_in_backward(self, group: int) -> bool:
         """The same of `group`, if it is a single tensor and its gradient is there."""
         weights = self.weights[group]
-        is_past = self._is_gone_through_once and self.gradients[group].expects_all and weights.is_unread
-        return is_past and len(weights.group.parameters) == 1
+        is_done_in_backward = self._is_gone_through_once and self.gradients[group].expects_all and weights.is_unread
+        return is_done_in_backward and len(weights.group.parameters) == 1
 
     def recomputes(self) -> None:
         """A forward of it begins inside backward: activation checkpointing."""
@@ -579,7 +587,7 @@ class Unit:
                 "they are sharded; read it between unshard() and reshard()"
             )
         self.enter_backward()
-        if self.live is not Live.WHOLE:
+        if self.live is not Live.UNSHARDED:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
                 "called; leave that out, or freeze what does not need a gradient"

@@ -1,6 +1,6 @@
 """What does an optimizer own that is to see one parameter per unit? The shards of a group as one vector.
 
-    rest buffers      rank 0 | a a a a | b b |    rank 1 | b b b . | c c | . . |
+    shard buffers      rank 0 | a a a a | b b |    rank 1 | b b b . | c c | . . |
     flat parameter           | a a a a | b b               b b b . | c c |
 
 It is a 1-D DTensor. What aligns the next tensor is part of it, and zero, so that no norm sees it and no optimizer moves
@@ -29,7 +29,7 @@ from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
 class FlatParamShardMetadata(NamedTuple):
     """What one rank holds of a flat parameter: an entry for each parameter that it holds some of.
 
-    Shapes, strides and numbers of elements are the whole parameter's. `param_offsets` are the first and the last
+    Shapes, strides and numbers of elements are the unsharded parameter's. `param_offsets` are the first and the last
     element held, counted in the flattened parameter. Fields as torch's record of this name has them.
     """
 
@@ -138,12 +138,12 @@ class FlatShard:
 
 
 def _flat_parameter(group: Group) -> nn.Parameter:
-    """A parameter on the group's rest buffer."""
+    """A parameter on the group's shard buffer."""
     mesh, together = group.mesh, group.packing.runs_together
-    extents = (slot.whole for slot in group.packing.slots)
-    members = [(each.whole_spec, extent) for each, extent in zip(group.parameters, extents, strict=True)]
+    extents = (slot.unsharded for slot in group.packing.slots)
+    members = [(each.unsharded_spec, extent) for each, extent in zip(group.parameters, extents, strict=True)]
     spec = merged_spec(mesh, together, group.dtype, members, group.name)
-    local = own_view(group.rest[: together.local_numel(mesh.piece)])
+    local = own_view(group.shard_buffer[: together.local_numel(mesh.piece)])
     for gap in group.packing.gaps_of(mesh.piece):
         local[gap.start : gap.stop].zero_()
     # A Parameter keeps the class of its data, whatever its type says: this is one, and a FlatParameter.

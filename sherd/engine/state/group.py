@@ -1,4 +1,4 @@
-"""The parameters of a unit that share dtypes and trainability, and the one rest buffer their shards are views of.
+"""The parameters of a unit that share dtypes and trainability, and the one shard buffer their shards are views of.
 
 What differs between two parameters of a unit (mixed dtypes, frozen layers) puts them into two groups; a group needs no
 rule.
@@ -22,13 +22,13 @@ from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.engine.state.replica_shard import FetchedShard
-from sherd.engine.state.shard_memory import Seats
+from sherd.engine.state.shard_memory import ShardMemory
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
-from sherd.schedule.forecast import Kind as Memory
+from sherd.schedule.forecast import MemoryKind as Memory
 from sherd.tensor.ragged import as_dtensor
 
 PADDING_VALUE = 42
@@ -39,24 +39,25 @@ ALONE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GroupKey:
     """What the parameters of one group have in common. `gathers_itself`: a tensor with its own all-gather.
 
-    `lot` is None for tensors cut by themselves, else the plan that cut them: those of two plans do not fit one line.
+    `plan_id` is None for tensors cut by themselves, else the plan that cut them: those of two plans do not fit one
+    line.
     """
 
     dtype: torch.dtype
     trainable: bool
     gathers_itself: bool
-    lot: int | None
+    plan_id: int | None
     mesh: DataMesh
 
 
-def kind_of(parameter: ShardedParameter) -> Kind:
+def group_key_of(parameter: ShardedParameter) -> GroupKey:
     """The group that `parameter` belongs to."""
     resting = parameter.resting
-    lot = parameter.lot if isinstance(parameter.cut, Runs) else None
-    return Kind(resting.dtype, parameter.requires_grad, _gathers_itself(resting), lot, parameter.mesh)
+    plan_id = parameter.plan_id if isinstance(parameter.cut, Runs) else None
+    return GroupKey(resting.dtype, parameter.requires_grad, _gathers_itself(resting), plan_id, parameter.mesh)
 
 
 def _gathers_itself(local: torch.Tensor) -> bool:
@@ -88,11 +89,11 @@ def is_large(parameter: Tensorlike) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """What the optimizer owns, and where it lies in the rest buffer: one parameter's shard, or all of them as one.
+class OptimizerParam:
+    """What the optimizer owns, and where it lies in the shard buffer: one parameter's shard, or all of them as one.
 
     `shape` is that of this rank's part; `members` are the indices of the group's parameters in it. `gaps` are the
-    extents of the rest buffer within it that belong to no parameter.
+    extents of the shard buffer within it that belong to no parameter.
     """
 
     record: ShardedParameter
@@ -104,7 +105,7 @@ class Leaf:
     @property
     def parameter(self) -> nn.Parameter:
         """What the optimizer owns."""
-        return self.record.leaf
+        return self.record.optimizer_param
 
     @property
     def name(self) -> str:
@@ -131,13 +132,13 @@ class Leaf:
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
-    `rest` is 1-D, `packing.rest_numels[mesh.piece]` elements: this rank's shards. The local tensors of the `leaves` are
-    views of it, so that the optimizer writes what the next all-gather sends. `sizes` are the lengths of all ranks' rest
-    buffers, `shard_sizes` what the ranks of the shard axis send: the same, unless replicas own pieces of a shard
-    (`fetched`). `resident` is the whole buffer where that is not given up, and the rest buffer a part of it.
-    `num_flags` travel with the gradients: one for each tensor, none for a large one that is alone, which is sent from
-    where autograd has left its gradient.
-    It `has_large_rows` if all ranks' gradients, side by side, take as much as a tensor that travels alone.
+    `shard_buffer` is 1-D, `packing.shard_numels[mesh.piece]` elements: this rank's shards. The local tensors of the
+    `optimizer_params` are views of it, so that the optimizer writes what the next all-gather sends. `sizes` are the
+    lengths of all ranks' shard buffers, `shard_sizes` what the ranks of the shard axis send: the same, unless replicas
+    own pieces of a shard (`fetched`). `resident` is the unsharded buffer where that is not given up, and the shard
+    buffer a part of it. `num_flags` travel with the gradients: one for each tensor, none for a large one that is alone,
+    which is sent from where autograd has left its gradient. It `has_large_rows` if all ranks' gradients, side by side,
+    take as much as a tensor that travels alone.
     """
 
     def __init__(
@@ -150,24 +151,24 @@ class Group:
         self.mesh = mesh = self.parameters[0].mesh
         self.place = place
         self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_pieces)
-        self.sizes = Sizes(self.packing.rest_numels)
+        self.sizes = Sizes(self.packing.shard_numels)
         self.shard_sizes = self.sizes.together(mesh.num_owners)
         self.dtype = self.parameters[0].resting.dtype
         floating = self.dtype.is_floating_point
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
-        self.has_large_rows = self.packing.rows_numel * self.reduce_dtype.itemsize >= ALONE_BYTES
+        self.has_large_rows = self.packing.gathered_numel * self.reduce_dtype.itemsize >= ALONE_BYTES
         self.grad_dtype = self._grad_dtype(precision.keep_low_precision_grads)
         self.device = mesh.device
-        self.gathers_itself = kind_of(self.parameters[0]).gathers_itself
+        self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
         is_one_large = len(self.parameters) == 1 and is_large(self.parameters[0])
         self.num_flags = 0 if is_one_large else len(self.parameters)
         self.fetched = self._fetched()
-        self.resident: torch.Tensor | None = None
+        self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
-        self.leaves = self._leaves()
-        self.rest = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
-        self.seats = Seats([leaf.record for leaf in self.leaves])
+        self.optimizer_params = self._optimizer_params()
+        self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
+        self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
     def _grad_dtype(self, keeps_low_precision: bool) -> torch.dtype:
         """The dtype of `.grad`; in low precision as in FSDP1: that of compute, or of reduction where nothing is cut."""
@@ -178,24 +179,26 @@ class Group:
     def _fetched(self) -> FetchedShard | None:
         """What is kept of the shard of which this rank owns a piece; None where ranks own their shards."""
         mesh = self.mesh
-        if not mesh.spreads:
+        if not mesh.shards_replicas:
             return None
         return FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh)
 
-    def _leaves(self) -> tuple[Leaf, ...]:
+    def _optimizer_params(self) -> tuple[OptimizerParam, ...]:
         rank = self.mesh.piece
         if self.is_flat:
             used = self.used
             gaps = tuple(each for each in self.packing.gaps_of(rank) if each.stop <= used.numel)
-            return (Leaf(self.parameters[0], used, (used.numel,), frozenset(range(len(self.parameters))), gaps),)
+            return (
+                OptimizerParam(self.parameters[0], used, (used.numel,), frozenset(range(len(self.parameters))), gaps),
+            )
         return tuple(
-            Leaf(record, slot.held(rank), slot.cut.local_shape(rank), frozenset((index,)))
+            OptimizerParam(record, slot.held(rank), slot.cut.local_shape(rank), frozenset((index,)))
             for index, (record, slot) in enumerate(zip(self.parameters, self.packing.slots, strict=True))
         )
 
-    def hangs_on(self, leaf: Leaf, module_ids: Collection[int]) -> bool:
-        """Whether a parameter of `leaf` hangs on one of the modules with these ids."""
-        places = (place for index in leaf.members for place in self.parameters[index].places)
+    def hangs_on(self, optimizer_param: OptimizerParam, module_ids: Collection[int]) -> bool:
+        """Whether a parameter of `optimizer_param` hangs on one of the modules with these ids."""
+        places = (place for index in optimizer_param.members for place in self.parameters[index].places)
         return any(place.module_id in module_ids for place in places)
 
     @property
@@ -205,7 +208,7 @@ class Group:
 
     @property
     def used(self) -> Extent:
-        """The rest buffer without the padding that follows a packing of runs."""
+        """The shard buffer without the padding that follows a packing of runs."""
         return Extent(0, self.packing.runs_together.local_numel(self.mesh.piece))
 
     @property
@@ -219,23 +222,23 @@ class Group:
 
         Collective over the replicate axis where replicas own pieces, if these were written since.
         """
-        piece = self.place.fetch(self.rest, self.device)
+        piece = self.place.fetch(self.shard_buffer, self.device)
         piece = piece if dtype == self.dtype else piece.to(dtype)
         return piece if self.fetched is None else self.fetched.around(piece, self.version)
 
-    def outdate(self) -> None:
+    def mark_shards_written(self) -> None:
         """What was made of the shards and kept is to be made again: they were written, or may have been. All ranks must
         come here together."""
         self.version += 1
 
     def all_pieces(self, piece: torch.Tensor) -> torch.Tensor:
-        """Every rank's piece side by side, `[packing.rows_numel]`, given this rank's. Collective over all axes that the
-        parameters are cut over."""
+        """Every rank's piece side by side, `[packing.gathered_numel]`, given this rank's. Collective over all axes that
+        the parameters are cut over."""
         mesh, shard = self.mesh, piece
         if self.fetched is not None:
             shard = piece.new_empty(self.fetched.numel)
             mesh.fetch_transport.all_gather(shard, piece, self.fetched.sizes, False)
-        rows = piece.new_empty(self.packing.rows_numel)
+        rows = piece.new_empty(self.packing.gathered_numel)
         mesh.shard_transport.all_gather(rows, shard, self.shard_sizes, False)
         return rows
 
@@ -249,91 +252,96 @@ class Group:
 
     def held(self) -> Iterator[tuple[Memory, torch.Tensor]]:
         """Its own buffers."""
-        if self.resident is not None:
-            yield (Memory.SHARDS if self.is_one_piece else Memory.WHOLE), self.resident
+        if self.unsharded_memory is not None:
+            yield (Memory.SHARDS if self.is_one_piece else Memory.UNSHARDED), self.unsharded_memory
             return
-        if self.fetched is None or not self.fetched.has_piece(self.rest):
-            yield Memory.SHARDS, self.rest
+        if self.fetched is None or not self.fetched.has_piece(self.shard_buffer):
+            yield Memory.SHARDS, self.shard_buffer
         for shard in self.fetched.held() if self.fetched is not None else ():
             yield Memory.SHARDS, shard
 
     @property
     def is_one_piece(self) -> bool:
-        """Whether nothing is cut: the rest buffer holds the whole parameters."""
+        """Whether nothing is cut: the shard buffer holds the unsharded parameters."""
         return self.mesh.num_pieces == 1
 
     @property
-    def whole_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes of the gathered parameters."""
-        return 0 if self.resident is not None else self.packing.whole_numel * self.compute_dtype.itemsize
+        return 0 if self.unsharded_memory is not None else self.packing.unsharded_numel * self.compute_dtype.itemsize
 
     @property
     def is_meta(self) -> bool:
         """Whether the shards have no data yet."""
-        return self.rest.is_meta
+        return self.shard_buffer.is_meta
 
     @property
-    def is_seated(self) -> bool:
-        """Whether every leaf is still the view of the rest buffer that it was made as, and gathered as it was then."""
+    def is_in_buffer(self) -> bool:
+        """Whether every leaf is still the view of the shard buffer that it was made as, and gathered as it was then."""
         if self.gathers_itself:
-            return self.parameters[0].local is self.rest
+            return self.parameters[0].local is self.shard_buffer
         if any(_gathers_itself(each.resting) for each in self.parameters):
             return False
-        return all(self._is_at(leaf.record.resting, leaf.extent.start) for leaf in self.leaves)
+        return all(
+            self._is_at(optimizer_param.record.resting, optimizer_param.extent.start)
+            for optimizer_param in self.optimizer_params
+        )
 
     def _is_at(self, local: torch.Tensor, start: int) -> bool:
-        if local.device != self.rest.device or local.dtype != self.dtype:
+        if local.device != self.shard_buffer.device or local.dtype != self.dtype:
             return False
         return local.is_meta or local.numel() == 0 or local.data_ptr() == self._address(start)
 
     def _address(self, start: int) -> int:
-        return self.rest.data_ptr() + start * self.dtype.itemsize
+        return self.shard_buffer.data_ptr() + start * self.dtype.itemsize
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
-        """Copy the leaves' local tensors into a new rest buffer, and make them views of it."""
+        """Copy the leaves' local tensors into a new shard buffer, and make them views of it."""
         device = self.parameters[0].resting.device
-        rest = self._empty_rest(device)
-        self._mark_padding(rest)
-        for leaf in self.leaves:
-            seat = own_view(rest[leaf.extent.start : leaf.extent.stop]).view(leaf.shape)
-            if not rest.is_meta:
-                seat.copy_(leaf.record.resting)
-            assert isinstance(leaf.parameter, DTensor), "what the optimizer owns is a DTensor"
-            replace_local_tensor(leaf.parameter, seat)
-            leaf.record.claim(leaf.parameter)
+        shard_buffer = self._empty_shard_buffer(device)
+        self._mark_padding(shard_buffer)
+        for optimizer_param in self.optimizer_params:
+            seat = own_view(shard_buffer[optimizer_param.extent.start : optimizer_param.extent.stop]).view(
+                optimizer_param.shape
+            )
+            if not shard_buffer.is_meta:
+                seat.copy_(optimizer_param.record.resting)
+            assert isinstance(optimizer_param.parameter, DTensor), "what the optimizer owns is a DTensor"
+            replace_local_tensor(optimizer_param.parameter, seat)
+            optimizer_param.record.claim(optimizer_param.parameter)
         if self.is_flat:
-            self._view_shards_in(rest)
-        return rest
+            self._view_shards_in(shard_buffer)
+        return shard_buffer
 
-    def _empty_rest(self, device: torch.device) -> torch.Tensor:
+    def _empty_shard_buffer(self, device: torch.device) -> torch.Tensor:
         """Memory for this rank's shards: of its own, or a part of what is kept of other ranks' too."""
         place, mesh, packing = self.place, self.mesh, self.packing
         as_it_is = self.compute_dtype == self.dtype and place.device == self.device and device.type != "meta"
-        if as_it_is and packing.direct and (mesh.keeps_whole or mesh.num_pieces == 1):
-            self.resident = place.empty(packing.whole_numel, self.dtype, device)
+        if as_it_is and packing.direct and (mesh.keeps_unsharded or mesh.num_pieces == 1):
+            self.unsharded_memory = place.empty(packing.unsharded_numel, self.dtype, device)
             start = packing.starts[mesh.pieces_of(mesh.shard_rank).start]
-            shard = self.resident[start : start + self.shard_sizes[mesh.shard_rank]]
+            shard = self.unsharded_memory[start : start + self.shard_sizes[mesh.shard_rank]]
         elif as_it_is and self.fetched is not None:
             shard = place.empty(self.fetched.numel, self.dtype, device)
         else:
-            return place.empty(self.rest_numel, self.dtype, device)
+            return place.empty(self.shard_numel, self.dtype, device)
         return own_view(shard if self.fetched is None else self.fetched.holding(shard))
 
-    def _mark_padding(self, rest: torch.Tensor) -> None:
+    def _mark_padding(self, shard_buffer: torch.Tensor) -> None:
         """Fill what no leaf has with a value that would be noticed."""
-        if rest.is_meta or not self.packing.is_cut_into_runs:
+        if shard_buffer.is_meta or not self.packing.is_cut_into_runs:
             return
-        within = {gap for leaf in self.leaves for gap in leaf.gaps}
+        within = {gap for optimizer_param in self.optimizer_params for gap in optimizer_param.gaps}
         for gap in self.packing.gaps_of(self.mesh.piece):
             if gap not in within:
-                rest[gap.start : gap.stop].fill_(PADDING_VALUE)
+                shard_buffer[gap.start : gap.stop].fill_(PADDING_VALUE)
 
-    def _view_shards_in(self, rest: torch.Tensor) -> None:
+    def _view_shards_in(self, shard_buffer: torch.Tensor) -> None:
         """Make the shards views of the flat parameter's memory."""
         rank = self.mesh.piece
         for record, slot in zip(self.parameters, self.packing.slots, strict=True):
             held, old = slot.held(rank), record.shard_spec
-            seat = own_view(rest[held.start : held.stop]).view(slot.cut.local_shape(rank))
+            seat = own_view(shard_buffer[held.start : held.stop]).view(slot.cut.local_shape(rank))
             spec = dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
             record.exchange(nn.Parameter(as_dtensor(seat, spec), requires_grad=record.requires_grad))
 
@@ -352,9 +360,9 @@ class Group:
         return local
 
     @property
-    def rest_numel(self) -> int:
-        """Elements of this rank's rest buffer."""
-        return self.packing.rest_numels[self.mesh.piece]
+    def shard_numel(self) -> int:
+        """Elements of this rank's shard buffer."""
+        return self.packing.shard_numels[self.mesh.piece]
 
 
 def own_view(part: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from sherd.policy import CPUOffloadPolicy, OffloadPolicy
 
 @dataclass(frozen=True, slots=True)
 class RestingPlace:
-    """`device`: where rest buffers and shard gradients live; `pinned`: in page-locked host memory."""
+    """`device`: where shard buffers and shard gradients live; `pinned`: in page-locked host memory."""
 
     device: torch.device
     pinned: bool = False
@@ -29,9 +29,9 @@ class RestingPlace:
             return torch.empty(numel, dtype=dtype, device="meta")
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
-    def fetch(self, rest: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """`rest` on the compute device; the copy is ordered on the current stream."""
-        return rest if rest.device == device else rest.to(device, non_blocking=True)
+    def fetch(self, shard_buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """`shard_buffer` on the compute device; the copy is ordered on the current stream."""
+        return shard_buffer if shard_buffer.device == device else shard_buffer.to(device, non_blocking=True)
 
     def store(self, reduced: torch.Tensor) -> torch.Tensor:
         """A reduced gradient, brought here.

@@ -88,8 +88,8 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             record = record_of(parameter)
             if record is None:
                 continue
-            if parameter is not record.leaf:
-                if record.has_taken(parameter) and id(record.leaf) in present:
+            if parameter is not record.optimizer_param:
+                if record.has_taken(parameter) and id(record.optimizer_param) in present:
                     continue  # it gets no gradients: the other one does
                 _move_state(optimizer, parameter, record)
                 if id(record.shard) in present:
@@ -114,14 +114,14 @@ def _merge(optimizer: Optimizer) -> None:
     for at, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             record = record_of(parameter)
-            if record is None or record.flat is None or parameter is record.leaf:
+            if record is None or record.flat is None or parameter is record.optimizer_param:
                 continue
-            if not (record.has_taken(parameter) and id(record.leaf) in present):
-                merged.setdefault(id(record.leaf), {})[id(parameter)] = (at, record)
+            if not (record.has_taken(parameter) and id(record.optimizer_param) in present):
+                merged.setdefault(id(record.optimizer_param), {})[id(parameter)] = (at, record)
     for members in merged.values():
         _require_mergeable(optimizer, list(members.values()), present)
         at, first = next(iter(members.values()))
-        _replace(optimizer.param_groups[at], members.keys(), first.leaf)
+        _replace(optimizer.param_groups[at], members.keys(), first.optimizer_param)
 
 
 def _require_mergeable(
@@ -133,7 +133,7 @@ def _require_mergeable(
     names = list(dict.fromkeys(record.name for _, record in members))
     told = f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}"
     away = "build the optimizer from the wrapped model's parameters(), or wrap with use_orig_params=True"
-    if id(first.leaf) in present:
+    if id(first.optimizer_param) in present:
         raise OptimizerError(
             f"{kind} holds {told} twice: as before, and in the flat parameter they are part of; {away}"
         )

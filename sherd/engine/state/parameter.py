@@ -36,14 +36,14 @@ torch refuses to swap a tensor that has one (`module.to()`); a shard is known by
 
 
 def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
-    """The record of a shard, of a whole parameter, or of the Parameter that was sharded; None for any other tensor."""
+    """The record of a shard, of an unsharded parameter, or of the Parameter that was sharded. Else None."""
     entry = _records.get(id(tensor))
     if entry is None:
         return None
     record, held = entry[0](), entry[1]
     if record is None:
         return None
-    is_it = tensor is record.shard or tensor is record.leaf if held is None else tensor is held()
+    is_it = tensor is record.shard or tensor is record.optimizer_param if held is None else tensor is held()
     return record if is_it else None
 
 
@@ -159,7 +159,7 @@ class Owner(Protocol):
     id: int
 
     def shards_written(self) -> None:
-        """Shards have new values: whole parameters made from the old ones are stale."""
+        """Shards have new values: unsharded parameters made from the old ones are stale."""
 
     def before_step(self) -> None:
         """An optimizer is about to write to the shards. Raises if that will be written over, or was lost."""
@@ -170,12 +170,12 @@ class ShardedParameter:
     """The record of one parameter.
 
     `shape` and `dtype` are the whole's (the local tensor's, under tensor parallelism), `mesh` is what it is sharded
-    over. `shard_spec` and `whole_spec` say which DTensor each form is; `whole_spec` is None for a plain tensor. `lot`:
-    which of the unit's plans cut it, if it is cut into runs. `holder` is the module it was found on. `flat`: what the
-    shard was merged into, if it was. `restored`: what makes the whole of a DTensor of its local tensor, if a user has
-    something to say about that. `lent`: a whole copy that the user works with (`sherd.unsharded`), which modules
-    show meanwhile. `attributes`: what users write on the parameter (`weight.no_decay = True`), the `__dict__` of all
-    its forms.
+    over. `shard_spec` and `unsharded_spec` say which DTensor each form is; `unsharded_spec` is None for a plain tensor.
+    `plan_id`: which of the unit's plans cut it, if it is cut into runs. `holder` is the module it was found on. `flat`:
+    what the shard was merged into, if it was. `restored`: what makes the whole of a DTensor of its local tensor, if a
+    user has something to say about that. `lent`: an unsharded copy that the user works with (`sherd.unsharded`), which
+    modules show meanwhile. `attributes`: what users write on the parameter (`weight.no_decay = True`), the `__dict__`
+    of all its forms.
     """
 
     name: str
@@ -183,9 +183,9 @@ class ShardedParameter:
     dtype: torch.dtype
     mesh: DataMesh
     cut: Cut | Runs
-    lot: int
+    plan_id: int
     shard_spec: DTensorSpec
-    whole_spec: DTensorSpec | None
+    unsharded_spec: DTensorSpec | None
     shard: nn.Parameter
     holder: weakref.ref[nn.Module]
     places: list[Place] = field(default_factory=list)
@@ -220,7 +220,7 @@ class ShardedParameter:
         """Remember that `tensor` is a form of this parameter: its shard, its whole, or what it was before."""
         key = id(tensor)
         forget = functools.partial(_forget, key)
-        held = None if tensor is self.shard or tensor is self.leaf else weakref.ref(tensor, forget)
+        held = None if tensor is self.shard or tensor is self.optimizer_param else weakref.ref(tensor, forget)
         _records[key] = (weakref.ref(self, forget), held)
 
     def belong_to(self, owner: Owner) -> None:
@@ -247,21 +247,21 @@ class ShardedParameter:
         self.register(False)
 
     @property
-    def leaf(self) -> nn.Parameter:
+    def optimizer_param(self) -> nn.Parameter:
         """What the optimizer owns: the shard, or the flat parameter that it is part of."""
         return self.shard if self.flat is None else self.flat.parameter
 
     @property
     def requires_grad(self) -> bool:
         """Whether it is trained."""
-        return self.leaf.requires_grad
+        return self.optimizer_param.requires_grad
 
     @property
     def resting(self) -> torch.Tensor:
         """This rank's part of the leaf: the memory that the optimizer writes."""
-        leaf = self.leaf
-        assert isinstance(leaf, DTensor), f"{self.name}: what the optimizer owns is a DTensor"
-        return local_tensor(leaf)
+        optimizer_param = self.optimizer_param
+        assert isinstance(optimizer_param, DTensor), f"{self.name}: what the optimizer owns is a DTensor"
+        return local_tensor(optimizer_param)
 
     @property
     def local(self) -> torch.Tensor:
@@ -325,12 +325,12 @@ class ShardedParameter:
         """Whether the user had put `parameter`, a form of this one, in the shard's place; no module has it any more."""
         return id(parameter) in self._taken_ids
 
-    def hide(self, whole: nn.Parameter) -> nn.Parameter | None:
-        """Show the shard where `whole` was shown; a Parameter that the user had put there instead."""
+    def hide(self, unsharded: nn.Parameter) -> nn.Parameter | None:
+        """Show the shard where `unsharded` was shown; a Parameter that the user had put there instead."""
         instead = None
         if self.lent is None:
             for place in self.places:
-                found = place.swap(whole, self.shard)
+                found = place.swap(unsharded, self.shard)
                 instead = instead if found is None else found
         return instead
 
@@ -353,27 +353,27 @@ class ShardedParameter:
             local.copy_(part)
 
     def restore_with(self, restored: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let `restored` make the whole parameter of its local tensor."""
+        """Let `restored` make the unsharded parameter of its local tensor."""
         self.restored = restored
 
-    def as_whole(self, plain: torch.Tensor) -> torch.Tensor:
+    def as_unsharded(self, plain: torch.Tensor) -> torch.Tensor:
         """`plain`, all elements in the shape `shape`, as modules see it: a DTensor if it was one; uncopied."""
         if self.restored is not None:
             return self.restored(plain)
-        if self.whole_spec is None:
+        if self.unsharded_spec is None:
             return plain
-        old = self.whole_spec
+        old = self.unsharded_spec
         return dtensor(plain, dtensor_spec(old.mesh, old.placements, old.shape, plain.dtype))
 
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of `whole`, of shape `shape`; a view where the cut allows."""
-        return shard_of(whole, self.cut, self.mesh.piece)
+    def part_of(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of `unsharded`, of shape `shape`; a view where the cut allows."""
+        return shard_of(unsharded, self.cut, self.mesh.piece)
 
-    def lend(self, whole: nn.Parameter) -> None:
-        """Show `whole` until it is taken back."""
-        self.share_attributes(whole)
-        self.show(whole)
-        self.lent = whole
+    def lend(self, unsharded: nn.Parameter) -> None:
+        """Show `unsharded` until it is taken back."""
+        self.share_attributes(unsharded)
+        self.show(unsharded)
+        self.lent = unsharded
 
     def take_back(self) -> list[Any]:
         """Show the shard again; return what the places had instead of it, lent or put there by the user."""

@@ -29,7 +29,7 @@ from sherd.tensor.ragged import RaggedDTensor
 _storage_of = torch.Tensor.untyped_storage
 
 
-class Seats:
+class ShardMemory:
     """Where the leaves of one group were put."""
 
     def __init__(self, records: Sequence[ShardedParameter]) -> None:
@@ -38,17 +38,17 @@ class Seats:
 
     def note(self) -> None:
         """Remember where the leaves are now, which may be other objects than before."""
-        self._leaves: list[Any] = [record.leaf for record in self._records]
+        self._optimizer_params: list[Any] = [record.optimizer_param for record in self._records]
         self._locals = [record.resting for record in self._records]
         # Held, so that no other storage can be where one of them was.
-        self._shells = [each for each in self._leaves if not isinstance(each, RaggedDTensor)]
+        self._shells = [each for each in self._optimizer_params if not isinstance(each, RaggedDTensor)]
         self._storages = [_storage_of(each) for each in self._shells]
 
     @property
     def are_taken(self) -> bool:
         """Whether each leaf is where it was put; asked at each forward, so all of it runs in C where it can."""
         try:
-            now = local_tensors(self._leaves)
+            now = local_tensors(self._optimizer_params)
         except AttributeError:  # it is no DTensor any more
             return False
         return all(map(is_, now, self._locals)) and all(map(is_, map(_storage_of, self._shells), self._storages))
@@ -65,15 +65,15 @@ class Seats:
         storages = dict(zip(map(id, self._shells), self._storages, strict=True))
         lost = []
         for record, local in zip(self._records, self._locals, strict=True):
-            leaf = record.leaf
-            _require_alike(record, leaf)
-            assert isinstance(leaf, DTensor), "that was looked at"
-            storage = storages.get(id(leaf))
-            if local_tensor(leaf) is not local:
-                _take_swapped(record, leaf, local)
-            elif storage is not None and _storage_of(leaf) is not storage:
-                if has_bytes(_storage_of(leaf)):
-                    _take_plain(record, leaf, local)
+            optimizer_param = record.optimizer_param
+            _require_alike(record, optimizer_param)
+            assert isinstance(optimizer_param, DTensor), "that was looked at"
+            storage = storages.get(id(optimizer_param))
+            if local_tensor(optimizer_param) is not local:
+                _take_swapped(record, optimizer_param, local)
+            elif storage is not None and _storage_of(optimizer_param) is not storage:
+                if has_bytes(_storage_of(optimizer_param)):
+                    _take_plain(record, optimizer_param, local)
                 else:
                     lost.append(record.name)
         self.note()
@@ -85,32 +85,34 @@ class Seats:
             )
 
 
-def _require_alike(record: ShardedParameter, leaf: torch.Tensor) -> None:
-    """Raise unless `leaf` is a DTensor of the parameter's layout still."""
+def _require_alike(record: ShardedParameter, optimizer_param: torch.Tensor) -> None:
+    """Raise unless `optimizer_param` is a DTensor of the parameter's layout still."""
     ours = record.shard_spec if record.flat is None else None
-    is_alike = isinstance(leaf, DTensor) and (ours is None or spec_of(leaf).placements == ours.placements)
+    is_alike = isinstance(optimizer_param, DTensor) and (
+        ours is None or spec_of(optimizer_param).placements == ours.placements
+    )
     if not is_alike:
         raise WriteBackError(
-            f"{record.name} was swapped with a {type(leaf).__name__} that is not sharded as it is "
+            f"{record.name} was swapped with a {type(optimizer_param).__name__} that is not sharded as it is "
             f"({record.shard_spec.placements}); swap it with a parameter of the same layout, or give the module a new "
             "one, module.weight = nn.Parameter(value)"
         )
 
 
-def _take_swapped(record: ShardedParameter, leaf: DTensor, local: torch.Tensor) -> None:
-    given = local_tensor(leaf)
+def _take_swapped(record: ShardedParameter, optimizer_param: DTensor, local: torch.Tensor) -> None:
+    given = local_tensor(optimizer_param)
     is_own = type(given) is type(local) is torch.Tensor and not local.is_meta
     if is_own and (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
         local.copy_(given)
-        replace_local_tensor(leaf, local)
+        replace_local_tensor(optimizer_param, local)
 
 
-def _take_plain(record: ShardedParameter, leaf: torch.Tensor, local: torch.Tensor) -> None:
-    """The shell of `leaf` has become that of a plain tensor, with its memory: make it a DTensor's again."""
-    size, stride = tuple(leaf.shape), leaf.stride()
-    value = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-    value.set_(_storage_of(leaf), leaf.storage_offset(), size, stride)
-    leaf.data = dtensor(local, record.shard_spec)
+def _take_plain(record: ShardedParameter, optimizer_param: torch.Tensor, local: torch.Tensor) -> None:
+    """The shell of `optimizer_param` has become that of a plain tensor, with its memory: make it a DTensor's again."""
+    size, stride = tuple(optimizer_param.shape), optimizer_param.stride()
+    value = torch.empty(0, dtype=optimizer_param.dtype, device=optimizer_param.device)
+    value.set_(_storage_of(optimizer_param), optimizer_param.storage_offset(), size, stride)
+    optimizer_param.data = dtensor(local, record.shard_spec)
     part = part_given(value, tuple(record.shape), local, record.part_of)
     if part is None:
         raise WriteBackError(

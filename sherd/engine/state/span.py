@@ -1,6 +1,6 @@
-"""How are neighbouring shards one vector, with their gradients and optimizer states? Views of a rest buffer.
+"""How are neighbouring shards one vector, with their gradients and optimizer states? Views of a shard buffer.
 
-rest buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
+shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
 runs            |     run 0    |   |    run 1    |      parameters, gradients and states lie alike
 """
 
@@ -28,7 +28,7 @@ States = MutableMapping[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One shard in its group's rest buffer. `place`: which parameter group of the optimizer it is in."""
+    """One shard in its group's shard buffer. `place`: which parameter group of the optimizer it is in."""
 
     record: ShardedParameter
     group: Group
@@ -48,10 +48,13 @@ class Seat:
     @property
     def is_taken(self) -> bool:
         """Whether the shard lies in the buffer; after `module.to()` it does not, until the next forward."""
-        local, rest = self.record.local, self.group.rest
-        if local.dtype != rest.dtype or local.device != rest.device:
+        local, shard_buffer = self.record.local, self.group.shard_buffer
+        if local.dtype != shard_buffer.dtype or local.device != shard_buffer.device:
             return False
-        return not self.is_filled or local.data_ptr() == rest.data_ptr() + self.extent.start * rest.itemsize
+        return (
+            not self.is_filled
+            or local.data_ptr() == shard_buffer.data_ptr() + self.extent.start * shard_buffer.itemsize
+        )
 
     def fits(self, gradient: Any) -> bool:
         """Whether a gradient is laid out as the shard is."""
@@ -75,7 +78,7 @@ class Home:
 
 
 class Run:
-    """Neighbouring shards that are stepped as one vector, `flat`, a view of their rest buffer.
+    """Neighbouring shards that are stepped as one vector, `flat`, a view of their shard buffer.
 
     Shards that this rank holds nothing of come last; they take part in the count of steps.
     """
@@ -85,7 +88,7 @@ class Run:
         first, stop = (filled[0].start, filled[-1].stop) if filled else (0, 0)
         self.seats = tuple(seats)
         self.shards = [seat.shard for seat in seats]
-        self.flat = nn.Parameter(seats[0].group.rest[first:stop].detach(), requires_grad=True)
+        self.flat = nn.Parameter(seats[0].group.shard_buffer[first:stop].detach(), requires_grad=True)
         self._extents = [Extent(each.start - first, each.numel) for each in filled]
         self._starts = [each.start for each in self._extents]
         self._is_filled = len(self._starts) == len(self.seats)

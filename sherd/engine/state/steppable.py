@@ -13,7 +13,7 @@ from sherd.errors import OptimizerError
 from sherd.tensor.ragged import RaggedDTensor
 
 _RUNS = "shard with placement=Flat(), of which it steps this rank's run, or flatten_optimizer(optimizer)"
-_OWNER = "shard with placement=Whole(), of which each tensor's owner steps it"
+_OWNER = "shard with placement=Owned(), of which each tensor's owner steps it"
 _NOT_FUSED = "leave out fused=True, or shard with placement=Flat()"
 _LINE = (
     "it joins all parameters in one line, whose elements would be on all ranks in turn; shard so that dim 0 of every "
@@ -27,22 +27,22 @@ def require_steppable(optimizer: Optimizer, group: dict[str, Any], record: Shard
     A subclass may do otherwise and is not asked. What torch 2.13 cannot step is tested one by one
     (`test_what_is_refused_torch_cannot_step`).
     """
-    remedy = _remedy(type(optimizer), group, record.leaf)
+    remedy = _remedy(type(optimizer), group, record.optimizer_param)
     if remedy is not None:
         form = "(fused=True)" if remedy is _NOT_FUSED else ""
         raise OptimizerError(
-            f"{type(optimizer).__name__}{form} cannot step {record.name}, of shape {tuple(record.leaf.shape)}, as it "
-            f"is sharded; {remedy}"
+            f"{type(optimizer).__name__}{form} cannot step {record.name}, of shape "
+            f"{tuple(record.optimizer_param.shape)}, as it is sharded; {remedy}"
         )
 
 
-def _remedy(kind: type[Optimizer], group: dict[str, Any], leaf: Any) -> str | None:
-    if kind not in _ASKED or not isinstance(leaf, DTensor) or leaf.device_mesh.size() == 1:
+def _remedy(kind: type[Optimizer], group: dict[str, Any], optimizer_param: Any) -> str | None:
+    if kind not in _ASKED or not isinstance(optimizer_param, DTensor) or optimizer_param.device_mesh.size() == 1:
         return None
-    stock = not isinstance(leaf, RaggedDTensor)
-    sharded = any(not each.is_replicate() for each in leaf.placements)
+    stock = not isinstance(optimizer_param, RaggedDTensor)
+    sharded = any(not each.is_replicate() for each in optimizer_param.placements)
     if kind is LBFGS:
-        return _LINE if sharded and not (stock and _is_even(leaf)) else None
+        return _LINE if sharded and not (stock and _is_even(optimizer_param)) else None
     if not stock or not sharded:
         return None
     if kind in (SGD, Adagrad):
@@ -53,9 +53,10 @@ def _remedy(kind: type[Optimizer], group: dict[str, Any], leaf: Any) -> str | No
 _ASKED = (SGD, Adagrad, Rprop, Adafactor, LBFGS)
 
 
-def _is_even(leaf: DTensor) -> bool:
+def _is_even(optimizer_param: DTensor) -> bool:
     """Whether every rank has as many elements, one behind the other."""
-    divides = leaf.ndim > 0 and leaf.shape[0] % leaf.device_mesh.size() == 0
+    divides = optimizer_param.ndim > 0 and optimizer_param.shape[0] % optimizer_param.device_mesh.size() == 0
     return all(
-        each.is_replicate() or (isinstance(each, Shard) and each.dim == 0 and divides) for each in leaf.placements
+        each.is_replicate() or (isinstance(each, Shard) and each.dim == 0 and divides)
+        for each in optimizer_param.placements
     )

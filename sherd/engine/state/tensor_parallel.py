@@ -39,7 +39,7 @@ def own_spec(mesh: DataMesh, cut: Cut | Runs, shape: torch.Size, dtype: torch.dt
     """The shard of a plain parameter."""
     if isinstance(cut, Runs):
         return ragged_spec(mesh.mesh, _copies(mesh), shape, dtype, cut, mesh.piece_axes)
-    placements = _placements_in_cut_order(mesh, cut.dim) if mesh.spreads else _data_placements(mesh, cut.dim)
+    placements = _placements_in_cut_order(mesh, cut.dim) if mesh.shards_replicas else _data_placements(mesh, cut.dim)
     return dtensor_spec(mesh.in_cut_order, placements, shape, dtype)
 
 
@@ -60,7 +60,7 @@ def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[P
     return tuple(placements)
 
 
-def beside(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
+def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
     """The shard of a parameter that is a DTensor on another mesh, of which `cut` cuts this rank's part.
 
     Raises:
@@ -68,17 +68,17 @@ def beside(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DT
         PlacementError: it is a partial sum there.
         OwnershipError: they are the same mesh.
     """
-    if whole.mesh in (mesh.mesh, mesh.given):
+    if unsharded.mesh in (mesh.mesh, mesh.given):
         raise OwnershipError(
             f"{name}: it is a DTensor on the very mesh it would be sharded over, {mesh.mesh}, so something has sharded "
             "it already (a unit that no longer exists?): build the model anew; or it is tensor parallel there: shard "
             "it over another axis"
         )
-    _require_no_sums(whole, name)
-    return _in_front_or_behind(whole, [whole.mesh], whole.placements, mesh, cut, name)
+    _require_no_sums(unsharded, name)
+    return _in_front_or_behind(unsharded, [unsharded.mesh], unsharded.placements, mesh, cut, name)
 
 
-def on_full_mesh(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
+def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
     """The shard of a parameter that is a DTensor on the full mesh whose data-parallel axes the user named; or, where it
     has no others, on another one.
 
@@ -87,78 +87,80 @@ def on_full_mesh(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str)
     """
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     full, names = mesh.full, mesh.full.mesh_dim_names or ()
-    if whole.mesh != full and set(names) == {*mesh.dims.shard_names, *mesh.dims.replicate_names}:
-        return beside(whole, mesh, cut, name)  # a mesh of data-parallel axes only, named to say which does what
-    if whole.mesh != full:
+    if unsharded.mesh != full and set(names) == {*mesh.dims.shard_names, *mesh.dims.replicate_names}:
+        return beside(unsharded, mesh, cut, name)  # a mesh of data-parallel axes only, named to say which does what
+    if unsharded.mesh != full:
         raise PlacementError(
-            f"{name}: it is a DTensor on {whole.mesh}, not on the mesh that fully_shard was given, {full}"
+            f"{name}: it is a DTensor on {unsharded.mesh}, not on the mesh that fully_shard was given, {full}"
         )
     for axis_name in (*mesh.dims.shard_names, *mesh.dims.replicate_names):
-        placement = whole.placements[names.index(axis_name)]
+        placement = unsharded.placements[names.index(axis_name)]
         if not placement.is_replicate():
             raise PlacementError(
                 f"{name}: data-parallel axis {axis_name!r} must find it replicated, its placement there is "
                 f"{placement}; distribute it with Replicate() on the data-parallel axes"
             )
-    _require_no_sums(whole, name)
-    if len(mesh.dims.shard_names) <= 1 and len(mesh.dims.replicate_names) <= 1 and not mesh.spreads:
-        spec = _in_place(whole, mesh, cut)
+    _require_no_sums(unsharded, name)
+    if len(mesh.dims.shard_names) <= 1 and len(mesh.dims.replicate_names) <= 1 and not mesh.shards_replicas:
+        spec = _in_place(unsharded, mesh, cut)
         if spec is not None:
             return spec
     # Several axes were flattened into one, or ours must go behind: a mesh of the data axes and the ones that are left.
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
     others = [axis for axis in range(full.ndim) if axis not in data_axes]
-    rest = tuple(whole.placements[axis] for axis in others)
-    return _in_front_or_behind(whole, [full[names[axis]] for axis in others], rest, mesh, cut, name)
+    shard_buffer = tuple(unsharded.placements[axis] for axis in others)
+    return _in_front_or_behind(unsharded, [full[names[axis]] for axis in others], shard_buffer, mesh, cut, name)
 
 
-def _in_place(whole: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTensorSpec | None:
+def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTensorSpec | None:
     """The whole's spec with the shard axis, one of the same mesh, cutting it too; None if that reads otherwise."""
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     dim = None if isinstance(cut, Runs) else cut.dim
     if not mesh.dims.shard_names or (dim is None and isinstance(cut, Cut)):
-        return whole
+        return unsharded
     axis = (mesh.full.mesh_dim_names or ()).index(mesh.dims.shard_names[0])
     if isinstance(cut, Runs):
-        return ragged_spec(mesh.full, whole.placements, whole.shape, _dtype(whole), cut, (axis,))
+        return ragged_spec(mesh.full, unsharded.placements, unsharded.shape, _dtype(unsharded), cut, (axis,))
     assert dim is not None, "what is not cut stays as it is"
-    sizes = [mesh.full.size(at) if _cuts_dim(each, dim) else 1 for at, each in enumerate(whole.placements)]
+    sizes = [mesh.full.size(at) if _cuts_dim(each, dim) else 1 for at, each in enumerate(unsharded.placements)]
     before, behind = sizes[:axis], sizes[axis + 1 :]
-    strided = any(_is_strided(each) for each in whole.placements)
-    if not all(_reads_as_cut(n, mesh.num_shards, behind, strided) for n in set(_parts(whole.shape[dim], before))):
+    strided = any(_is_strided(each) for each in unsharded.placements)
+    if not all(_reads_as_cut(n, mesh.num_shards, behind, strided) for n in set(_parts(unsharded.shape[dim], before))):
         return None
-    placements = (*whole.placements[:axis], _shard(dim, prod(behind)), *whole.placements[axis + 1 :])
-    return dtensor_spec(mesh.full, placements, whole.shape, _dtype(whole))
+    placements = (*unsharded.placements[:axis], _shard(dim, prod(behind)), *unsharded.placements[axis + 1 :])
+    return dtensor_spec(mesh.full, placements, unsharded.shape, _dtype(unsharded))
 
 
 def _in_front_or_behind(
-    whole: DTensorSpec,
+    unsharded: DTensorSpec,
     meshes: Sequence[DeviceMesh],
-    rest: tuple[PlacementSpec, ...],
+    shard_buffer: tuple[PlacementSpec, ...],
     mesh: DataMesh,
     cut: Cut | Runs,
     name: str,
 ) -> DTensorSpec:
-    """The shard on the data-parallel axes and `meshes`, whose axes have the placements `rest`."""
+    """The shard on the data-parallel axes and `meshes`, whose axes have the placements `shard_buffer`."""
     if not meshes:
-        return own_spec(mesh, cut, whole.shape, _dtype(whole))
+        return own_spec(mesh, cut, unsharded.shape, _dtype(unsharded))
     _require_apart(mesh.given, meshes, name)
     if isinstance(cut, Runs):
-        joined, given = _joined(mesh, meshes, name), (*_copies(mesh), *rest)
-        return ragged_spec(joined, given, whole.shape, _dtype(whole), cut, mesh.piece_axes)
+        joined, given = _joined(mesh, meshes, name), (*_copies(mesh), *shard_buffer)
+        return ragged_spec(joined, given, unsharded.shape, _dtype(unsharded), cut, mesh.piece_axes)
     dim = cut.dim if mesh.shard_axis is not None else None
-    if mesh.spreads:
+    if mesh.shards_replicas:
         base = _joined(mesh, meshes, name)
         in_cut_order = permuted(base, (*range(mesh.mesh.ndim, base.ndim), *mesh.piece_axes))
-        return dtensor_spec(in_cut_order, (*rest, *_placements_in_cut_order(mesh, dim)), whole.shape, _dtype(whole))
+        return dtensor_spec(
+            in_cut_order, (*shard_buffer, *_placements_in_cut_order(mesh, dim)), unsharded.shape, _dtype(unsharded)
+        )
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
-    behind = [size for size, placement in zip(sizes, rest, strict=True) if _cuts_dim(placement, dim)]
-    strided = any(_is_strided(each) for each in rest)
-    if dim is None or _reads_as_cut(whole.shape[dim], mesh.num_shards, behind, strided):
-        joined, placements = _joined(mesh, meshes, name), (*_data_placements(mesh, dim, prod(behind)), *rest)
+    behind = [size for size, placement in zip(sizes, shard_buffer, strict=True) if _cuts_dim(placement, dim)]
+    strided = any(_is_strided(each) for each in shard_buffer)
+    if dim is None or _reads_as_cut(unsharded.shape[dim], mesh.num_shards, behind, strided):
+        joined, placements = _joined(mesh, meshes, name), (*_data_placements(mesh, dim, prod(behind)), *shard_buffer)
     else:
-        joined, placements = _joined(mesh, meshes, name, behind=True), (*rest, *_data_placements(mesh, dim))
-    return dtensor_spec(joined, placements, whole.shape, _dtype(whole))
+        joined, placements = _joined(mesh, meshes, name, behind=True), (*shard_buffer, *_data_placements(mesh, dim))
+    return dtensor_spec(joined, placements, unsharded.shape, _dtype(unsharded))
 
 
 def merged_spec(
@@ -172,14 +174,14 @@ def merged_spec(
         members: what each is before it is cut, None for a plain tensor, and where it lies in the vector.
         name: of the first, for messages.
     """
-    wholes = [whole for whole, _ in members if whole is not None]
-    axes = list(dict.fromkeys(axis for whole in wholes for axis in _axes_of(whole.mesh)))
+    specs = [unsharded for unsharded, _ in members if unsharded is not None]
+    axes = list(dict.fromkeys(axis for unsharded in specs for axis in _axes_of(unsharded.mesh)))
     if not axes:
         return own_spec(mesh, cut, torch.Size(cut.shape), dtype)
     joined, numel = _joined(mesh, axes, name), cut.numel
     placements: list[PlacementSpec] = []
     for axis in reversed(axes):
-        copies = tuple(extent for whole, extent in members if _is_copied(whole, axis))
+        copies = tuple(extent for unsharded, extent in members if _is_copied(unsharded, axis))
         if axis.size() == 1 or len(copies) == len(members):
             placements.insert(0, ReplicateSpec())
             continue
@@ -195,11 +197,11 @@ def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
     return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names or ()]
 
 
-def _is_copied(whole: DTensorSpec | None, axis: DeviceMesh) -> bool:
+def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
     """Whether the ranks of `axis` have the same elements of a parameter; of a plain one they have."""
-    if whole is None or axis not in (axes := _axes_of(whole.mesh)):
+    if unsharded is None or axis not in (axes := _axes_of(unsharded.mesh)):
         return True
-    return whole.placements[axes.index(axis)].is_replicate()
+    return unsharded.placements[axes.index(axis)].is_replicate()
 
 
 # Reading from the left
@@ -244,11 +246,11 @@ def _shard(dim: int, split: int) -> PlacementSpec:
 # What does not fit
 
 
-def _require_no_sums(whole: DTensorSpec, name: str) -> None:
+def _require_no_sums(unsharded: DTensorSpec, name: str) -> None:
     """Raise if the parameter is the sum of what several ranks hold."""
-    for axis, placement in enumerate(whole.placements):
+    for axis, placement in enumerate(unsharded.placements):
         if placement.is_partial():
-            axis_name = axis if whole.mesh.mesh_dim_names is None else repr(whole.mesh.mesh_dim_names[axis])
+            axis_name = axis if unsharded.mesh.mesh_dim_names is None else repr(unsharded.mesh.mesh_dim_names[axis])
             raise PlacementError(
                 f"{name}: its placement on axis {axis_name} is {placement}, a sum that nobody has made yet, so there "
                 "is no value for an optimizer to change; redistribute it to Replicate() or Shard(dim), then fully_shard"
