@@ -1,5 +1,4 @@
-"""What if unsharded parameters are views of what was gathered, and the optimizer steps whole buffers? Less is
-copied.
+"""Copy less: unsharded parameters are views of what was gathered, and the optimizer steps whole buffers.
 
 The default cuts every tensor on its first dim; Flat cuts one line of all of them. Both train the same model.
 

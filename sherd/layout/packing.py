@@ -94,7 +94,7 @@ class Packing:
         assert self.unsharded_numel % self.num_ranks == 0, (
             "the unsharded buffer must divide by the ranks, to be resharded"
         )
-        _check_apart([slot.unsharded for slot in self.slots], self.unsharded_numel, "whole")
+        _check_apart([slot.unsharded for slot in self.slots], self.unsharded_numel, "unsharded")
         if self.is_cut_into_runs:
             self._check_runs()
         else:
@@ -102,15 +102,15 @@ class Packing:
 
     def _check_strips(self) -> None:
         assert self.is_even, "tensors cut per tensor take the same room on every rank"
-        _check_apart([slot.shard_buffer for slot in self._strips], self.shard_numels[0], "rest")
+        _check_apart([slot.shard_buffer for slot in self._strips], self.shard_numels[0], "shard")
         for slot in self._strips:
             cut = slot.cut
             rows = self.num_ranks if cut.dim is None else cut.shape[cut.dim]
             assert cut.num_rows_held == rows, f"some row of a tensor of shape {cut.shape} has no owner, or two"
             assert cut.dim is None or cut.is_consecutive, f"rows of a tensor of shape {cut.shape} are out of order"
-            assert slot.shard_buffer.numel >= cut.slot, f"the rest slot of a tensor of shape {cut.shape} is too short"
+            assert slot.shard_buffer.numel >= cut.slot, f"the shard slot of a tensor of shape {cut.shape} is too short"
             assert slot.unsharded.numel >= cut.unsharded_numel, (
-                f"the whole slot of a tensor of shape {cut.shape} is too short"
+                f"the unsharded slot of a tensor of shape {cut.shape} is too short"
             )
 
     def _check_runs(self) -> None:

@@ -192,8 +192,8 @@ class Config:
         self._check_model()
         if self.shard.strategy in KEEP_WHOLE and self.shard.reshard == "always":
             raise InputError(
-                f"shard.reshard = 'always', but by shard.strategy = {self.shard.strategy!r} every rank keeps whole "
-                "parameters; leave it out, or choose zero3, hsdp or hfsdp"
+                f"shard.reshard = 'always', but by shard.strategy = {self.shard.strategy!r} every rank keeps "
+                "unsharded parameters; leave it out, or choose zero3, hsdp or hfsdp"
             )
 
     def _check_model(self) -> None:
