@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import all_gather_coalesced, all_gather_single, reduce_scatter_single
-from sherd.comm.failures import named
+from sherd.comm.failures import unfinished
+from sherd.errors import CommError
 
 CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """Puts `sizes[rank]` elements, rank's part, where they belong: `copy_into_place(rank, part)`."""
@@ -179,8 +180,12 @@ class _Named:
 
     def wait(self) -> None:
         """As the call's own. Raises CommError."""
-        with named(self._what, self._group):
+        try:
             self._pending.wait()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise unfinished(self._what, self._group, error) from error
 
 
 class SingleCalls(Transport):
@@ -234,8 +239,12 @@ class SingleCalls(Transport):
         )
 
     def _called(self, call: Callable[[], Any], what: str) -> Pending | None:
-        with named(what, self._group):
+        try:
             pending = call()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise unfinished(what, self._group, error) from error
         return None if pending is None else _Named(pending, what, self._group)
 
 

@@ -378,16 +378,18 @@ class _WatchedRuntime(Runtime):
 
     def on(self, event: Event) -> None:
         self.watcher.happens(event)
-        for action in self.schedule.on(event):
-            unit = self.units[action.unit]
-            self.watcher.look(action.unit)
-            before = _held_by_groups(unit)
-            self.perform(action)
-            self._look_beside(action, unit)
-            turns = _in_turn(unit, before) if isinstance(action, do.Await | do.Shrink) else ()
-            self.watcher.look(action.unit, *turns)
+        super().on(event)
         if isinstance(event, EndBackward) and isinstance(self.watcher.step[0], BeforeForward):
             _watched[self] = tuple(self.watcher.step)
+
+    def perform(self, action: do.Action) -> None:
+        unit = self.units[action.unit]
+        self.watcher.look(action.unit)
+        before = _held_by_groups(unit)
+        super().perform(action)
+        self._look_beside(action, unit)
+        turns = _in_turn(unit, before) if isinstance(action, do.Await | do.Shrink) else ()
+        self.watcher.look(action.unit, *turns)
 
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
         """What `action` did to others: gathers under way may have landed while `unit`, which held all it had until

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sherd.engine.moves.gradients import Scale
-from sherd.engine.moves.weights import MOVES, Position
+from sherd.engine.moves.position import MOVES, Position
 from sherd.errors import SherdError, StateError
 from sherd.schedule.state import Live
 

@@ -80,7 +80,11 @@ class _Reduction:
 class Gradients:
     """One group's gradients. `begin()` is called when one comes though nobody has said `expect`, `complete()` when
     every trainable parameter has had its gradient. `is_expecting`: it was said, and the backward is not over;
-    `came_twice`: two of one parameter have come since."""
+    `came_twice`: two of one parameter have come since.
+
+    It `may_borrow` if a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it. It
+    `collects_late` if gradients that will be reduced wait as they are, and rows are allocated for the reduction only:
+    after the unsharded parameters were freed, and the rows of the unit before."""
 
     def __init__(self, group: Group, streams: Streams, begin: Callable[[], None], complete: Callable[[], None]) -> None:
         self.group = group
@@ -98,6 +102,11 @@ class Gradients:
         self._partly_reduced: frozenset[int] = frozenset()
         self._scale = Scale(1.0, 1.0)
         self._expected = 0
+        is_alone = len(group.parameters) == 1 and group.packing.direct and group.num_flags == 0
+        self.may_borrow = is_alone and streams.in_host_order and group.reduce_dtype != torch.float16
+        # Without streams small gradients are copied as they come, while they are in the cache. Large rows would stand
+        # beside all activations of the unit: test_large_rows_are_allocated_once_a_units_parameters_are_free.
+        self.collects_late = group.has_large_rows or not streams.in_host_order
         self._sums_many = False
         self._borrows = False
         self._reduces = True
@@ -171,27 +180,6 @@ class Gradients:
             yield MemoryKind.REDUCED, self._partial
 
     @property
-    def may_borrow(self) -> bool:
-        """Whether a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it."""
-        alone = len(self.group.parameters) == 1 and self.group.packing.direct
-        return (
-            alone
-            and self.group.num_flags == 0
-            and self._streams.in_host_order
-            and self.group.reduce_dtype != torch.float16
-        )
-
-    @property
-    def collects_late(self) -> bool:
-        """Whether gradients that will be reduced wait as they are, and rows are allocated for the reduction only: after
-        the unsharded parameters were freed, and the rows of the unit before.
-
-        Without streams small rows are filled as gradients come, while these are in the cache. Large ones would stand
-        beside all activations of the unit (`test_large_rows_are_allocated_once_a_units_parameters_are_free`).
-        """
-        return self.group.has_large_rows or not self._streams.in_host_order
-
-    @property
     def _waits(self) -> bool:
         """Whether what has come is not copied yet; what is added to earlier backwards' gradients is, at once."""
         return self.collects_late and self._reduces and self._pending.rows is None
@@ -252,9 +240,10 @@ class Gradients:
             return set()
         return {names.index(name) for name in (*dims.shard_names, *dims.replicate_names) if name in names}
 
-    @torch.no_grad()
     def _copy_batch(self) -> None:
-        self._pending.copy_in(self._scale.before, self._rows_dtype)
+        if self._pending.waits:
+            with torch.no_grad():
+                self._pending.copy_in(self._scale.before, self._rows_dtype)
 
     @property
     def _rows_dtype(self) -> torch.dtype:
@@ -262,7 +251,6 @@ class Gradients:
 
     # Reducing
 
-    @torch.no_grad()
     def reduce(self, policy: UnitPolicy, transport: Transport) -> None:
         """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
         self._copy_batch()
@@ -345,7 +333,6 @@ class Gradients:
         handoff = self._streams.all_reduce.run(run, after=scattered)
         return result[0], handoff
 
-    @torch.no_grad()
     def finish_reduce(self, policy: UnitPolicy) -> None:
         """Order compute after the reduction, add its result to the shards' gradients, free the rows."""
         reduction, self._reduction = self._reduction, None

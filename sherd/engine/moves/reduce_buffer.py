@@ -5,6 +5,7 @@ from where autograd has left it is its own rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 
@@ -29,12 +30,21 @@ class ReduceBuffer:
 
     def __init__(self, group: Group, buffer: Buffer, num_flags: int) -> None:
         self.buffer = buffer
-        views = RowViews(group.packing, self.buffer.tensor, num_flags)
-        self.views = views.tensors
+        self._packing = group.packing
+        self._num_flags = num_flags
         self.sizes = Sizes(numel + num_flags for numel in group.sizes) if num_flags else group.sizes
         self.shard_sizes = self.sizes.together(group.mesh.num_owners) if num_flags else group.shard_sizes
-        self._flags = views.flags
         self.filled: set[int] = set()
+
+    @cached_property
+    def _places(self) -> RowViews:
+        """Made when they are first asked for: a gradient that is sent from where it is needs none."""
+        return RowViews(self._packing, self.buffer.tensor, self._num_flags)
+
+    @property
+    def views(self) -> list[list[torch.Tensor]]:
+        """The places of each tensor's elements."""
+        return self._places.tensors
 
     @classmethod
     def made(cls, group: Group, dtype: torch.dtype) -> ReduceBuffer:
@@ -52,10 +62,10 @@ class ReduceBuffer:
 
     def complete(self) -> None:
         """Zeros for what has not come, and the flags."""
-        missing = [index for index in range(len(self.views)) if index not in self.filled]
+        missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
         for view in (view for index in missing for view in self.views[index]):
             view.zero_()
-        for flags in self._flags:
+        for flags in self._places.flags if self._num_flags else ():
             flags.fill_(1)
             for index in missing:
                 flags[:, index : index + 1] = 0

@@ -36,11 +36,12 @@ from sherd._torch import (
     saving_hooks,
     share_saving_hooks,
 )
+from sherd.engine.moves.position import Position
 from sherd.errors import GradientError
 from sherd.schedule.state import Live
 
 
-class Source(ABC):
+class Source(Position, ABC):
     """Parameters in memory that comes and goes. `unshard()` is called when backward is about to read them and they were
     freed.
 
@@ -49,14 +50,10 @@ class Source(ABC):
     test_when_garbage_is_collected_does_not_say_when_ranks_gather.
     """
 
-    def __init__(self, unshard: Callable[[], None]) -> None:
+    def __init__(self, name: str, unshard: Callable[[], None]) -> None:
+        super().__init__(name)
         self.num_saved_views = self.num_unread_views = 0
         self._unshard = unshard
-
-    @property
-    @abstractmethod
-    def live(self) -> Live:
-        """Where the parameters are."""
 
     @abstractmethod
     def is_parameter(self, tensor: torch.Tensor) -> bool:

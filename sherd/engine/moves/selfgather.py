@@ -29,7 +29,6 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Transport
 from sherd.engine.moves import saved
-from sherd.engine.moves.weights import Position
 from sherd.engine.state.group import Group
 from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
@@ -94,10 +93,9 @@ class SelfGatheredWeights(saved.Source):
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
     ) -> None:
-        super().__init__(unshard)
+        super().__init__(group.name, unshard)
         self.group = group
         (self._record,) = group.parameters
-        self._position = Position(group.name)
         self._streams = streams
         self._precision = precision
         self._watch = watch
@@ -112,11 +110,6 @@ class SelfGatheredWeights(saved.Source):
         cut = self._record.cut
         assert isinstance(cut, Cut) and cut.dim == 0, "a tensor that gathers itself is cut on dim 0"
         return cut
-
-    @property
-    def live(self) -> Live:
-        """Where the parameter is."""
-        return self._position.live
 
     @property
     def is_unread(self) -> bool:
@@ -156,7 +149,6 @@ class SelfGatheredWeights(saved.Source):
         """Bytes of the part kept for a mesh of `size` ranks; 0 before the first gather, which tells what there is."""
         return sum(buffer.tensor.numel() // size * buffer.tensor.element_size() for buffer in self._gathered)
 
-    @torch.no_grad()
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
         """Start the all-gathers, from the shard or from the part that was kept; which dtype they have is the subclass's
         own affair."""
@@ -165,7 +157,7 @@ class SelfGatheredWeights(saved.Source):
             self._send(self.group.mesh.transport_of(kept.group), kept.parts, kept.group.size(), kept.terms)
         else:
             self._gather_shard(transport)
-        self._position.move(Live.GATHERING)
+        self.move(Live.GATHERING)
 
     def _gather_shard(self, transport: Transport) -> None:
         """Ask the subclass what to send, and start sending it."""
@@ -216,7 +208,6 @@ class SelfGatheredWeights(saved.Source):
         most = max(rows.numel for rows in self._cut.rows)
         return pieces[: self._record.shape[0]] if by_rank.shape[1:2] == (most,) else pieces
 
-    @torch.no_grad()
     def wait(self) -> None:
         """Have the subclass make the unsharded parameter, and show it."""
         flight = self._flight
@@ -236,7 +227,7 @@ class SelfGatheredWeights(saved.Source):
             for buffer in self._made.inner:
                 buffer.allocate()
             self._finish(gathered, flight.terms.metadata, out=self._made.tensor)
-        self._position.move(Live.UNSHARDED)
+        self.move(Live.UNSHARDED)
         self._made.guard.take_down()
         parameter = self._made.parameter
         if parameter.requires_grad != self._record.requires_grad:
@@ -266,15 +257,13 @@ class SelfGatheredWeights(saved.Source):
         local: Any = self._record.local
         return local.fsdp_post_all_gather(gathered, metadata, self.group.compute_dtype, **out)
 
-    @torch.no_grad()
     def free(self) -> None:
         """Show the shard again and give the memory back, whatever the state."""
         if self.live is not Live.SHARDED:
             self._kept = None
             self._let_go()
-            self._position.move(Live.SHARDED)
+            self.move(Live.SHARDED)
 
-    @torch.no_grad()
     def shrink(self, size: int) -> None:
         """Show the shard again, and keep this rank's part of what was gathered for a mesh of `size` ranks.
 
@@ -286,7 +275,7 @@ class SelfGatheredWeights(saved.Source):
             parts = tuple(_part(buffer.tensor, size, mesh.shard_rank % size) for buffer in self._gathered)
             self._kept = _Kept(parts, mesh.smaller_group(size), arrived.terms)
         self._let_go()
-        self._position.move(Live.SHRUNK)
+        self.move(Live.SHRUNK)
 
     def _let_go(self) -> None:
         self._record.show(self._record.shard)

@@ -31,27 +31,6 @@ from sherd.layout.packing import RunSlot, Slot
 from sherd.schedule.forecast import MemoryKind
 from sherd.schedule.state import Live
 
-MOVES = {
-    Live.SHARDED: {Live.GATHERING},
-    Live.GATHERING: {Live.UNSHARDED, Live.SHARDED},
-    Live.UNSHARDED: {Live.SHARDED, Live.SHRUNK},
-    Live.SHRUNK: {Live.GATHERING, Live.SHARDED},
-}
-
-
-class Position:
-    """Where the parameters of one group are; moves that are not in the table raise with both names."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.live = Live.SHARDED
-
-    def move(self, to: Live) -> None:
-        """Go to `to`; raises `StateError` if there is no such move."""
-        if to not in MOVES[self.live]:
-            raise StateError(f"parameters of {self._name} cannot go from {self.live.name} to {to.name}")
-        self.live = to
-
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -133,12 +112,14 @@ class Weights(saved.Source):
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
     ) -> None:
-        super().__init__(unshard)
+        super().__init__(group.name, unshard)
         self.group = group
-        self._position = Position(group.name)
         self._streams = streams
         self._watch = watch
+        # In each dtype that was asked for, and in that of the last gather. Made at the first gather: a model that is
+        # only built or loaded has none.
         self._buffers: dict[torch.dtype, _UnshardedBuffer] = {}
+        self._made: _UnshardedBuffer | None = None
         self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
         self._versions: dict[torch.dtype, int] = {}
@@ -147,32 +128,25 @@ class Weights(saved.Source):
         # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
         self._lane_owns_buffer = False
 
-    @property
-    def _unsharded(self) -> _UnshardedBuffer:
-        """The unsharded buffer. It is made at the first gather: a model that is only built or loaded has none."""
-        made = self._made
-        if made is None:
-            # Outside inference mode too: what is made in it can never be written in training.
-            with torch.no_grad(), torch.inference_mode(False):
-                made = self._buffers[self._dtype] = _UnshardedBuffer(self.group, self._dtype)
-                made.free()
-            for index, parameter in enumerate(made.parameters):
-                self.group.parameters[index].share_attributes(parameter)
-                self.group.parameters[index].claim(parameter)
-                self._watch(index, parameter)
-            if not self.group.mesh.keeps_unsharded and made.buffer.is_ours:
-                saved.watch(made.buffer.tensor.untyped_storage(), self)
+    def _make(self) -> _UnshardedBuffer:
+        """Make the unsharded buffer in the present dtype, and the parameters in it."""
+        # Outside inference mode too: what is made in it can never be written in training.
+        with torch.no_grad(), torch.inference_mode(False):
+            made = self._buffers[self._dtype] = _UnshardedBuffer(self.group, self._dtype)
+            made.free()
+        for index, parameter in enumerate(made.parameters):
+            self.group.parameters[index].share_attributes(parameter)
+            self.group.parameters[index].claim(parameter)
+            self._watch(index, parameter)
+        if not self.group.mesh.keeps_unsharded and made.buffer.is_ours:
+            saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
 
     @property
-    def _made(self) -> _UnshardedBuffer | None:
-        """The same, in the dtype of the last gather, if there is one by now."""
-        return self._buffers.get(self._dtype)
-
-    @property
-    def live(self) -> Live:
-        """Where the parameters are."""
-        return self._position.live
+    def _present(self) -> _UnshardedBuffer:
+        """The unsharded buffer in the dtype of the last gather."""
+        assert self._made is not None, "it is made when the first gather is started"
+        return self._made
 
     @property
     def is_unread(self) -> bool:
@@ -241,11 +215,11 @@ class Weights(saved.Source):
         # With streams, memory of compute's cannot be written ahead of compute.
         return packing.is_cut_into_runs or (packing.direct and self._streams.in_host_order)
 
-    @torch.no_grad()
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
         """Start the all-gather, from the shards or from the part that was kept; in the shards' own dtype if told so."""
         if self.live is Live.SHARDED:
             self._dtype = self.group.dtype if full_precision else self.group.compute_dtype
+            self._made = self._buffers.get(self._dtype) or self._make()
         if self.live is Live.SHRUNK:
             self._gather_part()
         elif self._is_up_to_date():
@@ -256,7 +230,7 @@ class Weights(saved.Source):
             self._gather_onto(transport)
         else:
             self._gather_rows(transport)
-        self._position.move(Live.GATHERING)
+        self.move(Live.GATHERING)
 
     def _is_up_to_date(self) -> bool:
         """Whether the unsharded parameters are there still, or are the shards."""
@@ -267,7 +241,7 @@ class Weights(saved.Source):
 
     def _gather_rows(self, transport: Transport) -> None:
         """Into rows, that are copied out later; into the unsharded buffer itself where they are the same thing."""
-        group, unsharded = self.group, self._unsharded
+        group, unsharded = self.group, self._present
         packing = group.packing
         in_place = self._lane_owns_buffer = self.fills_itself(transport)
         flight: list[torch.Tensor] = []
@@ -291,7 +265,7 @@ class Weights(saved.Source):
     def _gather_onto(self, transport: Transport) -> None:
         """Copied into the unsharded buffer from where the ranks have it, which happens as late as in `wait`: a gather
         that runs ahead takes no memory for what it will bring."""
-        unsharded, source, own = self._unsharded, self.group.source(self._dtype), self.group.mesh.shard_rank
+        unsharded, source, own = self._present, self.group.source(self._dtype), self.group.mesh.shard_rank
 
         def copy_into_place(rank: int, part: torch.Tensor) -> None:
             unsharded.buffer.allocate()
@@ -309,7 +283,7 @@ class Weights(saved.Source):
 
     def _gather_part(self) -> None:
         """Equal parts of the unsharded buffer itself were kept, so they are gathered straight into place."""
-        unsharded, part, part_group = self._unsharded, self._part, self._part_group
+        unsharded, part, part_group = self._present, self._part, self._part_group
         assert part is not None, "a shrunk group keeps its part"
         transport = self.group.mesh.transport_of(part_group)
         if not self._lane_owns_buffer:
@@ -329,10 +303,9 @@ class Weights(saved.Source):
         self._flight = _Flight(self._streams.gather.run(start), part, self.group.version)
         self._part = self._part_group = None
 
-    @torch.no_grad()
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
-        flight, unsharded = self._flight, self._unsharded
+        flight, unsharded = self._flight, self._present
         assert flight is not None, "an all-gather is waited for once it was started"
         flight.handoff.wait()
         if flight.copy_into_place is not None:
@@ -347,14 +320,13 @@ class Weights(saved.Source):
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
         self._flight = None
-        self._position.move(Live.UNSHARDED)
+        self.move(Live.UNSHARDED)
         unsharded.guard.take_down()
         for record, parameter in zip(self.group.parameters, unsharded.parameters, strict=True):
             if parameter.requires_grad != record.requires_grad:
                 parameter.requires_grad_(record.requires_grad)
             record.show(parameter)
 
-    @torch.no_grad()
     def free(self) -> None:
         """Show the shards again and give the memory back, whatever the state."""
         if self.live is Live.SHARDED:
@@ -365,13 +337,13 @@ class Weights(saved.Source):
             self._flight = None
         self._part = self._part_group = None
         self._free_unsharded()
-        self._position.move(Live.SHARDED)
+        self.move(Live.SHARDED)
         _require_none_lost(lost)
 
     def _hide(self) -> list[str]:
         """Show the shards. The names of parameters that a user has given other values in a way that shards do not
         notice; what was only moved is put back."""
-        unsharded = self._unsharded
+        unsharded = self._present
         lost = [self.group.parameters[index].name for index in unsharded.moved() if not unsharded.put_back(index)]
         for record, parameter in zip(self.group.parameters, unsharded.parameters, strict=True):
             instead = record.hide(parameter)
@@ -385,12 +357,11 @@ class Weights(saved.Source):
         if self._lane_owns_buffer:
             # The buffer goes back to the lane's pool: not before compute has read it.
             self._streams.gather.follow_compute()
-        self._unsharded.free()
+        self._present.free()
 
-    @torch.no_grad()
     def shrink(self, size: int) -> None:
         """Show the shards, and keep this rank's part of the whole for a mesh of `size` ranks."""
-        unsharded = self._unsharded
+        unsharded = self._present
         mesh = self.group.mesh
         numel = unsharded.buffer.tensor.numel() // size
         start = mesh.shard_rank % size * numel
@@ -398,7 +369,7 @@ class Weights(saved.Source):
         self._part_group = mesh.smaller_group(size)
         lost = self._hide()
         self._free_unsharded()
-        self._position.move(Live.SHRUNK)
+        self.move(Live.SHRUNK)
         _require_none_lost(lost)
 
 

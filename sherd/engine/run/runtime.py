@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage
@@ -119,17 +120,20 @@ class Runtime:
 
     def on(self, event: Event) -> None:
         """Carry out what the schedule answers."""
-        for action in self.schedule.on(event):
-            self.perform(action)
+        actions = self.schedule.on(event)
+        if actions:
+            # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
+            with torch.no_grad(), outside_transforms():
+                for action in actions:
+                    self.perform(action)
 
     def perform(self, action: Action) -> None:
-        """Carry out `action`."""
+        """Carry out `action`. Call it outside of autograd."""
         unit = self.units[action.unit]
-        with outside_transforms():  # what is gathered under `vmap` or `grad` would be of that level, and gone after it
-            if isinstance(action, FreeGroup):
-                unit.free_group(action.group)
-            else:
-                self._do[type(action)](unit)
+        if isinstance(action, FreeGroup):
+            unit.free_group(action.group)
+        else:
+            self._do[type(action)](unit)
 
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.

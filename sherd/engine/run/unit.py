@@ -357,7 +357,8 @@ class Unit:
         self.notice_moved()
         conductor = self.conductor
         if conductor is None:
-            self.free()
+            with torch.no_grad():
+                self.free()
         elif self.live is not Live.SHARDED:
             conductor.show_shards(self)
 

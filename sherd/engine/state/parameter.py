@@ -254,7 +254,7 @@ class ShardedParameter:
     @property
     def requires_grad(self) -> bool:
         """Whether it is trained."""
-        return self.optimizer_param.requires_grad
+        return (self.shard if self.flat is None else self.flat.parameter).requires_grad
 
     @property
     def resting(self) -> torch.Tensor:
