@@ -118,7 +118,7 @@ class DataMesh:
         ranks = mesh.mesh.unsqueeze(at + 1)
         return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where unsharded parameters live on this rank."""
         return device_of(self.mesh)

@@ -206,11 +206,12 @@ class SingleCalls(Transport):
         self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call into one buffer, or into its parts."""
-        if not are_even(sizes) and self._for_uneven is not None:
+        is_even = are_even(sizes)
+        if not is_even and self._for_uneven is not None:
             return self._for_uneven.all_gather(rows, rest, sizes, async_op)
 
         def call() -> Any:
-            if are_even(sizes):
+            if is_even:
                 return all_gather_single(rows, rest, group=self._group, async_op=async_op)
             return dist.all_gather(parts(rows, sizes), rest, group=self._group, async_op=async_op)
 
@@ -220,12 +221,13 @@ class SingleCalls(Transport):
         self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call from one buffer, or from its parts."""
-        if not are_even(sizes) and self._for_uneven is not None:
+        is_even = are_even(sizes)
+        if not is_even and self._for_uneven is not None:
             return self._for_uneven.reduce_scatter(rest, rows, sizes, async_op)
         op = dist.ReduceOp.SUM
 
         def call() -> Any:
-            if are_even(sizes):
+            if is_even:
                 return reduce_scatter_single(rest, rows, op=op, group=self._group, async_op=async_op)
             return dist.reduce_scatter(rest, parts(rows, sizes), op=op, group=self._group, async_op=async_op)
 

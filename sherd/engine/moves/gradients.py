@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, after_accumulation_hooks, dynamo_disabled, gradient_hooks, local_tensor
+from sherd._torch import DTensorSpec, after_accumulation_hooks, dtensor, dynamo_disabled, gradient_hooks, local_tensor
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
 from sherd.engine.moves.reduce_buffer import PendingGradients, ReduceBuffer
@@ -32,7 +32,8 @@ from sherd.engine.state.group import Group
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.forecast import MemoryKind
-from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.placement import is_ragged
+from sherd.tensor.ragged import as_dtensor, ragged_dtensor
 
 MANY_RANKS = 8
 """From this many on a shard is so small that scaling it costs nothing."""
@@ -93,6 +94,7 @@ class Gradients:
         self._complete = complete
         self.is_expecting = False
         self._specs = [optimizer_param.gradient_spec(group.grad_dtype) for optimizer_param in group.optimizer_params]
+        self._as_dtensor = ragged_dtensor if is_ragged(self._specs[0]) else dtensor
         self._arrived: set[int] = set()
         self._came: set[int] = set()
         self.came_twice = False
@@ -198,7 +200,8 @@ class Gradients:
                 f"{self.group.parameters[index].name}: its gradient is {gradient.layout}; only dense gradients are "
                 "reduced, so build the embedding with sparse=False"
             )
-        gradient = _plain(gradient)
+        if type(gradient) is not torch.Tensor:
+            gradient = _plain(gradient)
         if self._pending.has_waiting(index):
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
@@ -403,7 +406,7 @@ class Gradients:
             if gradient is None:
                 if low_precision:
                     optimizer_param.expect_gradients_in(self.group.grad_dtype)
-                parameter.grad = as_dtensor(term, spec)
+                parameter.grad = self._as_dtensor(term, spec)
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
                 terms.append(term)
@@ -471,8 +474,6 @@ class Gradients:
 @torch.no_grad()
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
     """The values of `gradient`: a tensor subclass may have no memory of its own that could be sent, or several."""
-    if type(gradient) is torch.Tensor:
-        return gradient
     values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     return values.copy_(gradient)
 

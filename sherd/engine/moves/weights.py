@@ -70,7 +70,6 @@ class _UnshardedBuffer:
             for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
             if offset is not None
         ]
-        self.ids = frozenset(id(each) for each in self.parameters)
         self.guard = saved.Guard(self.parameters)
         self.own_uses = self.buffer.uses
 
@@ -120,6 +119,7 @@ class Weights(saved.Source):
         # only built or loaded has none.
         self._buffers: dict[torch.dtype, _UnshardedBuffer] = {}
         self._made: _UnshardedBuffer | None = None
+        self._ids: set[int] = set()  # of the unsharded parameters in all of them
         self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
         self._versions: dict[torch.dtype, int] = {}
@@ -138,6 +138,7 @@ class Weights(saved.Source):
             self.group.parameters[index].share_attributes(parameter)
             self.group.parameters[index].claim(parameter)
             self._watch(index, parameter)
+            self._ids.add(id(parameter))
         if not self.group.mesh.keeps_unsharded and made.buffer.is_ours:
             saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
@@ -173,7 +174,7 @@ class Weights(saved.Source):
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the unsharded parameters itself, not a view of one."""
-        return any(id(tensor) in unsharded.ids for unsharded in self._buffers.values())
+        return id(tensor) in self._ids
 
     def end_backward(self) -> None:
         """What backward has not read by now it will not read: it was not on the way from the loss."""
@@ -243,7 +244,9 @@ class Weights(saved.Source):
         """Into rows, that are copied out later; into the unsharded buffer itself where they are the same thing."""
         group, unsharded = self.group, self._present
         packing = group.packing
-        in_place = self._lane_owns_buffer = self.fills_itself(transport)
+        gathers_each = self._gathers_each(transport)
+        in_place = gathers_each or (self._may_be_rows and not transport.brings_memory)
+        self._lane_owns_buffer = in_place
         flight: list[torch.Tensor] = []
 
         def start(async_op: bool) -> Pending | None:
@@ -254,7 +257,7 @@ class Weights(saved.Source):
             else:
                 rows = transport.empty(packing.gathered_numel, self._dtype, group.device)
             flight.extend((source, rows))
-            if self._gathers_each(transport):
+            if gathers_each:
                 return transport.all_gather_each(*unsharded.copy_out.strips(source), async_op)
             return transport.all_gather(rows, source, group.shard_sizes, async_op)
 

@@ -90,7 +90,7 @@ class Unit:
         self._modules = tuple(weakref.ref(module) for module in modules)
         self._conductor: weakref.ref[Conductor] | None = None
         self._on_gradients: Callable[[Unit, int | None], None] | None = None
-        self._completed = 0
+        self._completed = self._num_expected = 0
         self.has_reduced = self.is_entered = False
         self._to_run: set[int] = set()
         self.lent: UnshardTerms | None = None
@@ -564,6 +564,7 @@ class Unit:
             gradients.expect(
                 divide_by, policy.reduce_scatter is None, policy.reduce_gradients, policy.accumulation is not None
             )
+        self._num_expected = sum(gradients.expects_any for gradients in self.gradients)
 
     def enter_backward(self) -> None:
         """Backward has reached it, and none of its outputs on the way: through a loss that a module has kept for
@@ -622,7 +623,7 @@ class Unit:
     def _group_completed(self, group: int) -> None:
         self._seen.append(group)
         self._completed += 1
-        is_last = self._completed >= sum(gradients.expects_any for gradients in self.gradients)
+        is_last = self._completed >= self._num_expected
         if is_last:
             self._completed = 0
         if self._on_gradients is not None:

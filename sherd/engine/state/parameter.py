@@ -298,8 +298,8 @@ class ShardedParameter:
             WriteBackError: that is neither of the whole's shape, nor as much as this rank holds.
         """
         noticed = False
-        for place in self.places:
-            if place.shows(self.shard) or self.lent is not None:
+        for place in self.places if self.lent is None else ():
+            if place.shows(self.shard):
                 continue
             shown = place.shown
             if isinstance(shown, torch.Tensor) and in_functional_call():
