@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -60,6 +60,7 @@ __all__ = [
     "gradient_hooks",
     "gradients_of",
     "has_bytes",
+    "have_gradient_hooks",
     "hooked_step",
     "imagined_ranks",
     "in_backward",
@@ -300,17 +301,21 @@ def _outside() -> Iterator[None]:
             functorch.set_inplace_requires_grad_allowed(allowed)
 
 
-def beneath_transforms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`tensor`, and what it stands for inside a function that is transformed: the tensors it wraps, level by level, and
-    their forward-mode tangents. Each may have an autograd node of its own. No public name (2.11 to 2.13)."""
-    yield tensor
+def beneath_transforms(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """`tensors`, each with what it stands for inside a function that is transformed: the tensors it wraps, level by
+    level, and their forward-mode tangents. Each may have an autograd node of its own. No public name (2.11 to 2.13)."""
     if not torch._C._are_functorch_transforms_active():
-        return
+        return tensors
+    return [each for tensor in tensors for each in _beneath(tensor)]
+
+
+def _beneath(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield tensor
     tangent = torch.autograd.forward_ad.unpack_dual(tensor).tangent
     if tangent is not None:
-        yield from beneath_transforms(tangent)
+        yield from _beneath(tangent)
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        yield from beneath_transforms(torch._C._functorch.get_unwrapped(tensor))
+        yield from _beneath(torch._C._functorch.get_unwrapped(tensor))
 
 
 MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
@@ -321,6 +326,11 @@ being made. No public name (2.11 to 2.13)."""
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:
     """What `tensor.register_hook` was given. No public name (2.11 to 2.13)."""
     return list((tensor._backward_hooks or {}).values())
+
+
+def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of `tensors` was given a hook of either kind on its gradient. No public name (2.11 to 2.13)."""
+    return any(each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in tensors)
 
 
 def after_accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:

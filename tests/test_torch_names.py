@@ -266,7 +266,7 @@ def test_beneath_transforms__are_the_tensors_that_a_later_backward_goes_through(
 
     def inside(value):
         result = value * weight
-        for each in _torch.beneath_transforms(result):
+        for each in _torch.beneath_transforms([result]):
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(lambda _: reached.append(True))
         return result
@@ -276,7 +276,7 @@ def test_beneath_transforms__are_the_tensors_that_a_later_backward_goes_through(
         reached.clear()
         result.sum().backward()
         assert reached
-    assert list(_torch.beneath_transforms(weight)) == [weight]
+    assert list(_torch.beneath_transforms([weight])) == [weight]
 
 
 def test_storage_uses__counts_views_and_forgets_them_when_they_go():
@@ -339,6 +339,16 @@ def test_gradient_hooks__are_those_of_register_hook():
     assert _torch.gradient_hooks(tensor) == [abs]
     handle.remove()
     assert _torch.gradient_hooks(tensor) == []
+
+
+def test_have_gradient_hooks__tells_of_either_kind():
+    tensors = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    assert not _torch.have_gradient_hooks(tensors)
+    for register in (tensors[1].register_hook, tensors[1].register_post_accumulate_grad_hook):
+        handle = register(abs)
+        assert _torch.have_gradient_hooks(tensors)
+        handle.remove()
+    assert not _torch.have_gradient_hooks(tensors)
 
 
 def test_after_accumulation_hooks__are_those_of_that_method():

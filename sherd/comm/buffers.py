@@ -55,11 +55,11 @@ class Buffer:
         """Have memory, its contents undefined. `resize_` copies what survives, so it must start from nothing."""
         if self._storage.nbytes() == self._nbytes:
             return
-        on_host = self._storage.device.type == "cpu"
-        if on_host:
+        is_large = self._nbytes >= pages.LARGE and self._storage.device.type == "cpu"
+        if is_large:
             pages.prepare(self._nbytes)
         self._storage.resize_(self._nbytes)
-        if on_host:
+        if is_large:
             pages.advise(self._storage)
 
     def free(self) -> None:

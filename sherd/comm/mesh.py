@@ -65,6 +65,7 @@ class DataMesh:
         self.dims = dims
         self.comm = comm
         self.copies = copies
+        self._transports: dict[dist.ProcessGroup | None, Transport] = {}
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
         self.shard_group = None if shard_axis is None else group_of(mesh, shard_axis)
         self.replicate_group = None if replicate_axis is None else group_of(mesh, replicate_axis)
@@ -186,7 +187,10 @@ class DataMesh:
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
         """What moves bytes between the ranks of `group`, one of this mesh's; None stands for this rank alone."""
-        return transport_of(group, self.device, self.comm)
+        transport = self._transports.get(group)
+        if transport is None:
+            transport = self._transports[group] = transport_of(group, self.device, self.comm)
+        return transport
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
         """The `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""

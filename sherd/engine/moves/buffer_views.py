@@ -74,10 +74,10 @@ def _needed(by_rank: torch.Tensor | None) -> torch.Tensor:
 
 def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut | Runs) -> list[torch.Tensor]:
     """The parts of `tensor`, of shape `cut.shape`, that belong at `targets`, its views in the rows."""
+    if len(targets) == 1 and targets[0].numel() == tensor.numel():
+        return [tensor.view(targets[0].shape) if tensor.is_contiguous() else tensor.reshape(targets[0].shape)]
     if isinstance(cut, Cut):
         return tensor_views(tensor, cut)
-    if len(targets) == 1:
-        return [tensor]
     flat = tensor.reshape(-1)
     ends = [0]
     for target in targets:

@@ -24,11 +24,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, after_accumulation_hooks, dtensor, dynamo_disabled, gradient_hooks, local_tensor
+from sherd._torch import (
+    DTensorSpec,
+    after_accumulation_hooks,
+    dtensor,
+    dynamo_disabled,
+    gradient_hooks,
+    have_gradient_hooks,
+    local_tensor,
+)
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
 from sherd.engine.moves.reduce_buffer import PendingGradients, ReduceBuffer
-from sherd.engine.state.group import Group
+from sherd.engine.state.group import Group, parameters_of
+from sherd.engine.state.parameter import num_trainable
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.forecast import MemoryKind
@@ -138,7 +147,7 @@ class Gradients:
         self.is_expecting = True
         self._reduces = reduces
         self._sums_many = is_one_of_many and not reduces
-        self._expected = sum(each.requires_grad for each in self.group.parameters)
+        self._expected = num_trainable(self.group.parameters)
         dtype = self.group.reduce_dtype
         self._borrows = may_borrow and self.may_borrow
         # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed. So are those of many
@@ -392,15 +401,17 @@ class Gradients:
         terms: list[torch.Tensor] = []
         given: list[nn.Parameter] = []
         low_precision = self.group.grad_dtype != self.group.dtype
-        for optimizer_param, spec in zip(self.group.optimizer_params, self._specs, strict=True):
-            parameter = optimizer_param.parameter
+        parameters = parameters_of(self.group.optimizer_params)
+        have_hooks = have_gradient_hooks(parameters)
+        for optimizer_param, parameter, spec in zip(self.group.optimizer_params, parameters, self._specs, strict=True):
             if optimizer_param.members.isdisjoint(with_gradient) or not parameter.requires_grad:
                 continue
             for gap in optimizer_param.gaps:
                 # The reduction leaves there what it finds, and a norm would see it.
                 reduced[gap.start : gap.stop].zero_()
-            term = reduced[optimizer_param.extent.start : optimizer_param.extent.stop].view(optimizer_param.shape)
-            for hook in gradient_hooks(parameter):
+            start = optimizer_param.extent.start
+            term = reduced[start : start + optimizer_param.extent.numel].view(optimizer_param.shape)
+            for hook in gradient_hooks(parameter) if have_hooks else ():
                 term = _as_hook_says(optimizer_param.name, hook, term, spec)
             gradient = parameter.grad
             if gradient is None:
@@ -418,7 +429,7 @@ class Gradients:
             given.append(parameter)
         if sums:
             torch._foreach_add_(sums, terms)
-        for parameter in given:
+        for parameter in given if have_hooks else ():
             for hook in after_accumulation_hooks(parameter):
                 hook(parameter)
 

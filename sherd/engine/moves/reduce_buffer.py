@@ -41,7 +41,7 @@ class ReduceBuffer:
         """Made when they are first asked for: a gradient that is sent from where it is needs none."""
         return RowViews(self._packing, self.buffer.tensor, self._num_flags)
 
-    @property
+    @cached_property
     def views(self) -> list[list[torch.Tensor]]:
         """The places of each tensor's elements."""
         return self._places.tensors
@@ -124,10 +124,11 @@ class PendingGradients:
         rows = self._rows_of(dtype)
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        views, slots = rows.views, self._group.packing.slots
         for index, gradient in self._waiting.items():
             targets, sources = again if index in rows.filled else fresh
-            targets.extend(rows.views[index])
-            sources.extend(sources_for(rows.views[index], gradient, self._group.packing.slots[index].cut))
+            targets.extend(views[index])
+            sources.extend(sources_for(views[index], gradient, slots[index].cut))
             rows.filled.add(index)
         self._forget_waiting()
         if again[0]:

@@ -25,7 +25,7 @@ from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.errors import StateError
 from sherd.layout.packing import RunSlot, Slot
 from sherd.schedule.forecast import MemoryKind
@@ -125,6 +125,9 @@ class Weights(saved.Source):
         self._versions: dict[torch.dtype, int] = {}
         self._part: torch.Tensor | None = None
         self._part_group: dist.ProcessGroup | None = None
+        # Rows may be gathered into the unsharded buffer, of which they are the first bytes then. With streams,
+        # compute's memory cannot be written ahead of compute.
+        self._may_be_rows = group.packing.is_cut_into_runs or (group.packing.direct and streams.in_host_order)
         # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
         self._lane_owns_buffer = False
 
@@ -208,13 +211,6 @@ class Weights(saved.Source):
         """Whether every tensor is gathered by itself, straight to its place in the unsharded buffer."""
         is_possible = self.group.packing.is_in_order and not self.group.mesh.shards_replicas
         return transport.coalesces and is_possible and not self._may_be_rows
-
-    @property
-    def _may_be_rows(self) -> bool:
-        """Whether rows may be gathered into the unsharded buffer, of which they are the first bytes then."""
-        packing = self.group.packing
-        # With streams, memory of compute's cannot be written ahead of compute.
-        return packing.is_cut_into_runs or (packing.direct and self._streams.in_host_order)
 
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
         """Start the all-gather, from the shards or from the part that was kept; in the shards' own dtype if told so."""
@@ -325,10 +321,7 @@ class Weights(saved.Source):
         self._flight = None
         self.move(Live.UNSHARDED)
         unsharded.guard.take_down()
-        for record, parameter in zip(self.group.parameters, unsharded.parameters, strict=True):
-            if parameter.requires_grad != record.requires_grad:
-                parameter.requires_grad_(record.requires_grad)
-            record.show(parameter)
+        show_unsharded(self.group.parameters, unsharded.parameters)
 
     def free(self) -> None:
         """Show the shards again and give the memory back, whatever the state."""
@@ -348,9 +341,8 @@ class Weights(saved.Source):
         notice; what was only moved is put back."""
         unsharded = self._present
         lost = [self.group.parameters[index].name for index in unsharded.moved() if not unsharded.put_back(index)]
-        for record, parameter in zip(self.group.parameters, unsharded.parameters, strict=True):
-            instead = record.hide(parameter)
-            if instead is not None and not _are_same(instead, parameter):
+        for record, parameter, instead in hide_unsharded(self.group.parameters, unsharded.parameters):
+            if not _are_same(instead, parameter):
                 lost.append(record.name)
         return lost
 

@@ -95,9 +95,11 @@ def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -
     ):
         args, kwargs = map_tensors(functools.partial(_cast, precision.param_dtype), (args, kwargs))
     if call.opens_run and torch.is_grad_enabled():
-        if any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
+        inputs = list(tensors_in((args, kwargs)))
+        if any(tensor.requires_grad and tensor.is_leaf for tensor in inputs):
             args, kwargs = map_tensors(_not_a_leaf, (args, kwargs))
-        _watch_inputs(runtime, unit, (args, kwargs))
+            inputs = list(tensors_in((args, kwargs)))
+        _watch_inputs(runtime, unit, inputs)
     return args, kwargs
 
 
@@ -179,9 +181,9 @@ def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
         _borders_of(node).append(_Border(unit, True, runtime))
 
 
-def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Any) -> None:
+def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Iterable[torch.Tensor]) -> None:
     """Tell the runtime when backward has passed all of `unit`: when it reaches a node that made one of the inputs."""
-    for node in _nodes_of(tensors_in(inputs)):
+    for node in _nodes_of(inputs):
         borders = _borders_of(node)
         # An output of the unit itself that it is given again: backward has not passed it there.
         if not any(each.is_output and each.unit is unit for each in borders):
@@ -219,7 +221,7 @@ def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The distinct autograd nodes that made `tensors`."""
     nodes: dict[Any, None] = {}
-    for tensor in (each for outer in tensors for each in beneath_transforms(outer)):
+    for tensor in beneath_transforms(tensors):
         if tensor.requires_grad:
             # A base outside autograd has no node: the view was made a result by a custom Function, or by DTensor.
             node = (None if tensor._base is None else tensor._base.grad_fn) or tensor.grad_fn

@@ -80,7 +80,7 @@ class Call:
 
 def runtime_over(unit: Unit) -> Runtime | None:
     """The runtime that `unit` is sealed into, if that still exists."""
-    conductor = unit.conductor
+    conductor = unit.sealed_into()
     return conductor if isinstance(conductor, Runtime) else None
 
 

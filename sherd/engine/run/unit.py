@@ -28,7 +28,8 @@ from sherd.engine.state.group import Group, GroupKey, group_key_of, travels_alon
 from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings
-from sherd.engine.state.parameter import Place, ShardedParameter, key_of
+from sherd.engine.state.parameter import ShardedParameter, notice_replaced
+from sherd.engine.state.place import Place, key_of
 from sherd.errors import StateError, WrapperStateError
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy, UnshardTerms
@@ -53,11 +54,16 @@ class Conductor(Protocol):
         """Note that backward has reached the unit."""
 
 
+def _nowhere() -> None:
+    """What a unit is sealed into before its first forward."""
+
+
 class Unit:
     """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too;
     `surrounds`: there are units below its modules. `found` is what it is made of.
 
-    `has_reduced`, `is_entered`: in the present backward.
+    `sealed_into()` returns its runtime, if it has one that still exists. `has_reduced`, `is_entered`: in the present
+    backward.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -88,7 +94,7 @@ class Unit:
         self._surrounds = surrounds
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self._conductor: weakref.ref[Conductor] | None = None
+        self.sealed_into: Callable[[], Conductor | None] = _nowhere
         self._on_gradients: Callable[[Unit, int | None], None] | None = None
         self._completed = self._num_expected = 0
         self.has_reduced = self.is_entered = False
@@ -125,15 +131,9 @@ class Unit:
         """Bytes of its gathered parameters."""
         return sum(weights.group.unsharded_bytes for weights in self.weights)
 
-    @property
-    def conductor(self) -> Conductor | None:
-        """The runtime it is sealed into, if that still exists. `sherd.engine.run.runtime.runtime_over` gives it with
-        its type."""
-        return None if self._conductor is None else self._conductor()
-
     def join(self, conductor: Conductor) -> None:
         """Be sealed into a runtime, which holds the unit; the unit holds it weakly."""
-        self._conductor = weakref.ref(conductor)
+        self.sealed_into = weakref.ref(conductor)
 
     def record_at(self, module: nn.Module, attribute: str) -> ShardedParameter | None:
         """The parameter of this unit that hangs on `module`, one of its own, as `attribute`."""
@@ -308,8 +308,7 @@ class Unit:
         self._notice_replaced(self.parameters)
 
     def _notice_replaced(self, parameters: Sequence[ShardedParameter]) -> None:
-        noticed = self.policy.notices_replaced and [each for each in parameters if each.notice_replaced()]
-        if noticed:
+        if self.policy.notices_replaced and notice_replaced(parameters):
             watcher.sharded_again()
 
     @property
@@ -355,7 +354,7 @@ class Unit:
             WriteBackError: shards were given other memory, and its values are lost.
         """
         self.notice_moved()
-        conductor = self.conductor
+        conductor = self.sealed_into()
         if conductor is None:
             with torch.no_grad():
                 self.free()
@@ -365,7 +364,7 @@ class Unit:
     def shards_written(self) -> None:
         """Shards have new values: unsharded parameters made from the old ones are stale."""
         self.mark_shards_written()
-        conductor = self.conductor
+        conductor = self.sealed_into()
         if conductor is not None and self.live is not Live.SHARDED:
             conductor.shards_written(self)
 
@@ -569,7 +568,7 @@ class Unit:
     def enter_backward(self) -> None:
         """Backward has reached it, and none of its outputs on the way: through a loss that a module has kept for
         itself, a weight that was used after `unshard()`, a gradient of a gradient."""
-        conductor = self.conductor
+        conductor = self.sealed_into()
         if conductor is not None:
             conductor.before_backward(self)
 

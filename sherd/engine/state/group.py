@@ -129,6 +129,12 @@ class OptimizerParam:
         parameter.grad_dtype = dtype
 
 
+def parameters_of(optimizer_params: Sequence[OptimizerParam]) -> list[nn.Parameter]:
+    """What the optimizer owns."""
+    records = [each.record for each in optimizer_params]
+    return [each.shard if each.flat is None else each.flat.parameter for each in records]
+
+
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
@@ -138,7 +144,8 @@ class Group:
     own pieces of a shard (`fetched`). `resident` is the unsharded buffer where that is not given up, and the shard
     buffer a part of it. `num_flags` travel with the gradients: one for each tensor, none for a large one that is alone,
     which is sent from where autograd has left its gradient. It `has_large_rows` if all ranks' gradients, side by side,
-    take as much as a tensor that travels alone.
+    take as much as a tensor that travels alone. It `is_one_piece` if nothing is cut: the shard buffer holds
+    the unsharded parameters.
     """
 
     def __init__(
@@ -151,6 +158,7 @@ class Group:
         self.mesh = mesh = self.parameters[0].mesh
         self.place = place
         self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_pieces)
+        self.is_one_piece = mesh.num_pieces == 1
         self.sizes = Sizes(self.packing.shard_numels)
         self.shard_sizes = self.sizes.together(mesh.num_owners)
         self.dtype = self.parameters[0].resting.dtype
@@ -222,7 +230,9 @@ class Group:
 
         Collective over the replicate axis where replicas own pieces, if these were written since.
         """
-        piece = self.place.fetch(self.shard_buffer, self.device)
+        piece = self.shard_buffer
+        if self.place.device != self.device:
+            piece = self.place.fetch(piece, self.device)
         piece = piece if dtype == self.dtype else piece.to(dtype)
         return piece if self.fetched is None else self.fetched.around(piece, self.version)
 
@@ -259,11 +269,6 @@ class Group:
             yield Memory.SHARDS, self.shard_buffer
         for shard in self.fetched.held() if self.fetched is not None else ():
             yield Memory.SHARDS, shard
-
-    @property
-    def is_one_piece(self) -> bool:
-        """Whether nothing is cut: the shard buffer holds the unsharded parameters."""
-        return self.mesh.num_pieces == 1
 
     @property
     def unsharded_bytes(self) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from sherd._torch import is_fsdp_of_torch
-from sherd.engine.state.parameter import Place, ShardedParameter, plain_name, record_of
+from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
+from sherd.engine.state.place import Place
 from sherd.errors import ModuleError
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_functional_call, local_tensor
 from sherd.comm.mesh import DataMesh
+from sherd.engine.state.place import Place
 from sherd.errors import UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
@@ -62,88 +63,9 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != WRAPPED) if WRAPPED in path else path
 
 
-class Place:
-    """An attribute of a module that holds the parameter. The module is held weakly, or it would keep itself alive.
-
-    `registered`: it is among the module's parameters; otherwise it is a plain attribute, which `parameters()` and
-    `state_dict()` do not see.
-    """
-
-    __slots__ = ("_module", "attribute", "parameters", "registered")
-
-    def __init__(self, module: nn.Module, attribute: str) -> None:
-        self.parameters = module._parameters
-        self.attribute = attribute
-        self.registered = True
-        self._module = weakref.ref(module)
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """What `key_of` gives for it."""
-        return id(self.parameters), self.attribute
-
-    @property
-    def module_id(self) -> int:
-        """The id of the module, or of None if that is gone."""
-        return id(self._module())
-
-    @property
-    def shown(self) -> Any:
-        """What the module has there now; None if it was deleted."""
-        registered = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
-        return self._shown_in.get(self.attribute) if registered is None else registered
-
-    def shows(self, parameter: nn.Parameter) -> bool:
-        """Whether the module has `parameter` there now."""
-        return (self.parameters.get(self.attribute) if self.registered else self.shown) is parameter
-
-    def show(self, parameter: nn.Parameter) -> None:
-        # Past nn.Module.__setattr__, which would cost ten times as much, four times a step.
-        if self.registered:
-            self.parameters[self.attribute] = parameter
-        else:
-            self.parameters[self.attribute] = None
-            self._shown_in[self.attribute] = parameter
-
-    def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
-        """Show `new`; a Parameter other than `old` that was there."""
-        shown = self._shown_in if not self.registered else self.parameters
-        found = shown.get(self.attribute)
-        if found is old:
-            shown[self.attribute] = new
-            return None
-        found = self.shown
-        self.show(new)
-        return found if isinstance(found, nn.Parameter) and found is not old and found is not new else None
-
-    def register(self, registered: bool) -> None:
-        """Have it among the module's parameters, or as a plain attribute. Its turn among them stays."""
-        if registered == self.registered:
-            return
-        shown = self.shown
-        if registered:
-            self._shown_in.pop(self.attribute, None)
-        else:
-            self.parameters[self.attribute] = None
-        self.registered = registered
-        self._shown_in[self.attribute] = shown
-
-    @property
-    def _shown_in(self) -> dict[str, Any]:
-        if self.registered:
-            return self.parameters
-        module = self._module()
-        return {} if module is None else module.__dict__
-
-
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements, and no memory for them."""
     return not isinstance(tensor, DTensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-
-
-def key_of(module: nn.Module, attribute: str) -> tuple[int, str]:
-    """What the place of that attribute of that module is known by, for as long as there is one."""
-    return id(module._parameters), attribute
 
 
 class Merged(Protocol):
@@ -325,15 +247,6 @@ class ShardedParameter:
         """Whether the user had put `parameter`, a form of this one, in the shard's place; no module has it any more."""
         return id(parameter) in self._taken_ids
 
-    def hide(self, unsharded: nn.Parameter) -> nn.Parameter | None:
-        """Show the shard where `unsharded` was shown; a Parameter that the user had put there instead."""
-        instead = None
-        if self.lent is None:
-            for place in self.places:
-                found = place.swap(unsharded, self.shard)
-                instead = instead if found is None else found
-        return instead
-
     @torch.no_grad()
     def _take_values(self, value: torch.Tensor) -> None:
         if isinstance(value, DTensor):
@@ -381,3 +294,52 @@ class ShardedParameter:
         self.lent = None
         self.show(self.shard)
         return found
+
+
+# Of a whole group at once, as often as its parameters come and go: one call instead of one for each.
+
+
+def num_trainable(records: Sequence[ShardedParameter]) -> int:
+    """How many of `records` are trained."""
+    return sum([(each.shard if each.flat is None else each.flat.parameter).requires_grad for each in records])
+
+
+def show_unsharded(records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter]) -> None:
+    """Show `parameters`, the unsharded form of each of `records`, and have them require a gradient if those do."""
+    for record, parameter in zip(records, parameters, strict=True):
+        requires_grad = (record.shard if record.flat is None else record.flat.parameter).requires_grad
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+        for place in record.places if record.lent is None else ():
+            if place.registered:
+                place.parameters[place.attribute] = parameter
+            else:
+                place.show(parameter)
+
+
+def hide_unsharded(
+    records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter]
+) -> list[tuple[ShardedParameter, nn.Parameter, nn.Parameter]]:
+    """Show the shards where `parameters`, the unsharded form of each of `records`, were shown. Returns a record, its
+    parameter and the Parameter that a user had put there instead, for each place where there was one."""
+    replaced = []
+    for record, parameter in zip(records, parameters, strict=True):
+        for place in record.places if record.lent is None else ():
+            if place.registered and place.parameters.get(place.attribute) is parameter:
+                place.parameters[place.attribute] = record.shard
+                continue
+            found = place.swap(parameter, record.shard)
+            if found is not None:
+                replaced.append((record, parameter, found))
+    return replaced
+
+
+def notice_replaced(records: Sequence[ShardedParameter]) -> bool:
+    """Take the values of Parameters that the user has put in the places of shards. Returns whether there were any."""
+    noticed = False
+    for record in records:
+        for place in record.places:
+            if not place.registered or place.parameters.get(place.attribute) is not record.shard:
+                noticed |= record.notice_replaced()
+                break
+    return noticed
