@@ -141,7 +141,7 @@ class StageUnits:
         for runtime in self._each_runtime():
             runtime.revise()
             for index, unit in reversed(list(enumerate(runtime.units))):
-                if unit.unreduced:
+                if unit.backward.has_unreduced:
                     runtime.on(GradientsReady(index))
 
     def finish_reductions(self) -> None:

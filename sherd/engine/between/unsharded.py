@@ -157,7 +157,7 @@ def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
             f"parameters of unit {unit.name} are still on the meta device: {', '.join(unit.meta_parameters[:8])}; give "
             "them memory and values (to_empty, reset_parameters, or a state dict) before an unshard context"
         )
-    if terms.with_grads and unit.unreduced:
+    if terms.with_grads and unit.backward.has_unreduced:
         raise WrapperStateError(
             f"with_grads=True: unit {unit.name} has gradients that wait for a reduction (no_sync, or "
             "set_requires_gradient_sync(False)), so they are in no shard; run a backward that reduces first"

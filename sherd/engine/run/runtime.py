@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,12 +156,14 @@ class Runtime:
         if outermost:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
-        handling, opens_run = sys.exc_info()[1], unit.module_begins()
-        call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit))
+        handling, opens_run = sys.exc_info()[1], unit.runs.begin()
+        call = Call(
+            unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit.backward)
+        )
         self._calls.append(call)
         if recomputing:
-            unit.recomputes()
-            unit.expect_gradients(self._gradients_complete)
+            unit.backward.recompute_begins()
+            self._expect_gradients(unit)
         self.on(BeforeForward(self._index[unit.id], recomputing))
         return call
 
@@ -174,7 +177,7 @@ class Runtime:
             return False
         call = self._pop_call()
         raised = sys.exc_info()[1] is not call.handling
-        ends = call.unit.module_ends(module) or raised
+        ends = call.unit.runs.end(module) or raised
         if ends and all(outer.unit is not call.unit for outer in self._calls):  # not from inside its own other method
             self.on(AfterForward(self._index[call.unit.id], call.recomputing, in_use))
         if call.outermost:
@@ -209,7 +212,7 @@ class Runtime:
 
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
-            if unit.run_ends():  # a list unit of which the forward ran only some modules
+            if unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(AfterForward(index))
         self.on(EndForward(differentiable))
 
@@ -228,47 +231,52 @@ class Runtime:
             self.in_backward = True
             self.revise()
             at_end_of_backward(self._end_backward)
-        unit.expect_gradients(self._gradients_complete)
+        self._expect_gradients(unit)
         self.on(BeforeBackward(self._index[unit.id]))
+
+    def _expect_gradients(self, unit: Unit) -> None:
+        unit.backward.expect(unit.policy, unit.divide_by, partial(self._gradients_complete, unit))
 
     def after_backward(self, unit: Unit) -> None:
         """Autograd is past the inputs of `unit`."""
         if self.in_backward:
-            unreduced = unit.awaits_reduction or self._is_owed(unit)
+            unreduced = unit.backward.awaits_reduction(unit.policy) or self._is_owed(unit)
             self.on(AfterBackward(self._index[unit.id], unreduced))
-            unit.leave_backward()
+            unit.backward.leave()
 
     def _is_owed(self, unit: Unit) -> bool:
         """Whether backward has gone through `unit` without a gradient for it, which other ranks may have: they reduce
         it, so this one takes part, at this very moment: test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn.
         """
-        if not unit.is_owed:
+        if not unit.backward.is_owed(unit.policy):
             return False
         if self._brings_gradients is None:  # else it is one for other tensors: `torch.autograd.grad`
-            self._brings_gradients = any(each.has_received or each.awaits_gradients for each in self.units)
+            self._brings_gradients = any(
+                each.backward.has_received or each.backward.awaits_gradients for each in self.units
+            )
         return self._brings_gradients
 
     def _gradients_complete(self, unit: Unit, group: int | None) -> None:
         index = self._index[unit.id]
         if group is not None:
-            if unit.group_is_done_in_backward(group):
+            if unit.backward.group_is_done(group):
                 self.on(GroupPassed(index, group))
             return
         # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that is
         # safe.
-        self.on(AfterBackward(index, unreduced=True) if unit.is_done_in_backward else GradientsReady(index))
+        self.on(AfterBackward(index, unreduced=True) if unit.backward.is_done else GradientsReady(index))
 
     def _end_backward(self) -> None:
         """Autograd is done: whatever is left over is reduced and freed."""
         if not self.in_backward:
             return
         for index, unit in enumerate(self.units):
-            if unit.awaits_reduction or self._is_owed(unit):
+            if unit.backward.awaits_reduction(unit.policy) or self._is_owed(unit):
                 self.on(AfterBackward(index, unreduced=True))
         if (counted := self.root.policy.accumulation) is not None:
-            counted.end_backward(self.root.id, any(unit.has_received for unit in self.units))
+            counted.end_backward(self.root.id, any(unit.backward.has_received for unit in self.units))
         for unit in self.units:
-            unit.end_backward()
+            unit.backward.end()
         self.on(EndBackward(self._is_last_backward))
         self.in_backward, self._brings_gradients = False, None
 
@@ -318,8 +326,8 @@ class Runtime:
             self._pop_call()
         self.in_backward, self._brings_gradients = False, None
         for unit in self.units:
-            unit.end_backward()
-            unit.run_ends()
+            unit.backward.end()
+            unit.runs.give_up()
 
     def _give_up_interrupted(self) -> None:
         """Back to shards if a forward has ended and nobody said so."""

@@ -23,6 +23,8 @@ from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.saved import source_of
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
+from sherd.engine.run.backward import Backward
+from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.flat import FlatShard
 from sherd.engine.state.group import Group, GroupKey, group_key_of, travels_alone
 from sherd.engine.state.offload import RestingPlace
@@ -36,9 +38,6 @@ from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy, Unshar
 from sherd.schedule.state import Live
 
 _ids = itertools.count()
-
-RECOMPUTED = -1
-"""Stands among the numbers of groups for a recomputation of the unit."""
 
 
 class Conductor(Protocol):
@@ -62,8 +61,8 @@ class Unit:
     """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too;
     `surrounds`: there are units below its modules. `found` is what it is made of.
 
-    `sealed_into()` returns its runtime, if it has one that still exists. `has_reduced`, `is_entered`: in the present
-    backward.
+    `sealed_into()` returns its runtime, if it has one that still exists. `backward` is its part in the present
+    backward, `runs` are those of its modules.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -95,10 +94,8 @@ class Unit:
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
         self.sealed_into: Callable[[], Conductor | None] = _nowhere
-        self._on_gradients: Callable[[Unit, int | None], None] | None = None
-        self._completed = self._num_expected = 0
-        self.has_reduced = self.is_entered = False
-        self._to_run: set[int] = set()
+        self.backward = Backward(partial(_surprised, weakref.ref(self)))
+        self.runs = ModuleRuns(self._modules)
         self.lent: UnshardTerms | None = None
         self._flat_place: Place | None = None
         self.weights: list[Weights | SelfGatheredWeights] = []
@@ -177,12 +174,10 @@ class Unit:
         for parameter in self.parameters:
             keys.setdefault(group_key_of(parameter), []).append(parameter)
         this = weakref.ref(self)
-        self._seen: list[int] = []
-        self._is_gone_through_once = False
         self.weights, self.gradients = [], []
         for batch in (batch for members in keys.values() for batch in self._batches(members)):
             group = Group(batch, self.precision, self._place)
-            completed = partial(_completed, this, len(self.gradients))
+            completed = self.backward.completed(len(self.gradients))
             gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
             self.gradients.append(gradients)
             unshard = partial(_needed, this)
@@ -191,6 +186,7 @@ class Unit:
                 if group.gathers_itself
                 else Weights(group, self.streams, gradients.watch, unshard)
             )
+        self.backward.regroup(self.weights, self.gradients)
 
     def _batches(self, members: list[ShardedParameter]) -> list[list[ShardedParameter]]:
         """One batch of what is small, and one for each tensor that had better travel alone."""
@@ -443,7 +439,7 @@ class Unit:
 
     def reduce(self) -> None:
         """Start the reductions of what has been collected."""
-        self.has_reduced = True
+        self.backward.note_reduced()
         user, apart = self.policy.reduce_scatter, self.policy.separate_reduce_group
         for gradients in self.gradients:
             mesh = gradients.group.mesh
@@ -458,36 +454,11 @@ class Unit:
 
     def discard(self) -> None:
         """Drop gradients that have not reached the shards."""
-        self._completed = 0
+        self.backward.discard()
         for gradients in self.gradients:
             gradients.discard()
 
-    # Modules running
-
-    def module_begins(self) -> bool:
-        """One of its modules begins a forward; whether that begins a run of the unit, which ends when all have run."""
-        if len(self._modules) == 1:
-            return True
-        begins = not self._to_run
-        if begins:
-            self._to_run = {id(each) for each in self.modules}
-        return begins
-
-    def module_ends(self, module: nn.Module) -> bool:
-        """One of its modules has ended a forward; whether that ends the unit's run."""
-        if len(self._modules) == 1:
-            return True
-        was_running = id(module) in self._to_run
-        self._to_run.discard(id(module))
-        return was_running and not self._to_run
-
-    def run_ends(self) -> bool:
-        """The outermost forward is over; whether the unit's run was still going on."""
-        was_running = bool(self._to_run)
-        self._to_run.clear()
-        return was_running
-
-    # Gradients arriving
+    # Backward
 
     @property
     def divide_by(self) -> float:
@@ -501,80 +472,12 @@ class Unit:
         chosen = self.policy.reduce_buffers
         return chosen if chosen is not None else int(not self.streams.in_host_order)
 
-    @property
-    def unreduced(self) -> bool:
-        """Whether gradients wait for a reduction, or for the other half of one."""
-        return any(gradients.unreduced for gradients in self.gradients)
-
-    @property
-    def awaits_reduction(self) -> bool:
-        """The same of the reduction that this backward is to have: sums over the shard axis wait for a later one."""
-        return any(gradients.awaits_reduction(self.policy) for gradients in self.gradients)
-
-    @property
-    def has_received(self) -> bool:
-        """Whether any of its gradients has come in the present backward."""
-        return any(gradients.has_received for gradients in self.gradients)
-
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether the present backward will bring gradients for it."""
-        return any(weights.awaits_gradients for weights in self.weights)
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether backward has reached it, no gradient has come, and its reduction allows for ranks that have none."""
-        if self.has_reduced or not self.policy.reduce_gradients or not self.is_entered:
-            return False
-        return any(gradients.may_lack(self.policy) for gradients in self.gradients)
-
-    @property
-    def is_done_in_backward(self) -> bool:
-        """Whether, with all gradients there, nothing in backward will read the unit's unsharded parameters again.
-
-        A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
-        else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient
-        (`w.detach()`).
-
-        Of a tensor that is used in two reentrant checkpoints autograd makes two gradients, each a complete one, and it
-        is read again in between. Who has seen a backward knows: nothing in it may have come twice.
-        """
-        trainable = all(gradients.expects_all for gradients in self.gradients)
-        return self._is_gone_through_once and trainable and all(weights.is_unread for weights in self.weights)
-
-    def group_is_done_in_backward(self, group: int) -> bool:
-        """The same of `group`, if it is a single tensor and its gradient is there."""
-        weights = self.weights[group]
-        is_done_in_backward = self._is_gone_through_once and self.gradients[group].expects_all and weights.is_unread
-        return is_done_in_backward and len(weights.group.parameters) == 1
-
-    def recomputes(self) -> None:
-        """A forward of it begins inside backward: activation checkpointing."""
-        self._seen.append(RECOMPUTED)
-
-    def expect_gradients(self, when_complete: Callable[[Unit, int | None], None]) -> None:
-        """A backward is about to reach the unit; call back with each group whose trainable parameters all have their
-        gradient, and with None when that is the last one."""
-        self.is_entered = True
-        self._on_gradients = when_complete
-        self._completed = 0
-        divide_by, policy = self.divide_by, self.policy
-        for gradients in self.gradients:
-            gradients.expect(
-                divide_by, policy.reduce_scatter is None, policy.reduce_gradients, policy.accumulation is not None
-            )
-        self._num_expected = sum(gradients.expects_any for gradients in self.gradients)
-
     def enter_backward(self) -> None:
         """Backward has reached it, and none of its outputs on the way: through a loss that a module has kept for
         itself, a weight that was used after `unshard()`, a gradient of a gradient."""
         conductor = self.sealed_into()
         if conductor is not None:
             conductor.before_backward(self)
-
-    def leave_backward(self) -> None:
-        """Backward has passed it; it may come again, to what another forward of the unit has saved."""
-        self.is_entered = False
 
     def unshard_for_backward(self) -> None:
         """A node of backward is about to read its parameters, which are not there.
@@ -605,29 +508,6 @@ class Unit:
         owner = None if source is None else source()
         return any(owner is weights and not weights.is_parameter(tensor) for weights in self.weights)
 
-    def end_backward(self) -> None:
-        """What has not come will not come."""
-        self.has_reduced = self.is_entered = False
-        self._on_gradients = None
-        self._completed = 0
-        if self._seen:
-            came_twice = any(gradients.came_twice for gradients in self.gradients)
-            self._is_gone_through_once = len(set(self._seen)) == len(self._seen) and not came_twice
-            self._seen.clear()
-        for gradients in self.gradients:
-            gradients.end_backward()
-        for weights in self.weights:
-            weights.end_backward()
-
-    def _group_completed(self, group: int) -> None:
-        self._seen.append(group)
-        self._completed += 1
-        is_last = self._completed >= self._num_expected
-        if is_last:
-            self._completed = 0
-        if self._on_gradients is not None:
-            self._on_gradients(self, None if is_last else group)
-
 
 def _surprised(unit: weakref.ref[Unit]) -> None:
     alive = unit()
@@ -639,9 +519,3 @@ def _needed(unit: weakref.ref[Unit]) -> None:
     alive = unit()
     if alive is not None:
         alive.unshard_for_backward()
-
-
-def _completed(unit: weakref.ref[Unit], group: int) -> None:
-    alive = unit()
-    if alive is not None:
-        alive._group_completed(group)

@@ -1,0 +1,40 @@
+"""A unit of several modules runs from the first of their forwards until all have run once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+
+class ModuleRuns:
+    """Which of a unit's modules have yet to run in the present run."""
+
+    def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+        self._modules = modules
+        self._is_one = len(modules) == 1
+        self._to_run: set[int] = set()
+
+    def begin(self) -> bool:
+        """Note that a module begins a forward. Returns True if that begins a run of the unit."""
+        if self._is_one:
+            return True
+        begins = not self._to_run
+        if begins:
+            self._to_run = {id(module) for ref in self._modules if (module := ref()) is not None}
+        return begins
+
+    def end(self, module: nn.Module) -> bool:
+        """Note that `module` has ended a forward. Returns True if that ends the unit's run."""
+        if self._is_one:
+            return True
+        was_running = id(module) in self._to_run
+        self._to_run.discard(id(module))
+        return was_running and not self._to_run
+
+    def give_up(self) -> bool:
+        """Note that the outermost forward is over. Returns True if a run was still going on."""
+        was_running = bool(self._to_run)
+        self._to_run.clear()
+        return was_running
