@@ -276,7 +276,7 @@ class FSDPModule(_Module):
 
 
 def _require_single_kind(unit: Unit, method: str) -> None:
-    if unit.num_kinds > 1:
+    if unit.shards.num_kinds > 1:
         groups = "; ".join(weights.group.name for weights in unit.weights)
         raise PolicyError(
             f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so "

@@ -87,7 +87,7 @@ def _show_names(wrapper: nn.Module) -> None:
     settle(wrapper)
     switched = [each for each in (unit, *unit.companions) if not _shows_names(each)]
     for each in switched:
-        each.register_parameters(True)
+        each.shards.register(True)
     wrapper.__dict__[_SHOWING] = switched
 
 
@@ -98,7 +98,7 @@ def _shows_names(unit: Unit) -> bool:
 def settle(wrapper: nn.Module) -> None:
     """Have flat parameters registered again, if a state dict, ended or broken off, has left the names."""
     for each in wrapper.__dict__.pop(_SHOWING, ()):
-        each.register_parameters(each.lent is not None)
+        each.shards.register(each.lent is not None)
 
 
 # Whose is what
@@ -411,7 +411,7 @@ def named_for_checkpointing(
     It walks over modules to learn which names there are, and what a value under each of them is distributed like.
     """
     unit = _unit(wrapper)
-    if not any(each.shows_flat_parameter for each in (unit, *unit.companions)):
+    if not any(each.shards.shows_flat_parameter for each in (unit, *unit.companions)):
         yield from own
         return
     show_parameters_to_checkpointing()

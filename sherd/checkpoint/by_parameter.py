@@ -119,11 +119,11 @@ def _by_parameter(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 @contextmanager
 def _names_shown(model: nn.Module) -> Iterator[None]:
     """Have parameters that were merged registered under their own names."""
-    switched = [unit for unit in units_below(model) if unit.shows_flat_parameter]
+    switched = [unit for unit in units_below(model) if unit.shards.shows_flat_parameter]
     for unit in switched:
-        unit.register_parameters(True)
+        unit.shards.register(True)
     try:
         yield
     finally:
         for unit in switched:
-            unit.register_parameters(False)
+            unit.shards.register(False)

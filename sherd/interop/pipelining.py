@@ -106,7 +106,7 @@ class PipelineStage(pipelining.PipelineStage):
         """Keep gradients that shards have from earlier steps out of this one's scaling."""
         if self._sherd_earlier is None:
             optimizer_params = [
-                optimizer_param for unit in self._sherd_units.units for optimizer_param in unit.optimizer_params
+                optimizer_param for unit in self._sherd_units.units for optimizer_param in unit.shards.optimizer_params
             ]
             self._sherd_earlier = [
                 (optimizer_param, optimizer_param.grad)

@@ -177,13 +177,13 @@ class StageUnits:
         self.gather()
         units = self.units
         for unit in units:
-            unit.register_parameters(True)
+            unit.shards.register(True)
         try:
             yield
             self._deliver(units)
         finally:
             for unit in units:
-                unit.register_parameters(False)
+                unit.shards.register(False)
 
     def _deliver(self, units: list[Unit]) -> None:
         """Send gradients that lie on unsharded parameters through autograd, whose hooks bring them to where all go."""

@@ -52,7 +52,7 @@ def _held_for_gradients(unit: Unit) -> Held:
     of_groups = [each for gradients in unit.gradients for each in gradients.held()]
     of_optimizer_params = [
         (MemoryKind.GRADIENTS, optimizer_param.grad)
-        for optimizer_param in unit.optimizer_params
+        for optimizer_param in unit.shards.optimizer_params
         if optimizer_param.grad is not None
     ]
     return _alive(of_groups + of_optimizer_params)

@@ -24,7 +24,7 @@ def loaded(assign, placement, dtype):
             whole = getattr(Unit, name)
             patch.setattr(Unit, name, lambda self, name=name, whole=whole: (counted.append(name), whole(self)))
         model.load_state_dict(source.state_dict(), assign=assign)
-    assert unit.is_in_buffer
+    assert unit.shards.are_in_buffer
     assert assign != all(one is other for one, other in zip(shards, model.parameters(), strict=True))
     expected = dict(source.named_parameters())
     assert all(each.full_tensor().equal(expected[name].full_tensor()) for name, each in model.named_parameters())

@@ -12,8 +12,8 @@ from torch import nn
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from sherd._torch import named_group
 from sherd.engine.run import order_check
+from sherd.engine.run.carry_out import DO
 from sherd.engine.run.order_check import MOST_SHOWN, PlannedCollective, with_agreement
-from sherd.engine.run.runtime import DO
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError
 from sherd.schedule.actions import Gather, Reduce

@@ -60,7 +60,7 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
     """Take up Parameters that `assign=True` has exchanged, and note that the shards have new values."""
     moved = []
     for attribute, parameter in module._parameters.items():
-        record = unit.record_at(module, attribute)
+        record = unit.shards.record_at(module, attribute)
         if record is None or parameter is None or parameter is record.shard or parameter is record.lent:
             continue
         if record.flat is not None:
@@ -71,7 +71,7 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
     if any(moved):
         unit.rebind()
     elif moved:
-        unit.note_optimizer_params()
+        unit.shards.note_optimizer_params()
     unit.shards_written()
 
 
@@ -98,7 +98,7 @@ def require_names(unit: Unit, module: nn.Module, method: str) -> None:
     Raises:
         StateError: the call was not made on the wrapper, or on a module above it, which would have them in place.
     """
-    if any(unit.hides(module, attribute) for attribute in module._parameters):
+    if any(unit.shards.hides(module, attribute) for attribute in module._parameters):
         raise StateError(
             f"{method}() of a {type(module).__name__} inside wrapped unit {unit.name}: its parameters are part of a "
             "flat parameter, and only the wrapper can show them; call it on the wrapper, or on the model around it"

@@ -149,12 +149,12 @@ def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
             f"{runtime.root.name}, to which unit {unit.name} belongs; enter the unshard context before, or after"
         ) from None
     unit.notice_moved()
-    unit.notice_replaced()
+    unit.shards.notice_replaced()
     if runtime is None:
         unit.rebind()
-    if unit.meta_parameters:
+    if unit.shards.on_meta:
         raise StateError(
-            f"parameters of unit {unit.name} are still on the meta device: {', '.join(unit.meta_parameters[:8])}; give "
+            f"parameters of unit {unit.name} are still on the meta device: {', '.join(unit.shards.on_meta[:8])}; give "
             "them memory and values (to_empty, reset_parameters, or a state dict) before an unshard context"
         )
     if terms.with_grads and unit.backward.has_unreduced:

@@ -7,7 +7,7 @@ that is used on its own before has a runtime of its own, which the root's one re
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import UnderWay
+from sherd.engine.run.carry_out import DO
 from sherd.engine.run.order_check import with_agreement
 from sherd.engine.run.unit import Unit
 from sherd.errors import StateError, WrapperStateError
@@ -26,39 +27,21 @@ from sherd.schedule.actions import (
     Action,
     AfterBackward,
     AfterForward,
-    Await,
     BeforeBackward,
     BeforeForward,
-    Discard,
     EndBackward,
     EndForward,
     Event,
-    FinishReduce,
-    Free,
     FreeGroup,
-    Gather,
     GradientsReady,
     GroupPassed,
-    Reduce,
     Reset,
     Reshard,
     ShardsChanged,
-    Shrink,
     Unshard,
 )
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
-
-DO: dict[type[Action], Callable[[Unit], None]] = {
-    Gather: Unit.gather,
-    Await: Unit.wait,
-    Free: Unit.free,
-    Shrink: Unit.shrink,
-    Reduce: Unit.reduce,
-    FinishReduce: Unit.finish_reduce,
-    Discard: Unit.discard,
-}
-"""How each action on a whole unit is carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +115,7 @@ class Runtime:
         """Carry out `action`. Call it outside of autograd."""
         unit = self.units[action.unit]
         if isinstance(action, FreeGroup):
-            unit.free_group(action.group)
+            unit.weights[action.group].free()
         else:
             self._do[type(action)](unit)
 

@@ -81,8 +81,8 @@ def seal(root: nn.Module) -> Runtime:
             )
         unit.rename(", ".join(unit_names), module_names)
     for unit in units:
-        if unit.meta_parameters:
-            unit.notice_replaced()
+        if unit.shards.on_meta:
+            unit.shards.notice_replaced()
             unit.rebind()  # `to_empty` may have been called on each module by itself
     _require_data(units)
     _require_own_meshes(units)
@@ -91,7 +91,7 @@ def seal(root: nn.Module) -> Runtime:
     runtime = Runtime(units, guests=owners)
     for unit in units:
         unit.notice_moved()
-        if not unit.is_in_buffer:
+        if not unit.shards.are_in_buffer:
             unit.regroup()
         unit.join(runtime)
         forget_loads(unit.mesh)
@@ -100,7 +100,7 @@ def seal(root: nn.Module) -> Runtime:
 
 
 def _require_data(units: list[Unit]) -> None:
-    missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.meta_parameters]
+    missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.shards.on_meta]
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise StateError(

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from sherd._torch import in_backward
-from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.moves.gradients import Gradients
@@ -25,13 +24,11 @@ from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
 from sherd.engine.run.module_runs import ModuleRuns
-from sherd.engine.state.flat import FlatShard
 from sherd.engine.state.group import Group, GroupKey, group_key_of, travels_alone
 from sherd.engine.state.offload import RestingPlace
-from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings
-from sherd.engine.state.parameter import ShardedParameter, notice_replaced
-from sherd.engine.state.place import Place, key_of
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy, UnshardTerms
@@ -62,7 +59,7 @@ class Unit:
     `surrounds`: there are units below its modules. `found` is what it is made of.
 
     `sealed_into()` returns its runtime, if it has one that still exists. `backward` is its part in the present
-    backward, `runs` are those of its modules.
+    backward, `runs` are those of its modules, `shards` what it holds between steps.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -97,13 +94,11 @@ class Unit:
         self.backward = Backward(partial(_surprised, weakref.ref(self)))
         self.runs = ModuleRuns(self._modules)
         self.lent: UnshardTerms | None = None
-        self._flat_place: Place | None = None
         self.weights: list[Weights | SelfGatheredWeights] = []
         self.gradients: list[Gradients] = []
-        self._hung: dict[tuple[int, str], tuple[ShardedParameter, Place]] = {}
+        self.shards = UnitShards(parameters)
         for parameter in self.parameters:
             parameter.belong_to(self)
-            self._hung.update((place.key, (parameter, place)) for place in parameter.places)
         self.regroup()
 
     def __repr__(self) -> str:
@@ -131,16 +126,6 @@ class Unit:
     def join(self, conductor: Conductor) -> None:
         """Be sealed into a runtime, which holds the unit; the unit holds it weakly."""
         self.sealed_into = weakref.ref(conductor)
-
-    def record_at(self, module: nn.Module, attribute: str) -> ShardedParameter | None:
-        """The parameter of this unit that hangs on `module`, one of its own, as `attribute`."""
-        hung = self._hung.get(key_of(module, attribute))
-        return None if hung is None else hung[0]
-
-    def hides(self, module: nn.Module, attribute: str) -> bool:
-        """Whether that is a parameter of this unit which is not among the module's now: a flat one stands for it."""
-        hung = self._hung.get(key_of(module, attribute))
-        return hung is not None and not hung[1].registered
 
     def rename(self, unit_name: str, module_names: dict[int, str]) -> None:
         """Use names as seen from the root module; `module_names` are keyed by the id of the module."""
@@ -187,6 +172,7 @@ class Unit:
                 else Weights(group, self.streams, gradients.watch, unshard)
             )
         self.backward.regroup(self.weights, self.gradients)
+        self.shards.regroup([weights.group for weights in self.weights])
 
     def _batches(self, members: list[ShardedParameter]) -> list[list[ShardedParameter]]:
         """One batch of what is small, and one for each tensor that had better travel alone."""
@@ -207,66 +193,22 @@ class Unit:
         return parameter.cut.in_order and travels_alone(parameter, self.streams, self._surrounds)
 
     @property
-    def optimizer_params(self) -> list[nn.Parameter]:
-        """What the optimizer owns of it."""
-        return [
-            optimizer_param.parameter for weights in self.weights for optimizer_param in weights.group.optimizer_params
-        ]
-
-    @property
     def meshes(self) -> list[DataMesh]:
         """Its own mesh, and those that some of its parameters are sharded over instead."""
         return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
 
-    @property
-    def num_kinds(self) -> int:
-        """How many sorts of parameters it has, by dtype and trainability."""
-        return len({replace(group_key_of(parameter), plan_id=None) for parameter in self.parameters})
-
-    @property
-    def is_in_buffer(self) -> bool:
-        """Whether all shards still lie in their buffers, as `regroup` left them."""
-        return all(weights.group.is_in_buffer for weights in self.weights)
-
     def flatten(self, module: nn.Module, attribute: str) -> None:
         """Merge the shards, which are of one group, into one flat parameter for the optimizer, a parameter of `module`
         called `attribute`."""
-        (weights,) = self.weights
-        flat = FlatShard(weights.group)
-        for parameter in self.parameters:
-            parameter.merge(flat)
+        self.shards.merge(module, attribute)
         self.regroup()
-        module.register_parameter(attribute, flat.parameter)
-        self._flat_place = Place(module, attribute)
-
-    @property
-    def shows_flat_parameter(self) -> bool:
-        """Whether a flat parameter is registered in the place of the unit's own."""
-        return self._flat_place is not None and self._flat_place.registered
-
-    def register_parameters(self, registered: bool) -> None:
-        """Of a unit with a flat parameter: have the parameters among their modules' instead of it, or it instead of
-        them."""
-        if self._flat_place is None:
-            return
-        for parameter in self.parameters:
-            parameter.shard.requires_grad_(parameter.requires_grad)  # which the flat one may have been told since
-            parameter.register(registered)
-        self._flat_place.register(not registered)
 
     def rebind(self) -> None:
-        """After shards may have moved (`module.to()`, a load): back into one buffer, once all are on one device."""
+        """Put shards that may have moved (`module.to()`, a load) back into one buffer, once all are on one device."""
         for parameter in self.parameters:
             parameter.keep_attributes()
-        device = self.parameters[0].resting.device if self.parameters else None
-        # From the last one on, which the first is to move moves last: modules that move one by one look at one tensor.
-        if all(each.resting.device == device for each in reversed(self.parameters)) and not self.is_in_buffer:
+        if self.shards.are_on_one_device and not self.shards.are_in_buffer:
             self.regroup()
-
-    def note_optimizer_params(self) -> None:
-        """Other Parameters are the shards now, in the same memory."""
-        for weights in self.weights:
-            weights.group.shard_memory.note()
 
     def notice_moved(self) -> None:
         """Take the values of what a user has put in the place of the shards' memory.
@@ -274,15 +216,8 @@ class Unit:
         Raises:
             WriteBackError: they are lost, or of another shape.
         """
-        if self._settled() and not self.is_in_buffer:
+        if self.shards.settle() and not self.shards.are_in_buffer:
             self.rebind()  # some are of another dtype, or elsewhere
-
-    def _settled(self) -> bool:
-        """Whether values were taken of what was in the place of the shards' memory."""
-        moved = [weights.group for weights in self.weights if not weights.group.shard_memory.are_taken]
-        for group in moved:
-            group.shard_memory.settle()
-        return bool(moved)
 
     def before_step(self) -> None:
         """An optimizer is about to write to the shards: what a user gave them before is what it steps.
@@ -292,32 +227,14 @@ class Unit:
             WriteBackError: values that a user gave are lost, or of another shape.
         """
         self._require_own_shards()
-        self._settled()
-
-    def notice_replaced(self) -> None:
-        """Take the values of Parameters that the user has put in the place of shards, which have moved then if they
-        were on the meta device.
-
-        Raises:
-            WriteBackError: one of another shape.
-        """
-        self._notice_replaced(self.parameters)
-
-    def _notice_replaced(self, parameters: Sequence[ShardedParameter]) -> None:
-        if self.policy.notices_replaced and notice_replaced(parameters):
-            watcher.sharded_again()
-
-    @property
-    def meta_parameters(self) -> list[str]:
-        """Names of the parameters that have no data yet."""
-        return [each.name for weights in self.weights if weights.group.is_meta for each in weights.group.parameters]
+        self.shards.settle()
 
     # What the user asks for
 
     def lend(self, terms: UnshardTerms | None) -> None:
         """Note that unsharded copies of its parameters are lent, on these terms, until they are taken back (None)."""
         self.lent = terms
-        self.register_parameters(terms is not None)
+        self.shards.register(terms is not None)
 
     def _require_own_shards(self) -> None:
         if self.lent is not None and self.lent.writeback:
@@ -402,63 +319,10 @@ class Unit:
         """Whether it computes in its parameters' own dtype for now, whatever `param_dtype` says."""
         return self.precision.full_precision_in_eval and not any(module.training for module in self.modules)
 
-    # What the schedule asks for
-
-    def gather(self) -> None:
-        """Start the all-gathers."""
-        user, full = self.policy.all_gather, self.in_full_precision
-        for weights in self.weights:
-            if weights.live is Live.UNSHARDED:
-                continue  # other groups of the unit were freed alone
-            self._notice_replaced(weights.group.parameters)
-            mesh = weights.group.mesh
-            transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
-            weights.gather(transport, full)
-
-    def wait(self) -> None:
-        """Unsharded parameters from here on."""
-        for weights in self.weights:
-            if weights.live is not Live.UNSHARDED:
-                weights.wait()
-
     def free(self) -> None:
         """Shards from here on."""
         for weights in self.weights:
             weights.free()
-
-    def free_group(self, group: int) -> None:
-        """Shards of that group from here on."""
-        self.weights[group].free()
-
-    def shrink(self) -> None:
-        """Shards from here on, keeping a part for the smaller mesh."""
-        size = self.policy.reshard_after_forward
-        assert isinstance(size, int), "only an int asks for a smaller mesh"
-        for weights in self.weights:
-            weights.shrink(size)
-
-    def reduce(self) -> None:
-        """Start the reductions of what has been collected."""
-        self.backward.note_reduced()
-        user, apart = self.policy.reduce_scatter, self.policy.separate_reduce_group
-        for gradients in self.gradients:
-            mesh = gradients.group.mesh
-            group = mesh.reduction_group() if apart else mesh.shard_group
-            transport = mesh.reduce_transport(group) if user is None else UsersCollectives(user, group)
-            gradients.reduce(self.policy, transport)
-
-    def finish_reduce(self) -> None:
-        """The shards have their gradients from here on."""
-        for gradients in self.gradients:
-            gradients.finish_reduce(self.policy)
-
-    def discard(self) -> None:
-        """Drop gradients that have not reached the shards."""
-        self.backward.discard()
-        for gradients in self.gradients:
-            gradients.discard()
-
-    # Backward
 
     @property
     def divide_by(self) -> float:

@@ -1,0 +1,80 @@
+"""How each action of the schedule is carried out on a unit: on each of its groups in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sherd.comm.collectives import UsersCollectives
+from sherd.engine.run.unit import Unit
+from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce, Shrink
+from sherd.schedule.state import Live
+
+
+def gather(unit: Unit) -> None:
+    """Start the all-gathers."""
+    user, in_full_precision = unit.policy.all_gather, unit.in_full_precision
+    for weights in unit.weights:
+        if weights.live is Live.UNSHARDED:
+            continue  # other groups of the unit were freed alone
+        if unit.policy.notices_replaced:
+            unit.shards.notice_replaced(weights.group.parameters)
+        mesh = weights.group.mesh
+        transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
+        weights.gather(transport, in_full_precision)
+
+
+def wait(unit: Unit) -> None:
+    """Have unsharded parameters from here on."""
+    for weights in unit.weights:
+        if weights.live is not Live.UNSHARDED:
+            weights.wait()
+
+
+def free(unit: Unit) -> None:
+    """Have shards from here on."""
+    for weights in unit.weights:
+        weights.free()
+
+
+def shrink(unit: Unit) -> None:
+    """Have shards from here on, keeping a part for the smaller mesh."""
+    size = unit.policy.reshard_after_forward
+    assert isinstance(size, int), "only an int asks for a smaller mesh"
+    for weights in unit.weights:
+        weights.shrink(size)
+
+
+def reduce(unit: Unit) -> None:
+    """Start the reductions of what has been collected."""
+    unit.backward.note_reduced()
+    user, apart = unit.policy.reduce_scatter, unit.policy.separate_reduce_group
+    for gradients in unit.gradients:
+        mesh = gradients.group.mesh
+        group = mesh.reduction_group() if apart else mesh.shard_group
+        transport = mesh.reduce_transport(group) if user is None else UsersCollectives(user, group)
+        gradients.reduce(unit.policy, transport)
+
+
+def finish_reduce(unit: Unit) -> None:
+    """Have gradients on the shards from here on."""
+    for gradients in unit.gradients:
+        gradients.finish_reduce(unit.policy)
+
+
+def discard(unit: Unit) -> None:
+    """Drop gradients that have not reached the shards."""
+    unit.backward.discard()
+    for gradients in unit.gradients:
+        gradients.discard()
+
+
+DO: dict[type[Action], Callable[[Unit], None]] = {
+    Gather: gather,
+    Await: wait,
+    Free: free,
+    Shrink: shrink,
+    Reduce: reduce,
+    FinishReduce: finish_reduce,
+    Discard: discard,
+}
+"""What is done for each action on a whole unit."""
