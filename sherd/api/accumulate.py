@@ -58,7 +58,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
     except BaseException:
         # Half a step's sums would get into the next one: an optimizer's zero_grad does not see them.
         for unit in units:
-            unit.drop_unreduced()
+            unit.backward.drop_unreduced()
         raise
     finally:
         for unit, policy in zip(units, before, strict=True):

@@ -33,6 +33,7 @@ from sherd._torch import (
     have_gradient_hooks,
     local_tensor,
 )
+from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
 from sherd.engine.moves.reduce_buffer import PendingGradients, ReduceBuffer
@@ -239,18 +240,12 @@ class Gradients:
         """Under tensor parallelism: the gradient as the parameter is placed, data-parallel axes apart."""
         spec = self.group.parameters[index].unsharded_spec
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
-        data_axes = self._data_axes(spec.mesh.mesh_dim_names)
+        data_axes = _data_axes(self.group.mesh, spec.mesh.mesh_dim_names)
         wanted = [
             have if axis in data_axes else want
             for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
         ]
         return local_tensor(gradient.redistribute(placements=wanted))
-
-    def _data_axes(self, names: tuple[str, ...] | None) -> set[int]:
-        dims = self.group.mesh.dims
-        if dims is None or names is None:
-            return set()
-        return {names.index(name) for name in (*dims.shard_names, *dims.replicate_names) if name in names}
 
     def _copy_batch(self) -> None:
         if self._pending.waits:
@@ -487,6 +482,13 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
     """The values of `gradient`: a tensor subclass may have no memory of its own that could be sent, or several."""
     values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     return values.copy_(gradient)
+
+
+def _data_axes(mesh: DataMesh, names: tuple[str, ...] | None) -> set[int]:
+    """The axes called `names` of a larger mesh that are data parallel."""
+    if mesh.dims is None or names is None:
+        return set()
+    return {names.index(name) for name in (*mesh.dims.shard_names, *mesh.dims.replicate_names) if name in names}
 
 
 def _as_hook_says(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

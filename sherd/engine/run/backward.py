@@ -106,6 +106,11 @@ class Backward:
         if self._when_complete is not None:
             self._when_complete(None if is_last else group)
 
+    def drop_unreduced(self) -> None:
+        """Drop gradients that wait for a reduction, or for half of one."""
+        for gradients in self._gradients:
+            gradients.drop_unreduced()
+
     # What is known of it
 
     @property

@@ -111,7 +111,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
     differentiable = torch.is_grad_enabled()
     error = sys.exc_info()[1]
     try:
-        returned = runtime.leave(module, differentiable, unit.is_viewed and _keeps_view(unit, output))
+        returned = runtime.leave(module, differentiable, _is_viewed(unit) and _keeps_view(unit, output))
     except CommError:
         if not isinstance(error, CommError):
             raise
@@ -136,11 +136,23 @@ def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if source_of(tensor) is None else tensor.clone()
 
 
+def _is_viewed(unit: Unit) -> bool:
+    """Whether there seem to be views of the unit's unsharded parameters, others than those that autograd has saved."""
+    return any(weights.is_viewed for weights in unit.weights)
+
+
+def _is_view(unit: Unit, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a view of one of the unit's unsharded parameters, and not one of them."""
+    source = source_of(tensor)
+    owner = None if source is None else source()
+    return any(owner is weights and not weights.is_parameter(tensor) for weights in unit.weights)
+
+
 def _keeps_view(unit: Unit, output: Any) -> bool:
     """Whether a view of the unit's parameters has outlived its forward, in what was returned or on a module."""
     modules = (part for each in unit.modules for part in each.modules())
     attributes = [value for part in modules for name, value in vars(part).items() if name not in _OF_EVERY_MODULE]
-    found = any(unit.has_view(tensor) for tensor in tensors_held_by(output, attributes))
+    found = any(_is_view(unit, tensor) for tensor in tensors_held_by(output, attributes))
     if found:
         warnings.warn(
             f"a view of a parameter of unit {unit.name} is still there after its forward, inside of an object that was "

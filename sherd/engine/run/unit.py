@@ -19,7 +19,6 @@ from sherd._torch import in_backward
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.moves.gradients import Gradients
-from sherd.engine.moves.saved import source_of
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
@@ -226,7 +225,11 @@ class Unit:
             WrapperStateError: what is written to the shards now will be written over by what is lent.
             WriteBackError: values that a user gave are lost, or of another shape.
         """
-        self._require_own_shards()
+        if self.lent is not None and self.lent.writeback:
+            raise WrapperStateError(
+                f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the whole "
+                "parameters will be written over its shards; step outside, or enter the context with writeback=False"
+            )
         self.shards.settle()
 
     # What the user asks for
@@ -235,13 +238,6 @@ class Unit:
         """Note that unsharded copies of its parameters are lent, on these terms, until they are taken back (None)."""
         self.lent = terms
         self.shards.register(terms is not None)
-
-    def _require_own_shards(self) -> None:
-        if self.lent is not None and self.lent.writeback:
-            raise WrapperStateError(
-                f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the whole "
-                "parameters will be written over its shards; step outside, or enter the context with writeback=False"
-            )
 
     def require_not_lent(self) -> None:
         """Raise if its parameters, or those it borrows, are lent: a backward belongs before or after that, as in FSDP1.
@@ -286,11 +282,6 @@ class Unit:
         placements that say so, is brought up to date at the next gather."""
         for weights in self.weights:
             weights.group.mark_shards_written()
-
-    def drop_unreduced(self) -> None:
-        """Drop gradients that wait for a reduction, or for half of one."""
-        for gradients in self.gradients:
-            gradients.drop_unreduced()
 
     def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
         """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.
@@ -360,17 +351,6 @@ class Unit:
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
                 "called; leave that out, or freeze what does not need a gradient"
             )
-
-    @property
-    def is_viewed(self) -> bool:
-        """Whether there seem to be views of its unsharded parameters, others than those that autograd has saved."""
-        return any(weights.is_viewed for weights in self.weights)
-
-    def has_view(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of one of its unsharded parameters, and not one of them."""
-        source = source_of(tensor)
-        owner = None if source is None else source()
-        return any(owner is weights and not weights.is_parameter(tensor) for weights in self.weights)
 
 
 def _surprised(unit: weakref.ref[Unit]) -> None:
