@@ -1,0 +1,172 @@
+"""Every private or renamed torch name sherd relies on: what for, since when, what would replace it.
+
+Nothing else in the package may import a name that torch does not promise (`tests/test_layers.py`); a contract test pins
+each one here (`tests/test_torch_names.py`).
+"""
+
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from sherd._torch.autograd import (
+    after_accumulation_hooks,
+    at_end_of_backward,
+    beneath_transforms,
+    gradient_hooks,
+    in_backward,
+    move_hooks,
+    move_versions,
+    outside_transforms,
+    will_get_gradient,
+)
+from sherd._torch.call_stack import (
+    MODULE_CALL,
+    asked_by_checkpointing,
+    in_functional_call,
+    splitting_stage,
+)
+from sherd._torch.checkpointing import (
+    answer_checkpointing,
+    full_of_sharded_tensor,
+    is_sharded_tensor,
+    sharded_tensor_of_rows,
+)
+from sherd._torch.collectives import (
+    adopt_timeout,
+    all_gather_coalesced,
+    all_gather_single,
+    backend_of,
+    imagined_ranks,
+    named_group,
+    read_objects_with,
+    reduce_scatter_single,
+    set_timeout,
+    symmetric_memory,
+    timeout_of,
+)
+from sherd._torch.dtensors import (
+    become_view,
+    dispatches_itself,
+    dtensor,
+    dtensor_of,
+    dtensor_spec,
+    local_gradients,
+    local_tensor,
+    local_tensors,
+    replace_local_tensor,
+    spec_of,
+    specs_of,
+    strided_shard,
+)
+from sherd._torch.dynamo import (
+    dynamo_disabled,
+    fake_tensors,
+    not_traced,
+    trace_nothing_in,
+)
+from sherd._torch.meshes import (
+    concatenate_meshes,
+    device_of,
+    flatten_mesh,
+    keeps_root_order,
+)
+from sherd._torch.modules import (
+    is_fsdp_of_torch,
+    is_replicated,
+    is_tensor_parallel,
+    manage,
+    say_fully_sharded,
+)
+from sherd._torch.optimizers import (
+    hooked_step,
+    register_foreach_type,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from sherd._torch.saved_tensors import (
+    SavingHooks,
+    may_hook_saving,
+    pop_saving_hooks,
+    push_saving_hooks,
+    saving_hooks,
+    share_saving_hooks,
+)
+from sherd._torch.tensors import (
+    NO_TORCH_FUNCTION,
+    attributes_of,
+    gradients_of,
+    has_bytes,
+    steps_in_backward,
+    storage_uses,
+)
+
+__all__ = [
+    "MODULE_CALL",
+    "NO_TORCH_FUNCTION",
+    "DTensorSpec",
+    "SavingHooks",
+    "adopt_timeout",
+    "after_accumulation_hooks",
+    "all_gather_coalesced",
+    "all_gather_single",
+    "answer_checkpointing",
+    "asked_by_checkpointing",
+    "at_end_of_backward",
+    "attributes_of",
+    "backend_of",
+    "become_view",
+    "beneath_transforms",
+    "concatenate_meshes",
+    "device_of",
+    "dispatches_itself",
+    "dtensor",
+    "dtensor_of",
+    "dtensor_spec",
+    "dynamo_disabled",
+    "fake_tensors",
+    "flatten_mesh",
+    "full_of_sharded_tensor",
+    "gradient_hooks",
+    "gradients_of",
+    "has_bytes",
+    "hooked_step",
+    "imagined_ranks",
+    "in_backward",
+    "in_functional_call",
+    "is_fsdp_of_torch",
+    "is_replicated",
+    "is_sharded_tensor",
+    "is_tensor_parallel",
+    "keeps_root_order",
+    "local_gradients",
+    "local_tensor",
+    "local_tensors",
+    "manage",
+    "may_hook_saving",
+    "move_hooks",
+    "move_versions",
+    "named_group",
+    "not_traced",
+    "outside_transforms",
+    "pop_saving_hooks",
+    "push_saving_hooks",
+    "read_objects_with",
+    "reduce_scatter_single",
+    "register_foreach_type",
+    "register_optimizer_step_post_hook",
+    "register_optimizer_step_pre_hook",
+    "replace_local_tensor",
+    "saving_hooks",
+    "say_fully_sharded",
+    "set_timeout",
+    "sharded_tensor_of_rows",
+    "share_saving_hooks",
+    "spec_of",
+    "specs_of",
+    "splitting_stage",
+    "steps_in_backward",
+    "storage_uses",
+    "strided_shard",
+    "symmetric_memory",
+    "timeout_of",
+    "trace_nothing_in",
+    "will_get_gradient",
+]
