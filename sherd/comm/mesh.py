@@ -1,4 +1,4 @@
-"""Which ranks shard a parameter and which hold copies of it: the data-parallel part of a device mesh."""
+"""The data-parallel part of a device mesh: which ranks shard a parameter, and which hold copies of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who may touch a buffer until when: lanes that run collectives beside compute, and handoffs from one to the other.
+"""Lanes, which run collectives beside compute, and handoffs, which say when compute may touch a lane's buffer.
 
-The only file that names a stream or an event. There are three lanes, so that the collectives of one step overlap with
-compute and with one another: `gather`, `reduce` and `all_reduce`. What a lane produces comes as a `Handoff`; compute
-touches it only after `handoff.wait()`.
+No other file names a stream or an event. There are three lanes, so that the collectives of one step overlap with
+compute and with one another: `gather`, `reduce` and `all_reduce`. A lane gives its result as a `Handoff`, and compute
+touches the result only after `handoff.wait()`.
 
 On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On
 an accelerator a lane is a stream, `wait` makes the compute stream wait for an event, and the host never blocks.
