@@ -108,7 +108,7 @@ class Sizes(tuple[int, ...]):
 
     @cached_property
     def are_even(self) -> bool:
-        """Whether all parts are equally long."""
+        """Whether all sizes are equal."""
         return len(set(self)) <= 1
 
     def of(self, parts: range) -> Sizes:
@@ -123,7 +123,7 @@ class Sizes(tuple[int, ...]):
 
 
 def are_even(sizes: Sequence[int]) -> bool:
-    """Whether all parts are equally long."""
+    """Whether all sizes are equal."""
     return (sizes if isinstance(sizes, Sizes) else Sizes(sizes)).are_even
 
 
@@ -133,24 +133,24 @@ class OneRank(Transport):
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """`shard_buffer` is all there is."""
+        """Copy `shard_buffer`, the only part."""
         rows.copy_(shard_buffer)
         return None
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """The sum of one."""
+        """Copy `rows`, the only summand."""
         shard_buffer.copy_(rows)
         return None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """Nothing to add."""
+        """Leave `tensor` as it is."""
         return None
 
 
 class NoTransport(Transport):
-    """Nothing moves: buffers keep what they happen to hold. To measure what communication costs."""
+    """Moves nothing, so that the cost of communication can be measured. Buffers keep their old contents."""
 
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
@@ -170,7 +170,7 @@ class NoTransport(Transport):
 
 
 class _Named:
-    """A call of torch's under way, over a group whose ranks its error is to name."""
+    """A call of torch under way, whose error will name the ranks of its group."""
 
     __slots__ = ("_group", "_pending", "_what")
 
@@ -178,19 +178,19 @@ class _Named:
         self._pending, self._what, self._group = pending, what, group
 
     def wait(self) -> None:
-        """As the call's own. Raises CommError."""
+        """Wait for the call. Raises CommError."""
         with named(self._what, self._group):
             self._pending.wait()
 
 
 class SingleCalls(Transport):
-    """torch's own collectives, one call each: NCCL, and every backend that nothing better is known for.
+    """torch's own collectives, one call each: for NCCL, and for every backend without a better transport.
 
-    Parts of unequal length go through the list forms, which NCCL serves with grouped broadcasts and reductions; where a
-    backend refuses them, through the transport `for_uneven`.
+    Parts of unequal length go through the list forms, which NCCL serves with grouped broadcasts and reductions, or
+    through the transport `for_uneven`, for a backend that refuses the list forms.
 
     Raises, from a call or its `wait()`:
-        CommError: torch's call has raised: a peer has died or is late, as far as the backend notices.
+        CommError: torch's call has raised, because a peer has died or is late.
     """
 
     def __init__(self, group: dist.ProcessGroup, for_uneven: Transport | None = None) -> None:
@@ -240,8 +240,8 @@ class SingleCalls(Transport):
 
 
 class CoalescedCalls(SingleCalls):
-    """The same, but the tensors of a group are gathered each straight to its place, all in one launch where the backend
-    has that (NCCL): nothing is copied out, and no buffer waits for it."""
+    """Like `SingleCalls`, but each tensor of a group is gathered straight into its place, and nothing is copied out. On
+    NCCL all of them take one launch."""
 
     coalesces = True
 
