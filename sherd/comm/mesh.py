@@ -188,7 +188,7 @@ class DataMesh:
         return transport_of(group, self.device, self.comm)
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
-        """Returns the group of this rank and its neighbours, `size` ranks of the shard axis. Collective the first time."""
+        """Returns the group of this rank and its neighbours: `size` ranks of the shard axis. Collective at first."""
         if size == self.num_shards and self.shard_group is not None:
             return self.shard_group  # one mesh of a unit with several may be so small
         first = self.shard_rank // size * size
