@@ -1108,8 +1108,13 @@ def test_may_hook_saving__is_false_where_a_transform_forbids_it():
 
 
 def restored(monkeypatch):
-    for name in _torch._SHARED:
-        monkeypatch.setattr(_torch._saved, name, getattr(_torch._saved, name))
+    stack = torch._C._autograd
+    for name in (
+        "_push_saved_tensors_default_hooks",
+        "_saved_tensors_hooks_disable",
+        "_saved_tensors_hooks_enable",
+    ):
+        monkeypatch.setattr(stack, name, getattr(stack, name))
 
 
 def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms(monkeypatch):

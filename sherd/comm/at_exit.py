@@ -23,7 +23,7 @@ NAME = "pt_gloo_runloop"
 
 @functools.cache
 def wait_for_gloo_at_exit() -> None:
-    """Have the process wait when it ends, before Python is finalized."""
+    """Have the process wait at its end, before Python is finalized."""
     atexit.register(_wait)
 
 
@@ -36,8 +36,8 @@ def _wait() -> None:
 
 
 def is_at_work(name: str) -> bool:
-    """Whether a thread of this process that is called `name` is running, or ready to. False where the system does not
-    tell (elsewhere than on Linux)."""
+    """Whether a thread of this process that is called `name` is running or ready to run. False where the system does
+    not tell, which is everywhere but on Linux."""
     try:
         threads = [(thread / "stat").read_text() for thread in THREADS.iterdir()]
     except OSError:  # no such folder, or a thread has ended meanwhile

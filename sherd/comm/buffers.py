@@ -1,7 +1,7 @@
-"""Memory that comes and goes in place: a 1-D buffer whose storage is freed and filled again under its views.
+"""A 1-D buffer whose memory is freed and allocated again in place, under its views.
 
-Views are cut once and stay valid as objects; while the buffer is freed they must not be read, which kills the process.
-The engine keeps them out of the user's sight then (`engine/weights.py`).
+Views are made once and stay the same objects. Reading one while the buffer is freed kills the process, so the engine
+hides them from the user meanwhile (`engine/moves/weights.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Buffer:
 
     @classmethod
     def around(cls, tensor: torch.Tensor) -> Buffer:
-        """A buffer that is somebody's 1-D tensor: it lives as long as it is held, and is not freed in place."""
+        """Returns a buffer around the caller's 1-D tensor, whose memory is never freed in place."""
         buffer = cls.__new__(cls)
         buffer._hold(tensor, is_ours=False)
         return buffer
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Buffer:
-        """A buffer that takes over the memory of `tensor`, of any shape, to free and refill it in place."""
+        """Returns a buffer that takes over the memory of `tensor`, of any shape, to free and refill it in place."""
         buffer = cls.__new__(cls)
         buffer._hold(tensor, is_ours=True)
         return buffer
@@ -43,16 +43,16 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it occupies when allocated."""
+        """The bytes it takes when allocated."""
         return self._nbytes
 
     @property
     def uses(self) -> int:
-        """How many tensors and handles share its memory, views that autograd keeps for backward included."""
+        """The number of tensors and handles that share its memory, including views that autograd keeps for backward."""
         return storage_uses(self._storage)
 
     def allocate(self) -> None:
-        """Have memory, its contents undefined. `resize_` copies what survives, so it must start from nothing."""
+        """Allocate the memory, uninitialised. `resize_` would copy old contents, so it starts from nothing."""
         if self._storage.nbytes() == self._nbytes:
             return
         is_large = self._nbytes >= pages.LARGE and self._storage.device.type == "cpu"
@@ -63,6 +63,6 @@ class Buffer:
             pages.advise(self._storage)
 
     def free(self) -> None:
-        """Give the memory back; the views stay as they are and must not be read until the next `allocate`."""
+        """Give the memory back. The views stay, and must not be read until the next `allocate`."""
         assert self.is_ours, "somebody else's memory is dropped, not freed"
         self._storage.resize_(0)

@@ -1,4 +1,4 @@
-"""Collectives that a user puts in the way (`sherd.policy.AllGather`, `ReduceScatter`), and three ready-made ones."""
+"""A user's own collectives (`sherd.policy.AllGather`, `ReduceScatter`) as a transport, and three ready-made ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _GroupMemory(Comm):
         self._backend = backend if backend.supports_tensor_alloc(device) else None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory from the group, or from the usual allocator where the group has none (gloo)."""
+        """Returns memory from the group, or from the usual allocator where the group has none (gloo)."""
         if self._backend is None:
             return torch.empty(*size, dtype=dtype, device=device)
         numel = 1
-        for each in size:
-            numel *= each
+        for length in size:
+            numel *= length
         buffer: torch.Tensor = self._backend.allocate_tensor(numel, dtype=dtype, device=device)
         return buffer.view(*size)
 
@@ -41,7 +41,7 @@ class _SymmetricMemory(Comm):
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Symmetric memory; raises `PolicyError` on a device that has none."""
+        """Returns symmetric memory. Raises `PolicyError` on a device that has none."""
         symmetric = symmetric_memory()
         if device.type != "cuda":
             raise PolicyError(f"symmetric memory needs a CUDA device, the mesh is on {device}")
@@ -58,7 +58,7 @@ class _SingleAllGather(AllGather):
         group: dist.ProcessGroup | None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """One call into one buffer; a copy when the group is one rank, or None."""
+        """Gather by one call into one buffer. Copies when the group is one rank, or None."""
         if group is None or group.size() == 1:
             output_tensor.copy_(input_tensor)
             return None
@@ -74,7 +74,7 @@ class _SingleReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """One call from one buffer; a copy when the group is one rank, or None."""
+        """Reduce by one call from one buffer. Copies when the group is one rank, or None."""
         if group is None or group.size() == 1:
             output_tensor.copy_(input_tensor)
             return None
@@ -94,7 +94,7 @@ class SymmetricAllGather(_SymmetricMemory, _SingleAllGather):
 
 
 class UsersCollectives(Transport):
-    """A user's all-gather, reduce-scatter, or both, in the place of a transport's."""
+    """A user's all-gather or reduce-scatter in the place of a transport's."""
 
     brings_memory = True
 
@@ -107,18 +107,18 @@ class UsersCollectives(Transport):
         return self._collective.allocate((numel,), dtype=dtype, device=device)
 
     def all_gather(
-        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """The user's call."""
         assert isinstance(self._collective, AllGather), "weights are gathered by an all-gather"
-        return self._collective(rows, rest, self._group, async_op)
+        return self._collective(rows, shard_buffer, self._group, async_op)
 
     def reduce_scatter(
-        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """The user's call."""
         assert isinstance(self._collective, ReduceScatter), "gradients are reduced by a reduce-scatter"
-        return self._collective(rest, rows, self._group, dist.ReduceOp.SUM, async_op)
+        return self._collective(shard_buffer, rows, self._group, dist.ReduceOp.SUM, async_op)
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """There is none of the user's."""

@@ -1,4 +1,4 @@
-"""A collective of torch's that was not finished, as a `CommError` that names its ranks."""
+"""`CommError`s for collectives that were not finished; they name the ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sherd.errors import CommError
 
 
 def unfinished(what: str, group: dist.ProcessGroup, error: Exception, peer: int | None = None) -> CommError:
-    """The error of `what`, a collective over `group` that `error` has ended. `peer` is the other rank, by its number
-    in `group`, where a single one is to blame."""
+    """Returns the error of `what`, a collective over `group` that `error` has ended. `peer` is the rank to blame, by
+    its number in `group`, where there is a single one."""
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     others = [rank for number, rank in enumerate(ranks) if number != own]
     if peer is not None:
@@ -29,7 +29,7 @@ def unfinished(what: str, group: dist.ProcessGroup, error: Exception, peer: int 
 
 @contextmanager
 def named(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Around one collective of torch's over `group` (None: the default one): its RuntimeError becomes a CommError."""
+    """Wraps one collective of torch over `group` (None: the default one): its RuntimeError becomes a CommError."""
     try:
         yield
     except CommError:
@@ -41,5 +41,5 @@ def named(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def in_short(ranks: Sequence[int]) -> str:
-    """`ranks` in brackets; of more than 16 the first, the last and how many there are."""
+    """Returns `ranks` in brackets; if there are more than 16, only the first, the last and the number."""
     return f"{list(ranks)}" if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} of them)"

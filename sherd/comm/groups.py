@@ -1,4 +1,4 @@
-"""Which process groups does sherd make beside the user's own, for collectives that must not wait for those of these?"""
+"""Process groups that sherd makes beside the user's own, so that its collectives need not wait for the user's."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from sherd.errors import MeshError
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-"""By parent, then by purpose and ranks. Gone with the parent, so that a later one of its name begins anew."""
+"""By parent, then by purpose and ranks. An entry goes with its parent, so a later group of that name begins anew."""
 
 
 def group_beside(
     parent: dist.ProcessGroup, purpose: str, ranks: Sequence[int], device: torch.device, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A group of `ranks`, given by their global numbers, all of them of `parent` and this rank's among them.
+    """Returns the group of `ranks` for `purpose`, and makes it on the first call.
 
-    It waits no longer than `parent` does for `device`. One for each purpose, made when it is first asked for, which its
-    ranks do at the same moment; the others of `parent` need not.
+    All of `ranks` must make that call, and no other rank of `parent` need make it. The group has the timeout that
+    `parent` has for `device`.
+
+    Args:
+        parent: a group that holds all of `ranks`.
+        purpose: one word; each purpose has a group of its own.
+        ranks: global ranks, this rank among them.
+        device: the device whose timeout is taken.
+        backend: the backend; None means the default group's.
     """
     groups = _beside.setdefault(parent, {})
     key = (purpose, tuple(ranks))
@@ -39,7 +46,7 @@ def group_beside(
 
 
 def default_group() -> dist.ProcessGroup:
-    """The default process group; made of the environment that torchrun sets, if there is none yet.
+    """Returns the default process group. If there is none yet, makes it from the environment that torchrun sets.
 
     Raises:
         MeshError: there is no such environment either.
@@ -59,7 +66,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Whether torch knows `group` no longer."""
+    """Whether `group` was destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
@@ -68,16 +75,16 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 def require_alive(group: dist.ProcessGroup, whose: str) -> None:
-    """Raise MeshError if `group`, which is that of `whose`, was destroyed."""
+    """Raise MeshError if `group`, the one of `whose`, was destroyed."""
     if is_destroyed(group):
         raise MeshError(_DESTROYED.format(whose=whose))
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """The process group of one axis of `mesh`.
+    """Returns the process group of one axis of `mesh`.
 
     Raises:
-        MeshError: it was destroyed.
+        MeshError: the group was destroyed.
     """
     try:
         return mesh.get_group(axis)
@@ -92,5 +99,5 @@ _DESTROYED = (
 
 
 def one_rank_group() -> dist.ProcessGroup:
-    """A group of this rank alone; the same one each time."""
+    """Returns the group of this rank alone, the same one on each call."""
     return group_beside(default_group(), "alone", [dist.get_rank()], torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Which ranks shard a parameter and which hold copies of it: the data-parallel part of a device mesh."""
+"""The data-parallel part of a device mesh: which ranks shard a parameter, and which hold copies of it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from sherd.errors import MeshError
 from sherd.policy import CommPolicy, DataParallelMeshDims, Level
 
 ONE_RANK = "alone"
-"""The axis of this rank alone, in a mesh that has others which are not data parallel."""
+"""The name of an axis of this rank alone, in a mesh whose other axes are not data parallel."""
 
 
 class DataMesh:
     """The data-parallel axes: parameters are sharded over `shard`, and each shard is replicated over `replicate`.
 
-    If it `spreads`, each replica owns one piece of the shard only, steps that, and fetches the others' before use. A
-    parameter is cut into `num_pieces`, of which this rank owns `piece`; those of one shard are consecutive. 2 replicas
-    of 2 shards:
+    If it `shards_replicas`, each replica owns only one piece of the shard, steps that piece, and fetches the other
+    pieces before use. A parameter is cut into `num_pieces`, of which this rank owns `piece`. The pieces of one shard
+    are consecutive. 2 replicas of 2 shards:
 
         shard      | 0         | 1         |
         piece      | 0   | 1   | 2   | 3   |
         replica      0     1     0     1
 
-    If it `keeps_unsharded`, gathered parameters are not given up, but brought up to date when their shards were
-    written.
+    If it `keeps_unsharded`, gathered parameters are not freed, but brought up to date after their shards were written.
 
-    `full` is the larger mesh the axes were picked from, when the user named them with `dp_mesh_dims`; `copies` the
-    user's own axis, if `mesh` is that and another one of this rank alone, which "shards". Transports are
-    made when they are first asked for, which all ranks of an axis do at the same moment.
+    `full` is the larger mesh from which the user picked the axes by `dp_mesh_dims`. `copies` is the user's own
+    replicate axis, if `mesh` consists of that and of a shard axis of this rank alone. Transports are made on the first
+    use, which all ranks of an axis make at the same moment.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class DataMesh:
     def with_axes(
         self, shard: int | None, replicate: int | None, shards_replicas: bool, keeps_unsharded: bool
     ) -> DataMesh:
-        """The same mesh, otherwise used."""
+        """Returns the same mesh with its axes in other roles."""
         dims = self.dims
         if dims is not None:
             names = {None: None, self.shard_axis: dims.shard, self.replicate_axis: dims.replicate}
@@ -94,14 +93,14 @@ class DataMesh:
 
     @property
     def given(self) -> DeviceMesh:
-        """The axes as the user has given them, parts of the mesh that the user has made."""
+        """The axes that the user gave, as parts of the user's mesh."""
         return self.mesh if self.copies is None else self.copies
 
     def joined(self, others: Sequence[DeviceMesh], behind: bool = False) -> DeviceMesh:
-        """One mesh with the axes of this one and of `others`, parts of the same mesh as `given`: those behind, or this.
+        """Returns one mesh with the axes of this mesh and of `others`. With `behind`, this mesh's axes come last.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: `others` are not parts of the mesh that `given` is a part of.
         """
         key = (behind, tuple(others))
         if key not in self._joined:
@@ -111,7 +110,7 @@ class DataMesh:
         return self._joined[key]
 
     def _with_one_rank(self, mesh: DeviceMesh, at: int) -> DeviceMesh:
-        """`mesh`, in which `copies` is axis `at`, and behind that one of this rank alone."""
+        """Returns `mesh`, whose axis `at` is `copies`, with an axis of this rank alone inserted behind that."""
         names, groups = list(mesh.mesh_dim_names or ()), [mesh.get_group(axis) for axis in range(mesh.ndim)]
         names.insert(at + 1, ONE_RANK)
         assert self.shard_group is not None, "copies are shards of one rank"
@@ -121,23 +120,23 @@ class DataMesh:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where unsharded parameters live on this rank."""
+        """The device of unsharded parameters on this rank."""
         return device_of(self.mesh)
 
     def pieces_of(self, shard: int) -> range:
-        """The pieces that one shard is made of, by number: one, unless the mesh spreads."""
+        """Returns the numbers of the pieces of one shard: one piece, unless the mesh `shards_replicas`."""
         return range(shard * self.num_owners, (shard + 1) * self.num_owners)
 
     @property
     def piece_axes(self) -> tuple[int, ...]:
-        """The axes of `mesh` that a parameter is cut over, in turn."""
+        """The axes of `mesh` that cut a parameter, in the order of cutting."""
         axes = (self.shard_axis, self.replicate_axis if self.shards_replicas else None)
         return tuple(axis for axis in axes if axis is not None)
 
     @cached_property
     def in_cut_order(self) -> DeviceMesh:
-        """`mesh` with the axes that parameters are cut over in the order in which they cut: so placements read from the
-        left, as DTensor does, say what is where."""
+        """`mesh` with its axes in the order in which they cut parameters. DTensor reads placements from the left, so
+        only in this order do they say which rank holds what."""
         return self.mesh if not self.shards_replicas else permuted(self.mesh, self.piece_axes)
 
     @property
@@ -163,44 +162,45 @@ class DataMesh:
 
     @property
     def shard_transport(self) -> Transport:
-        """What moves bytes along the shard axis."""
+        """The transport along the shard axis."""
         return self.transport_of(self.shard_group)
 
     @property
     def gather_transport(self) -> Transport:
-        """What gathers parameters along the shard axis."""
+        """The transport that gathers parameters along the shard axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.shard_transport
 
     @property
     def fetch_transport(self) -> Transport:
-        """What brings the pieces of a shard together, along the replicate axis."""
+        """The transport that gathers the pieces of a shard along the replicate axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.transport_of(self.replicate_group)
 
     def reduce_transport(self, group: dist.ProcessGroup | None) -> Transport:
-        """What reduces gradients between the ranks of `group`, one of this mesh's over the shard axis."""
+        """Returns the transport that reduces gradients between the ranks of `group`, a group of this mesh."""
         return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(group)
 
     @property
     def replicate_transport(self) -> Transport:
-        """What moves bytes along the replicate axis, which only gradients do."""
+        """The transport that reduces gradients along the replicate axis."""
         return self.reduce_transport(self.replicate_group)
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
-        """What moves bytes between the ranks of `group`, one of this mesh's; None stands for this rank alone."""
+        """Returns the transport between the ranks of `group`, a group of this mesh; None stands for this rank alone."""
         transport = self._transports.get(group)
         if transport is None:
             transport = self._transports[group] = transport_of(group, self.device, self.comm)
         return transport
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
-        """The `size` neighbouring ranks of the shard axis that this rank belongs to; made once, collectively."""
+        """Returns the group of this rank and its neighbours: `size` ranks of the shard axis. Collective at first."""
         if size == self.num_shards and self.shard_group is not None:
             return self.shard_group  # one mesh of a unit with several may be so small
         first = self.shard_rank // size * size
         return self._group_beside("neighbours", self.shard_ranks[first : first + size])
 
     def reduction_group(self) -> dist.ProcessGroup:
-        """A second group over the shard axis, for reduce-scatters beside all-gathers; made once, collectively."""
+        """Returns a second group over the shard axis, so that reduce-scatters run beside all-gathers. The first call is
+        collective."""
         return self._group_beside("reduction", self.shard_ranks)
 
     def _group_beside(self, purpose: str, ranks: list[int]) -> dist.ProcessGroup:
@@ -225,15 +225,15 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
 
 
 def _in_one(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of all, in this order; a mesh of its own, where their common one has them in another."""
+    """Returns one mesh with the axes of all in this order. It is a new mesh if their root mesh has another order."""
     found = concatenate_meshes(meshes)
     return found if keeps_root_order(found) else permuted(found, range(found.ndim))
 
 
 def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:
-    """`mesh` with its axes in another order, on the same process groups.
+    """Returns a new mesh: `mesh` with its axes in another order, on the same process groups.
 
-    A mesh of its own: of the parts of one mesh torch finds only those that have its order (2.13: `full_tensor` of two
+    A slice of `mesh` would not do: torch finds only slices in the order of their root mesh (2.13: `full_tensor` of two
     axes that shard one dim).
     """
     groups = [mesh.get_group(axis) for axis in order]
@@ -246,10 +246,14 @@ def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:
 
 
 def arranged(mesh: DataMesh, levels: Sequence[Level]) -> DataMesh:
-    """The same ranks, used so that over each data-parallel axis is sharded what `levels` says, in the mesh's order.
+    """Returns a mesh of the same ranks that shards over each data-parallel axis what its level says.
 
-    One level is meant for all axes. Of two axes the one with the higher level is the shard axis, of which the other
-    replicates, or spreads, the shards; sharded alike to the last or not at all they are one axis.
+    Of two axes the one with the higher level is the shard axis, and the other one holds copies of the shards, or pieces
+    of them. Two axes that both shard parameters, or both shard nothing, become one axis.
+
+    Args:
+        mesh: the mesh as the user gave it.
+        levels: one level per axis, in the mesh's order, or one for all axes.
 
     Raises:
         MeshError: another number of levels than axes.
@@ -278,7 +282,7 @@ def arranged(mesh: DataMesh, levels: Sequence[Level]) -> DataMesh:
 
 
 def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
-    """All data-parallel axes as one, over which parameters are sharded, or replicated."""
+    """Returns a mesh with all data-parallel axes as one, over which parameters are sharded or replicated."""
     if mesh.full is not None and mesh.dims is not None:
         names = (*mesh.dims.replicate_names, *mesh.dims.shard_names)
         dims = DataParallelMeshDims(shard=names) if shards else DataParallelMeshDims(replicate=names)
@@ -298,8 +302,8 @@ def _default_mesh() -> DeviceMesh:
 
 
 def default_device_type(group: dist.ProcessGroup | None = None) -> str:
-    """The accelerator if the group (None: the default one) can reach it, else the CPU: a gloo-only group on a machine
-    with GPUs is CPU. Raises `MeshError` if the group was destroyed."""
+    """Returns the accelerator if the group (None: the default one) can reach it, else the CPU: a gloo-only group is on
+    the CPU also where there are GPUs. Raises `MeshError` if the group was destroyed."""
     if group is not None:
         require_alive(group, "a given group")
     backend = str(dist.get_backend(group))
@@ -310,7 +314,7 @@ def default_device_type(group: dist.ProcessGroup | None = None) -> str:
 
 
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = weakref.WeakKeyDictionary()
-"""Of each shard group, by its replicate group's id: groups are compared by identity, and so then are their meshes."""
+"""Meshes by shard group, then by the id of the replicate group. Equal groups get the same mesh object."""
 
 
 def mesh_of_groups(
@@ -320,10 +324,10 @@ def mesh_of_groups(
     comm: CommPolicy = CommPolicy(),
     copies: DeviceMesh | None = None,
 ) -> DataMesh:
-    """A mesh of process groups that a user has made: parameters are sharded over one, copies are kept over the other,
-    which is that of the mesh `copies`, if that is given.
+    """Returns a mesh of the user's process groups: parameters are sharded over `shard` and replicated over `replicate`.
+    If `copies` is given, `replicate` is the group of that mesh.
 
-    Collective over `replicate`, the first time it is given with `shard`.
+    The first call with these two groups is collective over `replicate`.
 
     Raises:
         MeshError: the two groups are not the row and the column of one grid of ranks, or one was destroyed.
@@ -346,7 +350,7 @@ def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, devi
     rows: list[list[int]] = all_gather_objects(row, "the comparison of shard groups", replicate)
     column = dist.get_process_group_ranks(replicate)
     at = row.index(dist.get_rank())
-    if len({len(each) for each in rows}) > 1 or [each[at] for each in rows] != column:
+    if len({len(ranks) for ranks in rows}) > 1 or [ranks[at] for ranks in rows] != column:
         raise MeshError(
             f"the shard groups {rows} and the replicate group {column} are not rows and a column of one grid; give "
             "rank r of every shard group the replicate group of all ranks r"
@@ -390,7 +394,7 @@ def _pick(mesh: DeviceMesh, dims: DataParallelMeshDims, comm: CommPolicy) -> Dat
 
 
 def _axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """The named axes as one axis."""
+    """Returns the named axes as one axis."""
     if not names:
         return None
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))

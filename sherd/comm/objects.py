@@ -16,12 +16,12 @@ from sherd.comm.failures import named
 
 
 def all_gather_objects(mine: Any, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The objects of all ranks of `group` (None: the default one), in rank order; all of them call it.
+    """Returns the objects of all ranks of `group` (None: the default one), in rank order. All of them must call it.
 
     Args:
-        mine: this rank's, anything that can be pickled.
-        what: what the exchange is for, as the error is to say it.
-        group: of any backend.
+        mine: this rank's object, which pickle must take.
+        what: the purpose of the exchange, for the error's text.
+        group: a group of any backend.
 
     Raises:
         CommError: a rank has died, or did not come before the group's timeout.
@@ -36,7 +36,7 @@ def all_gather_objects(mine: Any, what: str, group: dist.ProcessGroup | None = N
 
 
 def broadcast_object(value: Any, what: str, group: dist.ProcessGroup | None = None) -> Any:
-    """`value` of rank 0 of `group` (None: the default one), on all its ranks; all of them call it.
+    """Returns the `value` of rank 0 of `group` (None: the default one) on all its ranks. All of them must call it.
 
     Raises:
         CommError: a rank has died, or did not come before the group's timeout.
@@ -52,8 +52,11 @@ def broadcast_object(value: Any, what: str, group: dist.ProcessGroup | None = No
 
 
 def do_without_numpy() -> None:
-    """Where numpy is missing, let torch's own calls for objects do without it too: over several ranks its checkpointing
-    makes them. For a program that has its process to itself, as it changes torch."""
+    """Where numpy is missing, have torch's own calls for objects do without it too. Its checkpointing makes them when
+    there are several ranks.
+
+    This changes torch, so it is for a program that has the process to itself.
+    """
     try:
         torch.empty(0).numpy()
     except RuntimeError:
@@ -67,7 +70,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where `group` moves tensors: the CPU if it can, for the bytes are there."""
+    """Returns the device on which `group` moves the bytes: the CPU if it can, because they are there."""
     devices = {each.partition(":")[0] for each in dist.get_backend_config(group).split(",")}
     if "cpu" in devices or not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -77,7 +80,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _bytes_of(value: Any, device: torch.device) -> torch.Tensor:
-    # A bytearray, for torch warns of memory that cannot be written.
+    # A bytearray, because torch warns of memory that cannot be written.
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
 
 
@@ -86,7 +89,7 @@ def _object_of(tensor: torch.Tensor) -> Any:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of `tensor`, 1-D and uint8. `tensor.numpy()` would need numpy, and the storage's own way is slow."""
+    """Returns the elements of `tensor`, 1-D and uint8. `tensor.numpy()` needs numpy, the storage is slow to read."""
     taken = bytearray(tensor.numel())
     if taken:
         torch.frombuffer(taken, dtype=torch.uint8).copy_(tensor)

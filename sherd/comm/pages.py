@@ -1,8 +1,8 @@
-"""Memory pages on a CPU: buffers that come and go in every step are not to be mapped page by page each time.
+"""Memory pages on a CPU: keeps buffers that are freed and allocated in every step from being mapped anew each time.
 
-glibc gives freed memory back to the system: at once what is larger than a threshold, and the end of the heap when twice
-as much as that is free there. It costs a page fault for every 4 KiB to have it again, which takes longer than to fill
-it. The threshold adapts: it is the largest block that was freed, up to 32 MiB. `docs/decisions/027-page-faults.md`.
+glibc gives freed memory back to the system: a block above a threshold at once, and the end of the heap when twice the
+threshold is free there. Allocating it again costs a page fault for every 4 KiB, which takes longer than filling it. The
+threshold adapts: it is the largest block that was freed, up to 32 MiB. `docs/decisions/027-page-faults.md`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ LARGE = 1 << 20
 
 
 def prepare(nbytes: int) -> None:
-    """A block of `nbytes` of host memory is going to come and go."""
+    """Prepare for a block of `nbytes` of host memory that will be freed and allocated again."""
     if nbytes >= LARGE:
         _raise_threshold()
 
 
 def advise(storage: torch.UntypedStorage) -> None:
-    """Let the system map `storage`, host memory that is about to be filled, in large pages, if it was mapped anew."""
+    """Have the system use large pages for `storage`, host memory that is about to be filled, if it was mapped anew."""
     advice = _advice()
     nbytes = storage.nbytes()
     if advice is None or nbytes <= MOST_KEPT:
         return
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    advice(first, end - first)  # what it returns is of no use: without large pages, small ones do
+    advice(first, end - first)  # its result does not matter: without large pages, small ones do
 
 
 @functools.cache
@@ -50,13 +50,13 @@ def _raise_threshold() -> None:
     libc = ctypes.CDLL(None)
     allocate, free = libc.malloc, libc.free
     allocate.restype, allocate.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    # Not a tensor, which who counts the bytes of tensors would see.
+    # Not a tensor: tools that count the bytes of tensors would see it.
     free(allocate(MOST_KEPT - 16 * mmap.PAGESIZE))
 
 
 @functools.cache
 def _advice() -> Callable[[int, int], int] | None:
-    """The system's `madvise(first, nbytes)` for large pages; None where there is none."""
+    """Returns the system's `madvise(first, nbytes)` for large pages, or None where there is none."""
     if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     call = ctypes.CDLL(None).madvise

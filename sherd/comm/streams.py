@@ -1,8 +1,8 @@
-"""Who may touch a buffer until when: lanes that run collectives beside compute, and handoffs from one to the other.
+"""Lanes, which run collectives beside compute, and handoffs, which say when compute may touch a lane's buffer.
 
-The only file that names a stream or an event. There are three lanes, so that the collectives of one step overlap with
-compute and with one another: `gather`, `reduce` and `all_reduce`. What a lane produces comes as a `Handoff`; compute
-touches it only after `handoff.wait()`.
+No other file names a stream or an event. There are three lanes, so that the collectives of one step overlap with
+compute and with one another: `gather`, `reduce` and `all_reduce`. A lane gives its result as a `Handoff`, and compute
+touches the result only after `handoff.wait()`.
 
 On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On
 an accelerator a lane is a stream, `wait` makes the compute stream wait for an event, and the host never blocks.
@@ -25,11 +25,11 @@ import torch
 from sherd.comm.transport import Pending
 
 Run = Callable[[bool], Pending | None]
-"""Starts a collective; the argument says whether it must return at once, with something to wait for."""
+"""A function that starts a collective. If its argument is true it must return at once, with an object to wait for."""
 
 
 class Handoff(ABC):
-    """The moment from which compute may touch what a lane has produced."""
+    """The moment from which compute may touch a lane's result."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -41,12 +41,11 @@ class Lane(ABC):
 
     @abstractmethod
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
-        """Queue a collective behind the lane's earlier ones, and behind `after`. It may allocate: the memory is the
-        lane's."""
+        """Queue a collective behind the lane's earlier ones, and behind `after`. The lane owns memory it allocates."""
 
     @abstractmethod
     def follow_compute(self) -> None:
-        """What the lane does from now on comes after what compute was given until now."""
+        """Order all later work of the lane after all work that was queued on compute until now."""
 
 
 class Streams(ABC):
@@ -56,11 +55,11 @@ class Streams(ABC):
     reduce: Lane
     all_reduce: Lane
     in_host_order: bool
-    """Whether memory freed by the host is free at once, for every lane: true without streams."""
+    """Whether memory that the host frees is free for every lane at once, which is so without streams."""
 
     @abstractmethod
     def begin_step(self, event: Any = None) -> None:
-        """Gathers may read the shards from here on: after `event` if given (the optimizer's), else after compute."""
+        """Let gathers read the shards from now on: after the optimizer's `event` if given, else after compute."""
 
     @abstractmethod
     def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
@@ -141,7 +140,7 @@ class _StreamLane(Lane):
 
 
 class DeviceStreams(Streams):
-    """An accelerator: one stream a lane, of high priority so that communication is not queued behind compute."""
+    """An accelerator: one stream per lane, of high priority so that communication is not queued behind compute."""
 
     in_host_order = False
     gather: _StreamLane
@@ -173,7 +172,7 @@ _replaced: ContextVar[Streams | None] = ContextVar("sherd_streams", default=None
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The lanes of `device`: one set for all models on it, so that no memory is split between sets."""
+    """Returns the lanes of `device`: one set for all models on it, so that memory is not split between sets."""
     replaced = _replaced.get()
     if replaced is not None:
         return replaced
@@ -184,7 +183,7 @@ def streams_for(device: torch.device) -> Streams:
 
 @contextmanager
 def use_streams(streams: Streams) -> Iterator[None]:
-    """Units made inside use these lanes: a recording set, say, in a test."""
+    """Have units that are made inside use these lanes, for example recording ones in a test."""
     token = _replaced.set(streams)
     try:
         yield
@@ -193,7 +192,7 @@ def use_streams(streams: Streams) -> Iterator[None]:
 
 
 class RecordingStreams(Streams):
-    """Lanes that write down what is asked of them, in order, and do it as `HostStreams` does: for tests."""
+    """Lanes for tests: they log each call in order, and run it as `HostStreams` does."""
 
     in_host_order = False
 

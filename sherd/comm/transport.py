@@ -1,9 +1,9 @@
-"""How the bytes of one process group travel: the interface of a transport, and the one made of torch's single calls.
+"""The interface of a transport, which moves the bytes of one process group, and the one made of torch's single calls.
 
 A transport moves 1-D buffers that lie rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
 equally long. `rows` is all parts side by side, `shard_buffer` this rank's own:
 
-    sizes (3, 2)     rows | 0 0 0 | 1 1 |     rest on rank 0 | 0 0 0 |     on rank 1 | 1 1 |
+    sizes (3, 2)     rows | 0 0 0 | 1 1 |     shard_buffer on rank 0 | 0 0 0 |     on rank 1 | 1 1 |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sherd.comm.failures import unfinished
 from sherd.errors import CommError
 
 CopyIntoPlace = Callable[[int, torch.Tensor], None]
-"""Puts `sizes[rank]` elements, rank's part, where they belong: `copy_into_place(rank, part)`."""
+"""A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
 
 
 class Pending(Protocol):
@@ -36,15 +36,15 @@ class Pending(Protocol):
 class Transport(ABC):
     """The collectives of one process group. All ranks of the group call the same ones in the same order.
 
-    With `async_op` a call returns at once, and its buffers must be left alone until the answer's `wait()`; without it,
-    or where None is returned, everything is done (on an accelerator: queued on the current stream).
+    With `async_op` a call returns at once, and its buffers must be left alone until `wait()` of its result. Without it,
+    and where the result is None, everything is done (on an accelerator: queued on the current stream).
     """
 
     shares_memory = False
-    """Whether `all_gather_onto` is there: ranks read one another's parts where they lie."""
+    """Whether it has `all_gather_onto`: ranks read one another's parts in place."""
 
     coalesces = False
-    """Whether `all_gather_each` is there: many gathers for the price of one."""
+    """Whether it has `all_gather_each`: many gathers for the price of one."""
 
     brings_memory = False
     """Whether its buffers must come from `empty`."""
@@ -59,36 +59,36 @@ class Transport(ABC):
         return 0
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
-        """What a reduce-scatter of parts of `sizes` elements takes on `rank` besides its result, in bytes."""
+        """Returns the bytes that a reduce-scatter of parts of `sizes` elements takes on `rank` besides its result."""
         return 0
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that `reduce_scatter` adds `dtype` up in, and gives its result in."""
+        """Returns the dtype in which `reduce_scatter` adds up `dtype`, which is that of its result."""
         return dtype
 
     @abstractmethod
     def all_gather(
-        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Fill `rows` with every rank's `shard_buffer`. `shard_buffer` may be this rank's part of `rows` itself."""
 
     def all_gather_onto(
-        self, copy_into_place: CopyIntoPlace, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, copy_into_place: CopyIntoPlace, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies; on the caller's
         thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as the call has returned."""
         raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
 
     def all_gather_each(
-        self, targets: Sequence[torch.Tensor], rests: Sequence[torch.Tensor], async_op: bool
+        self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
-        """Fill each of `targets`, 1-D, with every rank's tensor of `rests` in that place; they are equally long on all
-        ranks."""
+        """Fill each of `targets`, 1-D, with every rank's tensor of the same place in `shard_buffers`. These are equally
+        long on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} gathers one buffer at a time")
 
     @abstractmethod
     def reduce_scatter(
-        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Fill `shard_buffer`, of `sum_dtype(rows.dtype)`, with the sum over the ranks of this rank's part of their
         `rows`."""
@@ -99,7 +99,7 @@ class Transport(ABC):
 
 
 def parts(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Each rank's part of `rows`, as views."""
+    """Returns each rank's part of `rows`, as a view."""
     starts = accumulate(sizes, initial=0)
     return [rows[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
@@ -109,7 +109,7 @@ class Sizes(tuple[int, ...]):
 
     @cached_property
     def are_even(self) -> bool:
-        """Whether all parts are equally long."""
+        """Whether all sizes are equal."""
         return len(set(self)) <= 1
 
     def of(self, parts: range) -> Sizes:
@@ -124,7 +124,7 @@ class Sizes(tuple[int, ...]):
 
 
 def are_even(sizes: Sequence[int]) -> bool:
-    """Whether all parts are equally long."""
+    """Whether all sizes are equal."""
     return (sizes if isinstance(sizes, Sizes) else Sizes(sizes)).are_even
 
 
@@ -132,35 +132,35 @@ class OneRank(Transport):
     """A group of one rank: copies."""
 
     def all_gather(
-        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """`shard_buffer` is all there is."""
-        rows.copy_(rest)
+        """Copy `shard_buffer`, the only part."""
+        rows.copy_(shard_buffer)
         return None
 
     def reduce_scatter(
-        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """The sum of one."""
-        rest.copy_(rows)
+        """Copy `rows`, the only summand."""
+        shard_buffer.copy_(rows)
         return None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """Nothing to add."""
+        """Leave `tensor` as it is."""
         return None
 
 
 class NoTransport(Transport):
-    """Nothing moves: buffers keep what they happen to hold. To measure what communication costs."""
+    """Moves nothing, so that the cost of communication can be measured. Buffers keep their old contents."""
 
     def all_gather(
-        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Leave `rows` as they are."""
         return None
 
     def reduce_scatter(
-        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Leave `shard_buffer` as it is."""
         return None
@@ -171,7 +171,7 @@ class NoTransport(Transport):
 
 
 class _Named:
-    """A call of torch's under way, over a group whose ranks its error is to name."""
+    """A call of torch under way, whose error will name the ranks of its group."""
 
     __slots__ = ("_group", "_pending", "_what")
 
@@ -179,7 +179,7 @@ class _Named:
         self._pending, self._what, self._group = pending, what, group
 
     def wait(self) -> None:
-        """As the call's own. Raises CommError."""
+        """Wait for the call. Raises CommError."""
         try:
             self._pending.wait()
         except CommError:
@@ -189,13 +189,13 @@ class _Named:
 
 
 class SingleCalls(Transport):
-    """torch's own collectives, one call each: NCCL, and every backend that nothing better is known for.
+    """torch's own collectives, one call each: for NCCL, and for every backend without a better transport.
 
-    Parts of unequal length go through the list forms, which NCCL serves with grouped broadcasts and reductions; where a
-    backend refuses them, through the transport `for_uneven`.
+    Parts of unequal length go through the list forms, which NCCL serves with grouped broadcasts and reductions, or
+    through the transport `for_uneven`, for a backend that refuses the list forms.
 
     Raises, from a call or its `wait()`:
-        CommError: torch's call has raised: a peer has died or is late, as far as the backend notices.
+        CommError: torch's call has raised, because a peer has died or is late.
     """
 
     def __init__(self, group: dist.ProcessGroup, for_uneven: Transport | None = None) -> None:
@@ -203,33 +203,33 @@ class SingleCalls(Transport):
         self._for_uneven = for_uneven
 
     def all_gather(
-        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call into one buffer, or into its parts."""
         is_even = are_even(sizes)
         if not is_even and self._for_uneven is not None:
-            return self._for_uneven.all_gather(rows, rest, sizes, async_op)
+            return self._for_uneven.all_gather(rows, shard_buffer, sizes, async_op)
 
         def call() -> Any:
             if is_even:
-                return all_gather_single(rows, rest, group=self._group, async_op=async_op)
-            return dist.all_gather(parts(rows, sizes), rest, group=self._group, async_op=async_op)
+                return all_gather_single(rows, shard_buffer, group=self._group, async_op=async_op)
+            return dist.all_gather(parts(rows, sizes), shard_buffer, group=self._group, async_op=async_op)
 
         return self._called(call, f"all-gather of {rows.nbytes:,} bytes")
 
     def reduce_scatter(
-        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call from one buffer, or from its parts."""
         is_even = are_even(sizes)
         if not is_even and self._for_uneven is not None:
-            return self._for_uneven.reduce_scatter(rest, rows, sizes, async_op)
+            return self._for_uneven.reduce_scatter(shard_buffer, rows, sizes, async_op)
         op = dist.ReduceOp.SUM
 
         def call() -> Any:
             if is_even:
-                return reduce_scatter_single(rest, rows, op=op, group=self._group, async_op=async_op)
-            return dist.reduce_scatter(rest, parts(rows, sizes), op=op, group=self._group, async_op=async_op)
+                return reduce_scatter_single(shard_buffer, rows, op=op, group=self._group, async_op=async_op)
+            return dist.reduce_scatter(shard_buffer, parts(rows, sizes), op=op, group=self._group, async_op=async_op)
 
         return self._called(call, f"reduce-scatter of {rows.nbytes:,} bytes")
 
@@ -251,16 +251,16 @@ class SingleCalls(Transport):
 
 
 class CoalescedCalls(SingleCalls):
-    """The same, but the tensors of a group are gathered each straight to its place, all in one launch where the backend
-    has that (NCCL): nothing is copied out, and no buffer waits for it."""
+    """Like `SingleCalls`, but each tensor of a group is gathered straight into its place, and nothing is copied out. On
+    NCCL all of them take one launch."""
 
     coalesces = True
 
     def all_gather_each(
-        self, targets: Sequence[torch.Tensor], rests: Sequence[torch.Tensor], async_op: bool
+        self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
         """One coalesced call."""
         return self._called(
-            lambda: all_gather_coalesced(targets, rests, self._group, async_op),
+            lambda: all_gather_coalesced(targets, shard_buffers, self._group, async_op),
             f"all-gather of {len(targets)} tensors at once",
         )

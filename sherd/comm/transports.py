@@ -1,4 +1,4 @@
-"""Which transport serves a process group: chosen once per group, by policy, backend and what its ranks can share."""
+"""The choice of a transport, made once per process group: by policy, backend and what its ranks can share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sherd.policy import CommPolicy
 
 _ONE_RANK = OneRank()
 _known: dict[dist.ProcessGroup, dict[str, Transport]] = {}
-"""Kept as long as the group is registered with torch, not as long as somebody uses it: garbage is collected at
-different moments on different ranks, and a transport is made by all of them together."""
+"""Kept as long as the group is registered with torch, not as long as it is used: garbage is collected at different
+moments on different ranks, and all ranks must make a transport together."""
 
 
 def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> Transport:
-    """The transport of `group`, made at the first call, in which all its ranks must take part.
+    """Returns the transport of `group`. The first call makes it, and all ranks of the group must take part in it.
 
     Raises:
-        MeshError: `policy` asks for one that cannot serve these ranks, or `group` was destroyed.
+        MeshError: `policy` asks for a transport that cannot serve these ranks, or `group` was destroyed.
     """
     if group is None or group.size() == 1:
         return _ONE_RANK
@@ -42,10 +42,10 @@ def _forget_destroyed_groups() -> None:
 
 
 def check_transport(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> None:
-    """Find out without communication whether `policy` asks for something that this backend never has.
+    """Check without communication that the backend of `group` can have the transport that `policy` asks for.
 
     Raises:
-        MeshError: it does.
+        MeshError: it cannot.
     """
     if group is None or group.size() == 1 or policy.transport in ("auto", "torch", "coalesced"):
         return
@@ -57,7 +57,7 @@ def check_transport(group: dist.ProcessGroup | None, device: torch.device, polic
 
 
 def _is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    # Not get_backend(), which does not say what a group has that was made without a name for it.
+    # get_backend() would not do: it does not name the backends of a group that was made without naming any.
     return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sherd import _torch, fully_shard
+from sherd import fully_shard
+from sherd._torch import collectives as renamed
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.transports import transport_of
 from sherd.errors import PolicyError
@@ -112,10 +113,10 @@ def test_a_thousand_ranks_of_the_fake_group_step_in_one_process():
 
 @pytest.fixture
 def names():
-    """`sherd._torch` made anew under other names in torch.distributed; as it was afterwards."""
-    saved = dict(vars(_torch))
-    yield lambda: importlib.reload(_torch)
-    vars(_torch).update(saved)
+    """`sherd._torch.collectives` made anew under other names in torch.distributed; as it was afterwards."""
+    saved = dict(vars(renamed))
+    yield lambda: importlib.reload(renamed)
+    vars(renamed).update(saved)
 
 
 def test_the_new_names_are_taken_where_torch_has_them(names, monkeypatch):

@@ -351,7 +351,7 @@ def test_groups_of_some_ranks_share_memory_side_by_side(world):
 def meet_with_one_that_cannot(what: str) -> bool:
     fails = mock.Mock(side_effect=OSError("not here"))
     patches = {
-        "no memory": mock.patch.object(shared_memory, "_segment", return_value=None),
+        "no memory": mock.patch.object(shared_memory, "new_segment", return_value=None),
         "another host": mock.patch.object(neighbours, "_place", return_value=("elsewhere",)),
         "no sockets": mock.patch.object(neighbours._Rendezvous, "_socket", fails),
         "no connection": mock.patch.object(neighbours._Rendezvous, "call", fails),

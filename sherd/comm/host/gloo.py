@@ -1,4 +1,4 @@
-"""How bytes travel between CPU ranks over gloo: straight from and to where they lie, and are added up on the spot.
+"""The transport between CPU ranks over gloo: bytes go straight from and to their places, and are added up on arrival.
 
 gloo's own all-gather and reduce-scatter go through temporaries as large as their result, and the latter is an
 all-reduce. On 2 to 4 ranks of one host these were faster at every size:
@@ -70,27 +70,29 @@ class Gloo(Transport):
         return max(sizes) * len(sizes) * itemsize <= self._ahead
 
     def all_gather(
-        self, rows: torch.Tensor, rest: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Every part comes from its rank's `rest` into its place; this rank's own is copied, unless it is there."""
+        """Broadcasts every part into its place; this rank's own is copied, unless it is there."""
         call = _Call(self._link, "all-gather", rows.nbytes)
         into = parts(rows, sizes)
         for rank, part in enumerate(into):
-            call.broadcast(rest if rank == self._link.rank else part, rank)
+            call.broadcast(shard_buffer if rank == self._link.rank else part, rank)
         own = into[self._link.rank]
-        if own.data_ptr() != rest.data_ptr():
-            own.copy_(rest)
+        if own.data_ptr() != shard_buffer.data_ptr():
+            own.copy_(shard_buffer)
         return call.answer(async_op)
 
     def reduce_scatter(
-        self, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Every rank receives the other ranks' versions of its part and adds them up with its own."""
         # Torch's debug mode (TORCH_DISTRIBUTED_DEBUG=DETAIL) wants equally many calls from all ranks, messages counted,
         # so it gets no pieces.
         if self._is_small(sizes, rows.element_size()) or dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
-            return _AtOnce(self._link, rest, rows, sizes).answer(async_op)
-        return _InPieces(self._link, rest, rows, sizes, self._piece_bytes // rows.element_size()).answer(async_op)
+            return _AtOnce(self._link, shard_buffer, rows, sizes).answer(async_op)
+        return _InPieces(self._link, shard_buffer, rows, sizes, self._piece_bytes // rows.element_size()).answer(
+            async_op
+        )
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """gloo's own call: a ring, whose every rank gets the bits that one rank has added up."""
@@ -238,9 +240,9 @@ class _Call:
 class _AtOnce(_Call):
     """A reduce-scatter that receives all versions of this rank's part, and then adds them up."""
 
-    def __init__(self, link: _Link, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> None:
+    def __init__(self, link: _Link, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> None:
         super().__init__(link, "reduce-scatter", rows.nbytes)
-        self._rest = rest
+        self._shard_buffer = shard_buffer
         self._versions = self._exchanged(rows, sizes)
 
     def _exchanged(self, rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -261,7 +263,7 @@ class _AtOnce(_Call):
     def finish(self) -> None:
         """Wait for all versions, and add them up."""
         super().finish()
-        sums.add_up(self._versions, out=self._rest)
+        sums.add_up(self._versions, out=self._shard_buffer)
 
 
 class _InPieces(_Call):
@@ -273,14 +275,14 @@ class _InPieces(_Call):
     """
 
     def __init__(
-        self, link: _Link, rest: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], piece_numel: int
+        self, link: _Link, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], piece_numel: int
     ) -> None:
         super().__init__(link, "reduce-scatter", rows.nbytes)
         versions = parts(rows, sizes)
         self._own = _pieces(versions[link.rank], piece_numel)
-        self._sums = _pieces(rest, piece_numel)
+        self._sums = _pieces(shard_buffer, piece_numel)
         num_slots = min(_NUM_SLOTS, len(self._sums))
-        slots = rows.new_empty(num_slots * len(link.peers), min(piece_numel, rest.numel())).unbind()
+        slots = rows.new_empty(num_slots * len(link.peers), min(piece_numel, shard_buffer.numel())).unbind()
         self._slots = [dict(zip(link.peers, slots[slot::num_slots], strict=True)) for slot in range(num_slots)]
         self._arriving: deque[list[tuple[dist.Work, int]]] = deque()
         self._num_asked = 0

@@ -1,4 +1,4 @@
-"""Who are the ranks on this host, and what do they tell one another? Sockets between each two, and short messages.
+"""Neighbours, the other ranks on this host: a socket to each of them, and the short messages that go through it.
 
 A message says *where* bytes lie, in a segment that all have mapped; it never carries them:
 

@@ -1,4 +1,4 @@
-"""What do ranks show one another in one exchange, and what does each do with what it sees? No order, no messages."""
+"""Rounds: what each rank shows the others in one exchange, and what it does with their parts. No order, no messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 class Question:
-    """What a rank asks for; it must be the same on all ranks."""
+    """The collective that a rank asks for, which must be the same on all ranks."""
 
     def __init__(self, op: int, dtype: torch.dtype, sizes: tuple[int, ...], is_async: bool) -> None:
         self.dtype = dtype
@@ -33,7 +33,7 @@ class Question:
         return _described(*self.numbers)
 
     def beside(self, theirs: tuple[int, ...]) -> str:
-        """Another rank's question in words, if it is not this one; else nothing."""
+        """Returns another rank's question in words if it differs from this one; else an empty text."""
         if theirs == self.numbers:
             return ""
         described = _described(*theirs)
@@ -46,7 +46,6 @@ def _digest(sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _described(op: int, dtype: int, is_async: int, digest: int, total: int) -> str:
-    """A question in words."""
     return f"{_NAMES[op]} of {_in_words(total)} of {str(_DTYPES[dtype]).removeprefix('torch.')}"
 
 
@@ -58,7 +57,7 @@ def _in_words(nbytes: int) -> str:
 
 
 class Round(ABC):
-    """One exchange: what this rank shows, and what it does with what the others show."""
+    """One exchange: what this rank shows, and what it does with the parts that the others show."""
 
     number: int
     start: int
@@ -72,47 +71,47 @@ class Round(ABC):
         """Set how many elements each rank stages."""
         self.shown = shown
         self.widest = max(shown) * self._itemsize
-        """Bytes of the rank that stages most: the same number on all ranks."""
+        """Bytes that the rank with the largest stage stages: the same number on all ranks."""
 
     def nbytes_of(self, rank: int) -> int:
-        """What `rank` stages."""
+        """Returns how many bytes `rank` stages."""
         return self.shown[rank] * self._itemsize
 
     @abstractmethod
     def fill(self, stage: torch.Tensor) -> None:
-        """Copy what the others are to read, of `shown[own rank]` elements."""
+        """Copy this rank's elements for the others, `shown[own rank]` of them, to `stage`."""
 
     @abstractmethod
     def meant_for_us(self, rank: int) -> tuple[int, int]:
-        """Which elements of `rank`'s stage are for this rank: the first, and how many."""
+        """Returns the first element of `rank`'s stage that is for this rank, and how many there are."""
 
     @abstractmethod
     def take(self, rank: int, part: torch.Tensor) -> None:
-        """Have `rank`'s part, which stays readable until `finish` has returned."""
+        """Take `rank`'s part, which stays readable until `finish` has returned."""
 
     @abstractmethod
     def finish(self) -> None:
-        """All parts were taken."""
+        """End the round: all parts were taken."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Nobody wants the result any more: leave the caller's memory alone. On any thread."""
+        """Drop the result, which nobody wants any more, and leave the caller's memory alone. Called on any thread."""
 
 
 class Gather(Round):
     """Every rank shows the same part to all."""
 
     def __init__(
-        self, question: Question, shown: Sequence[int], rest: torch.Tensor, copy_into_place: CopyIntoPlace
+        self, question: Question, shown: Sequence[int], shard_buffer: torch.Tensor, copy_into_place: CopyIntoPlace
     ) -> None:
         super().__init__(question, shown)
-        self._rest: torch.Tensor | None = rest
+        self._shard_buffer: torch.Tensor | None = shard_buffer
         self._copy_into_place: CopyIntoPlace | None = copy_into_place
 
     def fill(self, stage: torch.Tensor) -> None:
-        assert self._rest is not None, "filled once"
-        stage.copy_(self._rest)
-        self._rest = None
+        assert self._shard_buffer is not None, "filled once"
+        stage.copy_(self._shard_buffer)
+        self._shard_buffer = None
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
         return 0, self.shown[rank]
@@ -130,7 +129,7 @@ class Gather(Round):
 
 
 class Sum(Round):
-    """Every rank shows each other one what it has to add to that one's part, by rank, without its own.
+    """Every rank shows each other rank its contribution to that rank's part, in the order of ranks.
 
     rank 1's stage, of three ranks   | for rank 0 | for rank 2 |
     """
@@ -150,7 +149,7 @@ class Sum(Round):
             if rank != self._own:
                 stage[start : start + piece.numel()].copy_(piece)
                 start += piece.numel()
-        # Theirs are shown; from now on this holds what is added up.
+        # The others' pieces are staged. From now on the list holds the summands of our own part.
         self._pieces = [self._pieces[self._own]] * len(self._pieces)
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
@@ -171,7 +170,7 @@ class Sum(Round):
 
 
 class SumOfWholes(Sum):
-    """Every rank shows all it has to all, and each adds up everything."""
+    """Every rank shows its whole tensor to all, and each rank adds up all of them."""
 
     def __init__(self, question: Question, own: int, tensor: torch.Tensor) -> None:
         num_ranks = len(question.sizes)
@@ -183,3 +182,12 @@ class SumOfWholes(Sum):
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
         return 0, self.shown[rank]
+
+
+def copier_into(parts: Sequence[torch.Tensor], cut: Sequence[slice]) -> CopyIntoPlace:
+    """Returns the function that copies a rank's elements to its slice of `cut` in its tensor of `parts`."""
+
+    def copy_into_place(rank: int, part: torch.Tensor) -> None:
+        parts[rank][cut[rank]].copy_(part)
+
+    return copy_into_place

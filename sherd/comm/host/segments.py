@@ -1,4 +1,4 @@
-"""Where do bytes lie that the ranks of one host show one another? In memory without a name, given out lowest first.
+"""The memory that the ranks of one host read of one another: it has no name, and is given out lowest first.
 
 A segment is an anonymous file in memory (`memfd`): it is in no folder, is not bound by the size of /dev/shm, and is
 gone as soon as no process has it open or mapped, however these end. Pages that were never written take no memory.
@@ -101,5 +101,13 @@ class Regions:
 
     @property
     def end(self) -> int:
-        """From where on all is free."""
+        """The first position from which on all is free."""
         return self._taken[-1][1] if self._taken else 0
+
+
+def new_segment(limit: int) -> Segment | None:
+    """Returns memory to show to other ranks, or None on a platform that has no such memory."""
+    try:
+        return Segment.new(limit)
+    except (AttributeError, OSError):
+        return None

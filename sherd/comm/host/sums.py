@@ -1,4 +1,4 @@
-"""What is the sum of the ranks' parts? Added up in rank order, so that it is the same bits wherever it is made."""
+"""The sum of the ranks' parts, added up in rank order, so that it has the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from functools import cache
 
 import torch
 
-# Elements that are added up at once, where that takes more than one pass: they stay in the cache.
+from sherd.errors import CommError
+
+# Sums that take more than one pass are made in blocks of this many elements, which stay in the cache.
 _BLOCK = 1 << 16
 
 
@@ -18,7 +20,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def can_add(dtype: torch.dtype) -> bool:
-    """Whether torch adds up this dtype on a CPU; it does not, for example, for float8."""
+    """Whether torch can add this dtype on a CPU. It cannot add float8, for example."""
     try:
         one = torch.zeros(1, dtype=dtype)
         torch.add(one, one)
@@ -27,8 +29,15 @@ def can_add(dtype: torch.dtype) -> bool:
     return True
 
 
+def addable(dtype: torch.dtype) -> torch.dtype:
+    """Returns `dtype`. Raises CommError if torch cannot add it."""
+    if not can_add(dtype):
+        raise CommError(f"torch cannot add up {dtype} on a CPU; reduce in another dtype")
+    return dtype
+
+
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Fill `out` with the sum of `parts`, by rank, all 1-D and equally long; `out` may be one of them."""
+    """Fill `out` with the sum of `parts`, in rank order, all 1-D and equally long. `out` may be one of them."""
     wide = sum_dtype(parts[0].dtype)
     if len(parts) == 1:
         out.copy_(parts[0])

@@ -1,0 +1,114 @@
+"""Private names of autograd: the backward pass under way, hooks on gradients, function transforms, version counters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass. No public name tells (2.11 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the present backward pass ends, unless it raises. No public name (2.11 to 2.13)."""
+    engine = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def will_get_gradient(leaf: torch.Tensor) -> bool:
+    """Whether the present backward pass will accumulate a gradient in `leaf`.
+
+    It will if it reaches `leaf` and was not started by `torch.autograd.grad`. No public name tells (2.11 to 2.13).
+    """
+    with outside_transforms():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        executes: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # `torch.autograd.grad` for this very leaf
+        return False
+    return executes
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:
+    """Returns the hooks given to `tensor.register_hook`. No public name lists them (2.11 to 2.13)."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of `tensors` was given a hook of either kind on its gradient. No public name (2.11 to 2.13)."""
+    return any(each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in tensors)
+
+
+def after_accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:
+    """Returns the hooks given to `tensor.register_post_accumulate_grad_hook`. No public name lists them (2.11 to
+    2.13)."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give `target` the hooks on gradients of `source`. Their handles then remove them from `target` too.
+
+    No public call copies hooks (2.11 to 2.13).
+    """
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if hooks := getattr(source, "_post_accumulate_grad_hooks", None):
+        target._post_accumulate_grad_hooks = hooks
+
+
+def move_versions(tensors: Sequence[torch.Tensor], by: int) -> None:
+    """Add `by`, which may be negative, to the version counter of each of `tensors`.
+
+    The public `increment_version` adds 1 only (2.11 to 2.13).
+    """
+    versions = tuple(tensor._version + by for tensor in tensors)
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), versions)
+
+
+_UNCHANGED = contextlib.nullcontext()
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors are ordinary ones, also inside a function under `torch.func.jvp`, `vmap` and the like.
+
+    Function transforms have no public way out (2.11 to 2.13).
+    """
+    return _outside() if torch._C._are_functorch_transforms_active() else _UNCHANGED
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    functorch = torch._C._functorch
+    allowed = functorch.get_inplace_requires_grad_allowed()
+    with torch._C._DisableFuncTorch():
+        # Without this torch refuses `requires_grad_()` here even for ordinary tensors.
+        functorch.set_inplace_requires_grad_allowed(True)
+        try:
+            yield
+        finally:
+            functorch.set_inplace_requires_grad_allowed(allowed)
+
+
+def beneath_transforms(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Returns `tensors` and, inside a function transform, the tensors they wrap, level by level, and their tangents.
+
+    Each of them may have an autograd node of its own. No public name unwraps them (2.11 to 2.13).
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return tensors
+    return [each for tensor in tensors for each in _beneath(tensor)]
+
+
+def _beneath(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield tensor
+    tangent = torch.autograd.forward_ad.unpack_dual(tensor).tangent
+    if tangent is not None:
+        yield from _beneath(tangent)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        yield from _beneath(torch._C._functorch.get_unwrapped(tensor))

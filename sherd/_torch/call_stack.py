@@ -1,0 +1,65 @@
+"""What only the call stack tells: which function of torch a call of ours comes from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.nn.utils.stateless import _functional_call
+
+MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
+"""The code that runs a module's hooks and forward: a frame of it is on the stack for as long as the call lasts. No
+public name (2.11 to 2.13)."""
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields `frame`, its caller, the caller of that, up to the thread's first frame."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def in_functional_call() -> bool:
+    """Whether this thread is inside a `torch.func.functional_call`. No public name tells (2.11 to 2.13)."""
+    code = _functional_call.__code__
+    return any(frame.f_code is code for frame in _frames_from(sys._getframe()))
+
+
+def asked_by_checkpointing(directly: bool = False) -> bool:
+    """Whether the present call comes from `torch.distributed.checkpoint.state_dict` (`get_state_dict` and its kin).
+
+    With `directly`, whether the caller of our caller is a function of that file. The file tells instances of torch's
+    FSDP which kind of state dict it wants, and nobody else (2.2 to 2.13).
+    """
+    frame = sys._getframe(2)
+    frames = [frame] if directly else _frames_from(frame)
+    return any(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" for frame in frames)
+
+
+def splitting_stage() -> Any:
+    """Returns the pipeline stage that is calling its module, if its schedule splits backward; else None.
+
+    A split backward has one part for inputs and one for parameters. For the second part torch's stage looks for
+    unsharded parameters where sherd shows shards. It does not do so if it takes the module for torch's FSDP, and a
+    stage with an attribute `shows_whole_parameters` sees to it by itself: for these two the answer is None as well. A
+    stage tells its module nothing about itself (2.11 to 2.13).
+    """
+    if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is None:
+        return None
+    stage = None
+    for frame in _frames_from(sys._getframe(1)):
+        where = frame.f_globals.get("__name__")
+        if stage is None and where == stages.__name__:
+            stage = frame.f_locals.get("self")
+            module = getattr(stage, "submod", None)
+            if hasattr(stage, "shows_whole_parameters") or isinstance(module, stages.FSDPModule):
+                return None
+        elif stage is not None and where == "torch.distributed.pipelining.schedules":
+            orders = getattr(frame.f_locals.get("self"), "pipeline_order_with_comms", None)
+            if orders is not None:
+                parts = {action.computation_type.name for order in orders.values() for action in order}
+                return stage if "BACKWARD_WEIGHT" in parts else None
+    return None

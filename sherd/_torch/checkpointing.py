@@ -1,0 +1,87 @@
+"""Private names of checkpointing: functions of `torch.distributed.checkpoint.state_dict`, and `ShardedTensor`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def answer_checkpointing(answers: dict[str, Callable[..., Any]]) -> None:
+    """Have functions of `torch.distributed.checkpoint.state_dict`, by name, run as `answer(original, *args)` from now
+    on.
+
+    That file learns the names of an optimizer's parameters from the model's `named_parameters()` and from instances of
+    torch's FSDP only, and has no public function to be told them (2.2 to 2.13). It is imported by now: it asks us.
+    """
+    module = sys.modules["torch.distributed.checkpoint.state_dict"]
+    for name, answer in answers.items():
+        original = getattr(module, name)
+        if not hasattr(original, "sherd_answers"):
+            answering = functools.wraps(original)(functools.partial(answer, original))
+            answering.sherd_answers = answer  # type: ignore[attr-defined]  # so that it is wrapped once
+            setattr(module, name, answering)
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Whether `value` is a `ShardedTensor`. There is none before its package is imported, and the package has no public
+    name (1.10 to 2.13)."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
+
+
+def sharded_tensor_of_rows(unsharded: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Returns `unsharded`, which every rank of `group` has, as a `ShardedTensor` of rows in memory of its own.
+
+    DTensor replaces `ShardedTensor`, but programs written for FSDP1 expect it. Its package has no public name (1.10 to
+    2.13).
+    """
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    shards, described, first = [], [], 0
+    for rank, rows in enumerate(unsharded.chunk(group.size())):
+        where = f"rank:{dist.get_global_rank(group, rank)}/{unsharded.device}"
+        offsets = [first] + [0] * (unsharded.dim() - 1)
+        described.append(ShardMetadata(offsets, list(rows.shape), where))
+        if rank == group.rank():
+            shards.append(Shard(rows.clone(), described[-1]))
+        first += len(rows)
+    properties = TensorProperties(dtype=unsharded.dtype, layout=unsharded.layout, requires_grad=False)
+    metadata = ShardedTensorMetadata(described, unsharded.shape, properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
+
+
+def full_of_sharded_tensor(
+    value: Any, device: torch.device, shards: Sequence[Any] | None = None
+) -> torch.Tensor | None:
+    """Returns the full tensor of a `ShardedTensor`, on every rank of its group, all of which must call; None for any
+    other value.
+
+    Args:
+        value: Any object.
+        device: A device on which the group has collectives.
+        shards: This rank's shards, where `value.local_shards()` is not to be asked.
+    """
+    if not is_sharded_tensor(value):
+        return None
+    group, metadata = value._process_group, value.metadata()
+    full = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    held = value.local_shards() if shards is None else shards
+    mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in held}
+    for shard in metadata.shards_metadata:
+        place = full
+        for dim, (start, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
+            place = place.narrow(dim, start, size)
+        sent = torch.empty(shard.shard_sizes, dtype=full.dtype, device=device)
+        if tuple(shard.shard_offsets) in mine:
+            sent.copy_(mine[tuple(shard.shard_offsets)])
+        dist.broadcast(sent, src=shard.placement.rank(), group=group)
+        place.copy_(sent)
+    return full

@@ -1,0 +1,141 @@
+"""Private and renamed names of `torch.distributed`: collectives, process groups, their backends and timeouts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 and 2.12 know only those.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_coalesced(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, async_op: bool
+) -> Any:
+    """Run several all-gathers as one, on NCCL one launch. Returns an object with `wait()`, or None without `async_op`.
+
+    The context has no public name (2.1 to 2.13). Gloo takes outputs of 1 dimension only.
+    """
+    with dist.distributed_c10d._coalescing_manager(group=group, async_ops=async_op) as pending:
+        for output, given in zip(outputs, inputs, strict=True):
+            all_gather_single(output, given, group=group, async_op=async_op)
+    return pending if async_op else None
+
+
+def symmetric_memory() -> Any:
+    """Returns the module of symmetric memory (`empty`, `rendezvous`); private since 2.6, imported on the first call."""
+    import torch.distributed._symmetric_memory as module
+
+    return module
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns the backend of `group` for `device`; NCCL's has an allocator. `_get_backend` has no public name (2.11 to
+    2.13)."""
+    return group._get_backend(device)
+
+
+def named_group(
+    name: str, ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group by a call of its own ranks alone, which all pass the same `name`, one not yet taken.
+
+    `dist.new_group(use_local_synchronization=True)` will not do, for three reasons:
+
+    - It derives the name from the number of groups that a rank knows. One earlier group with only some of the ranks in
+      it is enough for the others to wait under another name, for ever.
+    - It gives a name again after its group was destroyed.
+    - Where the default group is bound to a device, NCCL makes a group by splitting that one, which all ranks have to do
+      together. Stages of a pipeline, which wait for each other's tensors, would hang.
+
+    `_new_process_group_helper`, `_world` and `_get_default_timeout` have no public names, and no public call takes a
+    name or leaves the default group unsplit (2.11 to 2.13).
+    """
+    world, default = distributed_c10d._world, dist.group.WORLD
+    assert default is not None, "no group is made before the default one"
+    default_backend, store = world.pg_map[default]
+    backend = dist.Backend(backend or default_backend)
+    timeout = timeout or distributed_c10d._get_default_timeout(backend)
+    ranks, key = list(ranks), distributed_c10d.GroupName(name)
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, key, timeout=timeout, group_desc=name
+        )
+    finally:
+        default.bound_device_id = bound
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
+def read_objects_with(read: Callable[[torch.Tensor], Any]) -> None:
+    """Have torch's object collectives (`gather_object` and its kin) unpickle by `read` from now on.
+
+    `read` gets the bytes that have arrived, a 1-D uint8 tensor. torch's checkpointing makes these calls; torch's own
+    way needs numpy, and nothing public exchanges it (2.11 to 2.13).
+    """
+
+    def to_object(tensor: torch.Tensor, numel: Any, *_: Any) -> Any:
+        return read(tensor[: int(numel)])
+
+    distributed_c10d._tensor_to_object = to_object
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Returns the timeout that `group` was made with, or None where its backend does not say (2.11 to 2.13)."""
+    try:
+        backend = backend_of(group, device)
+    except RuntimeError:  # a group of threads has none
+        return None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set how long collectives wait for other ranks: in the default group, and in groups made later without a timeout.
+
+    A mesh makes its groups without one, and torch gives those 30 minutes (10 with NCCL) whatever the default group has.
+    `_set_pg_timeout` and the two defaults have no public setter (2.11 to 2.13).
+    """
+    distributed_c10d._set_pg_timeout(timeout)
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+
+
+def adopt_timeout(group: dist.ProcessGroup) -> None:
+    """Have a gloo group that was made without a timeout wait no longer than the default group does.
+
+    torch gives such a group, and those of a mesh are such, 30 minutes whatever `init_process_group` was told.
+    `_set_default_timeout` has no public name (2.11 to 2.13).
+    """
+    world = dist.group.WORLD
+    assert world is not None, "no group is made before the default one"
+    try:
+        ours, default = (backend_of(each, torch.device("cpu")) for each in (group, world))
+    except RuntimeError:
+        return  # the default group has nothing for a CPU
+    if not all(isinstance(backend, dist.ProcessGroupGloo) for backend in (ours, default)):
+        return
+    if default.options._timeout < ours.options._timeout == dist.default_pg_timeout:
+        ours._set_default_timeout(default.options._timeout)
+
+
+@contextlib.contextmanager
+def imagined_ranks(number: int) -> Iterator[None]:
+    """A context with a default process group of `number` ranks, of which this process is rank 0 and the others do not
+    exist: collectives return at once. torch has the backend for its own tests only (2.1 to 2.13)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

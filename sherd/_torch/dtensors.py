@@ -1,0 +1,136 @@
+"""Private names of DTensor: its spec, its local tensor, its constructor, its dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+DTensorKind = TypeVar("DTensorKind", bound=DTensor)
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    strides: tuple[int, ...] | None = None,
+) -> DTensorSpec:
+    """Returns the description of a DTensor: all of it but the data. The default strides are contiguous ones.
+
+    DTensorSpec and TensorMeta have no public constructor (2.11 to 2.13). A placement with an attribute `stands_for` is
+    one that DTensorSpec does not know: the spec is made with the placement it stands for, and then told the real one.
+    """
+    known = tuple(getattr(placement, "stands_for", placement) for placement in placements)
+    spec = DTensorSpec(mesh, known, tensor_meta=TensorMeta(shape, strides or _contiguous(shape), dtype))
+    if known != placements:
+        spec.placements = placements
+    return spec
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
+    run = 1
+    for size in reversed(shape):
+        strides.insert(0, run)
+        run *= max(size, 1)
+    return tuple(strides)
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Returns a DTensor around `local`, uncopied and outside autograd. The public `DTensor.from_local` is 20 times
+    slower."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_of(kind: type[DTensorKind], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensorKind:
+    """Returns a DTensor of a subclass around `local`, uncopied. It skips `__init__`, which takes longer than the rest.
+
+    `DTensor.__new__` takes these arguments from 2.4 to 2.13, but is not documented; nothing replaces it.
+    """
+    new: Callable[..., Any] = DTensor.__new__
+    made: DTensorKind = new(kind, local, spec, requires_grad=requires_grad)
+    return made
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """Returns the shard inside a DTensor, the very object it holds; `to_local()` would make a new view on each call."""
+    return tensor._local_tensor
+
+
+def local_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Returns the `local_tensor` of each of `tensors`."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def local_gradients(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the local tensor of each gradient, without asking `__torch_function__`. All must be DTensors.
+
+    Raises:
+        AttributeError: a gradient is missing, or no DTensor.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor.grad._local_tensor for tensor in tensors]  # type: ignore[union-attr]
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Returns the description of a DTensor: all of it but the data. Private, like the class."""
+    return tensor._spec
+
+
+def specs_of(tensors: Sequence[DTensor]) -> list[DTensorSpec]:
+    """Returns the `spec_of` each of `tensors`."""
+    return [tensor._spec for tensor in tensors]
+
+
+def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Give a DTensor other memory while it stays the same object, which the user's optimizer holds.
+
+    torch's own FSDP writes the same attribute, and `swap_tensors` fails on tensors with hooks. Needed because
+    `module.to()` and `load_state_dict(assign=True)` move shards out of their buffer.
+    """
+    tensor._local_tensor = local
+
+
+def become_view(tensor: DTensor, func: Any, args: Any, kwargs: Any, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Turn a DTensor, `args[0]`, into the result of the in-place view `func` (`squeeze_`), around `local`.
+
+    No public call changes the shape of a wrapper; DTensor does it likewise (2.11 to 2.13).
+    """
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    tensor._local_tensor, tensor._spec = local, spec
+    return_and_correct_aliasing(func, args, kwargs, tensor)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Returns `Shard(dim)` over an axis to the left of one that already shards `dim` into `split_factor` parts.
+
+    `_StridedShard` has no public name (2.11 to 2.13).
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def dispatches_itself(kind: type[DTensor]) -> None:
+    """Have operations on tensors of exactly this subclass reach its own `__torch_dispatch__`, as they do since 2.12.
+
+    2.11 takes them for plain DTensors before it asks, except for operations with a rule registered for the type. So
+    each operation known by now gets a rule. One that is defined later meets DTensor, which raises for a placement it
+    does not know. The public `torch.library.register_torch_dispatch` takes a millisecond for each of 3000 operations.
+    """
+    if torch.__version__ >= "2.12":  # compared as versions are, not as text
+        return
+    from torch._library.simple_registry import singleton
+
+    def ask(kind: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return kind.__torch_dispatch__(func, types, args, kwargs)
+
+    for name in torch._C._dispatch_get_all_op_names():
+        singleton.find(name).torch_dispatch_rules.register(kind, ask)

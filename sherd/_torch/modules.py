@@ -1,0 +1,56 @@
+"""Private marks that torch's FSDP, DDP, tensor parallelism and Dynamo leave on modules, and look for."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+_MANAGED = "_sherd_managed"
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether torch's composable `replicate`, which is DDP, was applied to the module.
+
+    Neither the package nor its registry of what was applied has a public name (2.0 to 2.13).
+    """
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
+def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
+    """Whether torch's own FSDP has the module.
+
+    It has if the module is an FSDP1 wrapper, if FSDP2 has exchanged its class, or if one of the two manages it from
+    further out and has told Dynamo so. Read from the names of packages, none of which is imported; the mark for Dynamo
+    has no public name (2.0 to 2.13).
+    """
+    if any(base.__module__.startswith("torch.distributed.fsdp.") for base in type(module).__mro__):
+        return True
+    return bool(module.__dict__.get("_is_fsdp_managed_module")) and _MANAGED not in module.__dict__
+
+
+def manage(module: torch.nn.Module) -> None:
+    """Have Dynamo take the parameters of `module` as inputs of the graph, as it takes those of torch's FSDP.
+
+    Otherwise it would guard each parameter object, which changes on every gather. Nothing public does this (2.0 to
+    2.13).
+    """
+    module.__dict__.update({"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True, _MANAGED: True})
+
+
+def say_fully_sharded(module: torch.nn.Module) -> None:
+    """Have torch's composable `replicate` (DDP) leave `module` and all below it alone, as it leaves what torch's
+    `fully_shard` was applied to.
+
+    It asks a registry; neither that nor its package has a public name (2.0 to 2.13).
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault("fully_shard", RegistryItem())
+
+
+def is_tensor_parallel(module: torch.nn.Module) -> bool:
+    """Whether `parallelize_module` or `distribute_module` has distributed the module's own parameters. They write it in
+    an attribute without a public name (2.3 to 2.13)."""
+    return getattr(module, "_distribute_module_applied", False) is True

@@ -1,0 +1,64 @@
+"""Private names of `torch.optim`: step hooks, and the types that foreach and fused forms take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+__all__ = [
+    "hooked_step",
+    "register_foreach_type",
+    "register_optimizer_step_post_hook",
+    "register_optimizer_step_pre_hook",
+]
+
+
+def register_foreach_type(kind: type[torch.Tensor]) -> None:
+    """Have `torch.optim` and `clip_grad_norm_` take tensors of exactly this type for their foreach and fused forms.
+
+    DTensor enters itself into the same two lists, which have no public setter (2.1 to 2.13).
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if kind not in known:
+            known.append(kind)
+
+
+def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `step`, a method of an optimizer's class, with the optimizer's step hooks and the global ones around it.
+
+    `Optimizer.__init__` does so for the class it finds; a class made later has to ask. torch's own wrapper also opens a
+    range for profilers, which takes a third of a small step, so it is used only while a profiler is on. None of the
+    names is documented (2.11 to 2.13).
+    """
+    profiled: Any = torch.optim.Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._autograd._profiler_enabled():
+            return profiled(*args, **kwargs)
+        optimizer = args[0]
+        for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+            changed = hook(optimizer, args, kwargs)
+            if changed is not None:
+                if not (isinstance(changed, tuple) and len(changed) == 2):
+                    raise RuntimeError(f"a step pre-hook returned {changed}; return None, or (args, kwargs) anew")
+                args, kwargs = changed
+        result = step(*args, **kwargs)
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(optimizer, args, kwargs)
+        return result
+
+    hooked.hooked = True  # type: ignore[attr-defined]  # or torch would hook it again
+    return hooked

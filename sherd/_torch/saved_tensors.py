@@ -1,0 +1,78 @@
+"""Private names of autograd's default hooks on saved tensors, which form one stack per thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""A pair of hooks: autograd calls the first with each tensor that it saves, and the second with the first one's result
+when backward reads the tensor."""
+
+_stack: Any = torch._C._autograd
+_push = _stack._push_saved_tensors_default_hooks
+
+
+def saving_hooks() -> SavingHooks | None:
+    """Returns the innermost default hooks in this thread. No public name tells (2.11 to 2.13)."""
+    hooks: SavingHooks | None = _stack._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def may_hook_saving() -> bool:
+    """Whether default hooks may be pushed: `torch.func.grad` and its kin forbid them. No public name tells (2.11 to
+    2.13)."""
+    enabled: bool = _stack._saved_tensors_hooks_is_enabled()
+    return enabled
+
+
+def push_saving_hooks(hooks: SavingHooks) -> None:
+    """Push default hooks, as entering `torch.autograd.graph.saved_tensors_hooks` does. The public class works only as a
+    `with` block (2.11 to 2.13)."""
+    _push(*hooks)
+
+
+def pop_saving_hooks() -> None:
+    """Pop the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
+    _stack._pop_saved_tensors_default_hooks()
+
+
+def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable[[SavingHooks], SavingHooks]) -> None:
+    """Let hooks for which `are_ours` is true share the stack with other users of it.
+
+    - Hooks that others push over ours are replaced by what `around` makes of them.
+    - `torch.func.grad` and its kin, which refuse to run inside of any hooks, take ours off for as long as they run.
+
+    Nothing public does either (2.11 to 2.13). So three functions of torch are replaced, for the whole process; where no
+    hooks are ours, the replacements do what the originals did.
+    """
+    push, disable, enable = (
+        _stack._push_saved_tensors_default_hooks,
+        _stack._saved_tensors_hooks_disable,
+        _stack._saved_tensors_hooks_enable,
+    )
+    off = threading.local()
+
+    def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        top = saving_hooks()
+        push(*(around((pack, unpack)) if top is not None and are_ours(top) else (pack, unpack)))
+
+    def disabled(*args: Any, **kwargs: Any) -> None:
+        top = saving_hooks()
+        if top is not None and are_ours(top):
+            pop_saving_hooks()
+            off.hooks = top
+        disable(*args, **kwargs)
+
+    def enabled() -> None:
+        enable()
+        top, off.hooks = getattr(off, "hooks", None), None
+        if top is not None:
+            push(*top)
+
+    _stack._push_saved_tensors_default_hooks = pushed
+    _stack._saved_tensors_hooks_disable = disabled
+    _stack._saved_tensors_hooks_enable = enabled

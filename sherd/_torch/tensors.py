@@ -1,0 +1,56 @@
+"""Private names of plain tensors: their storage, their gradients, what users and torch write on parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing: results of a subclass with it are plain tensors. Private since 1.7."""
+
+
+def has_bytes(storage: torch.UntypedStorage) -> bool:
+    """Whether `storage` has memory of its own. That of a DTensor has none: the memory is its local tensor's.
+
+    To ask such a storage for its address raises since 2.1, as no page says.
+    """
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Returns how many tensors and handles share the memory of `storage`. No public name tells (2.11 to 2.13)."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def gradients_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Returns the gradient of each of `tensors`.
+
+    It does not ask each DTensor's `__torch_function__`, which takes longer than reading; the guard for that has no
+    public name (2.11 to 2.13).
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor.grad for tensor in tensors]
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Returns the attributes that a user has written on a Parameter (`weight.no_decay = True`).
+
+    It leaves out those of the class, those that torch.nn and Dynamo write under names of their own (2.11 to 2.13),
+    hooks and gradients.
+    """
+    written = {
+        name: value for name, value in vars(parameter).items() if name != "_is_param" and not name.startswith("_dynamo")
+    }
+    own = vars(parameter.detach()) if written and type(parameter) is not torch.nn.Parameter else {}
+    return {name: value for name, value in written.items() if name not in own}
+
+
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether `torch.distributed.optim._apply_optimizer_in_backward` gave `parameter` optimizers that step as soon as
+    its gradient is there. They are in an attribute without a public name (1.13 to 2.13)."""
+    return bool(getattr(parameter, "_in_backward_optimizers", ()))

@@ -1,0 +1,430 @@
+"""The size of the code, held by ceilings: files, classes, functions, writes, types, cycles of imports, hops of a step.
+
+The core is all of sherd/ except the `sherd` command, the adapters to other packages, the migration guide and the host's
+transports. `pytest tests/test_house.py -s` prints every figure. CONTRIBUTING.md says what to do when one is too high.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+
+import pytest
+import torch
+from torch import nn
+
+import sherd
+from sherd._torch import imagined_ranks
+
+PACKAGE = Path(sherd.__file__).parent
+NOT_CORE = ("train", "interop", "port", "comm/host")
+
+MOST_LINES = 400  # of a file
+MOST_METHODS = 30  # of a class
+MOST_CODE_LINES = 60  # of a function
+
+# A ceiling only ever falls: towards the goal, with the code, never up again.
+FIGURES = {
+    #                                       ceiling    goal
+    "foreign writes per 1,000 code lines": (4.2, 3.0),
+    "hidden writes": (26, 0),
+    "Any per 1,000 code lines": (43.3, 12.0),
+    "isinstance per 1,000 code lines": (30.2, 20.0),
+    "import cycles": (0, 0),
+    "hops in forward": (326, 140),
+    "hops in backward": (458, 200),
+}
+
+# What is above a limit today. The lists shrink: a name whose limit holds again must go.
+LONG_FILES: set[str] = {
+    "sherd/api/module.py",
+    "sherd/api/state_dicts.py",
+    "sherd/api/wrapper.py",
+    "sherd/engine/moves/gradients.py",
+    "sherd/engine/moves/weights.py",
+    "sherd/engine/run/unit.py",
+    "sherd/memory/sizes.py",
+    "sherd/schedule/forecast.py",
+    "sherd/tensor/placement.py",
+}
+LARGE_CLASSES: set[str] = {
+    "sherd/engine/moves/gradients.py:Gradients",
+    "sherd/engine/run/unit.py:Unit",
+}
+LONG_FUNCTIONS: set[str] = {
+    "sherd/api/wrapper.py:FullyShardedDataParallel.__init__",
+}
+
+
+# The measure
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+NO_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+
+
+@dataclass
+class File:
+    """The figures of one source file."""
+
+    name: str
+    num_lines: int
+    code_lines: set[int]
+    """Numbers of the lines with a token that is neither a comment nor a docstring."""
+    functions: dict[str, int] = field(default_factory=dict)
+    """Code lines of each function; an inner function's count for the outer one too."""
+    classes: dict[str, int] = field(default_factory=dict)
+    """Methods of each class, properties among them."""
+    num_any: int = 0
+    num_isinstance: int = 0
+    foreign_writes: list[int] = field(default_factory=list)
+    """Lines that assign to an attribute of anything but `self` or `cls`; `self.a.b = ...` is one too."""
+    hidden_writes: list[int] = field(default_factory=list)
+    """Lines with `setattr`, or a write into the `__dict__` or `vars()` of anything but `self`."""
+    imports: set[str] = field(default_factory=set)
+    """Dotted names of all imports, also of those under TYPE_CHECKING and inside functions."""
+
+
+def measured(source: str, name: str) -> File:
+    tree = ast.parse(source)
+    file = File(name, len(source.splitlines()), code_lines_of(source, tree))
+    note_definitions(file, tree, "")
+    for node in ast.walk(tree):
+        file.num_any += isinstance(node, ast.Name) and node.id == "Any"
+        file.num_isinstance += isinstance(node, ast.Call) and called(node) == "isinstance"
+        file.foreign_writes += [node.lineno for target in targets_of(node) if is_foreign(target)]
+        file.hidden_writes += [node.lineno for target in targets_of(node) if is_in_dict_of_another(target)]
+        if isinstance(node, ast.Call) and is_hidden_call(node):
+            file.hidden_writes.append(node.lineno)
+        file.imports.update(imported(node, Path(name).with_suffix("").parts))
+    return file
+
+
+def code_lines_of(source: str, tree: ast.Module) -> set[int]:
+    docs: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docs.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE and token.type != tokenize.COMMENT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines - docs
+
+
+def note_definitions(file: File, node: ast.AST, prefix: str) -> None:
+    """Count the code lines of every function and the methods of every class below `node`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            name = f"{prefix}{child.name}"
+            if isinstance(child, ast.ClassDef):
+                file.classes[name] = sum(isinstance(statement, Function) for statement in child.body)
+            else:
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                lines = file.code_lines.intersection(range(first, (child.end_lineno or first) + 1))
+                # Overloads and setters share their name with another function.
+                file.functions[name] = max(len(lines), file.functions.get(name, 0))
+            note_definitions(file, child, f"{name}.")
+        else:
+            note_definitions(file, child, prefix)
+
+
+def called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+
+
+def targets_of(node: ast.AST) -> Iterator[ast.expr]:
+    """Yields the targets of an assignment, those in tuples and lists one by one."""
+    if isinstance(node, ast.Assign):
+        waiting = list(node.targets)
+    elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
+        waiting = [node.target]
+    else:
+        return
+    while waiting:
+        target = waiting.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            waiting += target.elts
+        else:
+            yield target
+
+
+def is_own(owner: ast.expr) -> bool:
+    return isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+
+
+def is_foreign(target: ast.expr) -> bool:
+    return isinstance(target, ast.Attribute) and not is_own(target.value)
+
+
+def is_dict_of_another(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return called(node) == "vars" and bool(node.args) and not is_own(node.args[0])
+    return isinstance(node, ast.Attribute) and node.attr == "__dict__" and not is_own(node.value)
+
+
+def is_in_dict_of_another(target: ast.expr) -> bool:
+    return isinstance(target, ast.Subscript) and is_dict_of_another(target.value)
+
+
+def is_hidden_call(node: ast.Call) -> bool:
+    name, function = called(node), node.func
+    if isinstance(function, ast.Attribute) and name in ("update", "pop", "setdefault", "__setitem__"):
+        return is_dict_of_another(function.value)
+    if name == "__setattr__":  # `super().__setattr__` is how a class's own `__setattr__` ends
+        return not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call))
+    return name == "setattr"
+
+
+def imported(node: ast.AST, module: tuple[str, ...]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    above = module[: len(module) - node.level] if node.level else ()
+    source = [*above, *([node.module] if node.module else [])]
+    return [".".join([*source, alias.name]) for alias in node.names]
+
+
+def cycles_of(files: list[File]) -> list[list[str]]:
+    """Returns the groups of modules that import one another, directly or through others."""
+    modules = {module_of(file.name): file for file in files}
+    known = {name: known_imports(name, file.imports, modules) for name, file in modules.items()}
+    reached = {name: reach(name, known) for name in known}
+    groups = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in known if name in reached[name]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def module_of(path: str) -> str:
+    return ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+def known_imports(importer: str, names: set[str], modules: dict[str, File]) -> set[str]:
+    """Returns the modules that `names` lie in. A package counts only where it is named itself."""
+    found = set()
+    for name in names:
+        while name not in modules and "." in name:
+            name = name.rpartition(".")[0]
+        # `sherd` itself loads its public names when asked for.
+        if name in modules and name not in ("sherd", importer) and not importer.startswith(f"{name}."):
+            found.add(name)
+    return found
+
+
+def reach(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for name in graph[waiting.pop()] - seen:
+            seen.add(name)
+            waiting.append(name)
+    return seen
+
+
+# The hops of a step: two consecutive Python calls in different files of sherd/
+
+
+class Trace:
+    """The files of sherd/ whose functions were called, in order."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self._starts: dict[CodeType, int] = {}
+        """Where the first call of each function began: a generator that is resumed further down is not called."""
+
+    def __enter__(self) -> "Trace":
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _on_event(self, frame, event, _):
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(f"{PACKAGE}/"):
+            return
+        if self._starts.setdefault(code, frame.f_lasti) == frame.f_lasti:
+            self.files.append(code.co_filename)
+
+    @property
+    def num_hops(self) -> int:
+        return sum(before != after for before, after in zip(self.files, self.files[1:], strict=False))
+
+
+def hops_of_a_step() -> tuple[int, int]:
+    """Returns the hops of the third step of three blocks, in forward and in backward, as rank 0 of 4 ranks.
+
+    In the first step the order of units is learnt. A fake process group answers at once, so that no wait is counted.
+    """
+    with imagined_ranks(4):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+        for block in model:
+            sherd.fully_shard(block)
+        sherd.fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.ones(2, 8)
+        for _ in range(3):
+            with Trace() as forward:
+                loss = model(batch).sum()
+            with Trace() as backward:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return forward.num_hops, backward.num_hops
+
+
+# What must hold
+
+
+@pytest.fixture(scope="module")
+def core() -> list[File]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = {path: path.relative_to(PACKAGE).as_posix() for path in paths}
+    inside = [path for path in paths if not names[path].startswith(tuple(f"{folder}/" for folder in NOT_CORE))]
+    return [measured(path.read_text(), f"sherd/{names[path]}") for path in inside]
+
+
+def check(name: str, figure: float, where: object = "") -> None:
+    ceiling, goal = FIGURES[name]
+    print(f"{name:38} {figure:8.1f}   ceiling {ceiling}, goal {goal}")
+    assert round(figure, 1) <= ceiling, (
+        f"{name}: {round(figure, 1)} is over the ceiling of {ceiling} (goal {goal}). Change the code, not the ceiling: "
+        f"CONTRIBUTING.md, 'When a ceiling is hit'. {where}"
+    )
+
+
+def check_exceptions(what: str, limit: int, found: dict[str, int], exceptions: set[str]) -> None:
+    print(f"{what:38} {max(found.values()):8}   limit {limit}, {len(exceptions)} above it")
+    above = {name for name, figure in found.items() if figure > limit}
+    new = ", ".join(f"{name} ({found[name]})" for name in sorted(above - exceptions))
+    assert not new, f"{what}: over {limit}: {new}. Split them: CONTRIBUTING.md, 'When a ceiling is hit'."
+    gone = ", ".join(sorted(exceptions - above))
+    assert not gone, f"{what}: no longer over {limit}: {gone}. Take them off the list of exceptions."
+
+
+def per_thousand(count: int, core: list[File]) -> float:
+    return 1000 * count / sum(len(file.code_lines) for file in core)
+
+
+def densest(counts: dict[str, int]) -> str:
+    most = sorted(counts.items(), key=lambda item: -item[1])[:5]
+    return "Most: " + ", ".join(f"{name} {count}" for name, count in most)
+
+
+def lines_of(core: list[File], kind: str) -> str:
+    return ", ".join(f"{file.name}:{line}" for file in core for line in getattr(file, kind))
+
+
+def test_no_file_is_longer_than_one_reads_at_once(core):
+    print(f"\ncore: {sum(file.num_lines for file in core)} lines, {sum(len(file.code_lines) for file in core)} of code")
+    check_exceptions("lines of a file", MOST_LINES, {file.name: file.num_lines for file in core}, LONG_FILES)
+
+
+def test_no_class_has_more_methods_than_one_can_name(core):
+    methods = {f"{file.name}:{name}": count for file in core for name, count in file.classes.items()}
+    check_exceptions("methods of a class", MOST_METHODS, methods, LARGE_CLASSES)
+
+
+def test_no_function_is_longer_than_a_screen(core):
+    lines = {f"{file.name}:{name}": count for file in core for name, count in file.functions.items()}
+    check_exceptions("code lines of a function", MOST_CODE_LINES, lines, LONG_FUNCTIONS)
+
+
+def test_objects_write_their_own_fields(core):
+    counts = {file.name: len(file.foreign_writes) for file in core}
+    check("foreign writes per 1,000 code lines", per_thousand(sum(counts.values()), core), densest(counts))
+
+
+def test_no_field_is_written_where_a_search_for_its_name_does_not_find_it(core):
+    check("hidden writes", sum(len(file.hidden_writes) for file in core), lines_of(core, "hidden_writes"))
+
+
+def test_types_say_something(core):
+    counts = {file.name: file.num_any for file in core}
+    check("Any per 1,000 code lines", per_thousand(sum(counts.values()), core), densest(counts))
+
+
+def test_variants_are_data_and_seldom_told_apart_by_their_type(core):
+    counts = {file.name: file.num_isinstance for file in core}
+    check("isinstance per 1,000 code lines", per_thousand(sum(counts.values()), core), densest(counts))
+
+
+def test_no_two_files_import_each_other(core):
+    cycles = cycles_of(core)
+    check("import cycles", len(cycles), "; ".join(", ".join(cycle) for cycle in cycles))
+
+
+def test_a_step_goes_through_few_files():
+    forward, backward = hops_of_a_step()
+    check("hops in forward", forward)
+    check("hops in backward", backward)
+
+
+# The measure itself
+
+
+def test_code_lines_are_those_with_neither_a_comment_nor_a_docstring_alone():
+    source = '"""Doc."""\n\n# why\nx = 1  # one\n\n\ndef f():\n    """Doc,\n    long."""\n    return """a\nb"""\n'
+    file = measured(source, "sherd/x.py")
+    assert (file.num_lines, len(file.code_lines), file.functions) == (11, 4, {"f": 3})
+
+
+def test_methods_are_counted_per_class_and_code_lines_with_decorators_and_inner_functions():
+    source = (
+        "class A:\n    @property\n    def a(self):\n        def b():\n            return 1\n        return b\n    c = 1"
+    )
+    file = measured(source, "sherd/x.py")
+    assert (file.classes, file.functions) == ({"A": 1}, {"A.a": 5, "A.a.b": 2})
+
+
+@pytest.mark.parametrize(
+    ("source", "foreign", "hidden"),
+    [
+        ("self.a = 1; cls.b = 2; c = 3; self.d: int", 0, 0),
+        ("self.a.b = 1", 1, 0),
+        ("a.b, (c.d, e) = f", 2, 0),
+        ("a.b += 1; a.c: int = 2", 2, 0),
+        ("setattr(a, 'b', 1)", 0, 1),
+        ("object.__setattr__(a, 'b', 1)", 0, 1),
+        ("super().__setattr__('b', 1)", 0, 0),
+        ("a.__dict__['b'] = 1; vars(a)['b'] = 2", 0, 2),
+        ("a.__dict__.update(b=1); vars(a).pop('b')", 0, 2),
+        ("self.__dict__['b'] = 1; vars(self).update(b=1); a.update(b=1)", 0, 0),
+    ],
+)
+def test_writes_to_others_are_seen(source, foreign, hidden):
+    file = measured(source, "sherd/x.py")
+    assert (len(file.foreign_writes), len(file.hidden_writes)) == (foreign, hidden)
+
+
+@pytest.mark.parametrize(
+    "back",
+    ["from sherd.a import x", "def f():\n    import sherd.a", "if TYPE_CHECKING:\n    from .a import x"],
+)
+def test_a_cycle_is_found_wherever_the_import_is(back):
+    files = [
+        measured("from sherd.b import y", "sherd/a.py"),
+        measured("from sherd.c import z", "sherd/b.py"),
+        measured(back, "sherd/c.py"),
+        measured("import sherd.a", "sherd/d.py"),
+    ]
+    assert cycles_of(files) == [["sherd.a", "sherd.b", "sherd.c"]]
+    assert cycles_of(files[:2] + files[3:]) == []
+
+
+def test_a_figure_over_its_ceiling_is_told_with_the_new_figure():
+    with pytest.raises(AssertionError, match=r"hidden writes: 1000 is over the ceiling of"):
+        check("hidden writes", 1000)
+
+
+def test_a_list_of_exceptions_has_to_be_exact():
+    check_exceptions("lines", 2, {"a": 3, "b": 2}, {"a"})
+    with pytest.raises(AssertionError, match=r"over 2: a \(3\)"):
+        check_exceptions("lines", 2, {"a": 3, "b": 2}, set())
+    with pytest.raises(AssertionError, match="no longer over 2: b"):
+        check_exceptions("lines", 2, {"a": 3, "b": 2}, {"a", "b"})
