@@ -30,8 +30,9 @@ from sherd._torch import hooked_step
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
-from sherd.engine.state.span import Home, Run, Seat, States, copy_of, is_elementwise
+from sherd.engine.state.span import Home, Run, Seat, States
 from sherd.errors import OptimizerError, PolicyTypeError
+from sherd.tensor.state_kind import copy_of
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -231,7 +232,6 @@ class _Runs:
         units = _units_of(each for group in self._groups for each in group)
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
         seats = [_seats(group, place_of) for _, groups in self._buffers for group in groups]
-        _lay_out_scalars([seat for some in seats for seat in some], state_of)
         self._runs = [Run(run) for some in seats for run in _neighbours(some, state_of)]
         in_runs = {id(shard) for run in self._runs for shard in run.shards}
         others = [[each for each in group if id(each) not in in_runs] for group in self._groups]
@@ -285,20 +285,6 @@ def _seats(group: Group, place_of: dict[int, int]) -> list[Seat]:
     return sorted(seats, key=lambda seat: (not seat.is_filled, seat.extent.start))
 
 
-def _lay_out_scalars(seats: Sequence[Seat], state_of: States) -> None:
-    """Make the state of scalar parameters what it was before torch has loaded it as plain tensors without dimensions.
-
-    Then it looks like a count of steps; it is known by what other parameters have under the same key.
-    """
-    scalars = [(seat, state) for seat in seats if not seat.record.shape and (state := state_of.get(seat.shard))]
-    states = [state for seat in seats if scalars and (state := state_of.get(seat.shard))]
-    keys = {key for state in states for key, value in state.items() if isinstance(value, DTensor)}
-    for seat, state in scalars:
-        for key in keys & state.keys():
-            if not isinstance(state[key], DTensor):
-                state[key] = seat.dtensor(state[key].reshape(1)[: seat.extent.numel].clone())
-
-
 def _neighbours(seats: Sequence[Seat], state_of: States) -> list[list[Seat]]:
     """Seats that may be stepped as one: one behind the other, and alike in everything but their elements."""
     numbers: dict[int, Any] = {}
@@ -326,7 +312,7 @@ def _sort(seat: Seat, state_of: States, numbers: dict[int, Any]) -> tuple[Any, .
         return None
     signs: list[Any] = [seat.place]
     for key, value in (state_of.get(seat.shard) or {}).items():
-        if is_elementwise(value, seat):
+        if seat.has_elements(key, value):
             signs.append((key, value.dtype))
         elif isinstance(value, torch.Tensor):
             # Reading it waits for the device; the shards of an earlier run share it.

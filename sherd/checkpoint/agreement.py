@@ -19,6 +19,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.state.parameter import record_of
 from sherd.errors import OptimStateError
+from sherd.tensor.state_kind import StateKind, kind_of
 
 State = dict[str, Any]
 
@@ -45,13 +46,12 @@ ALIKE = "a plain tensor of the shape of this rank's part"
 """A part too, if all ranks say so of theirs; else it is of this shape by chance."""
 
 
-def _sign(value: Any, owned: NamedState) -> Sign:
-    if isinstance(value, DTensor) and value.shape == owned.parameter.shape:
-        return Sign(PARTS, value.dtype)
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim():
+def _sign(key: str, value: Any, owned: NamedState) -> Sign:
+    kind = kind_of(key, value, owned.parameter.shape, local_shape(owned))
+    if kind is StateKind.ELEMENTS:
+        return Sign(PARTS if isinstance(value, DTensor) else ALIKE, value.dtype)
+    if kind is StateKind.NUMBER:
         return Sign(NUMBER, value.dtype, value.item())
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == local_shape(owned):
-        return Sign(ALIKE, value.dtype)
     if value is None or isinstance(value, bool | int | float | str):
         return Sign(VALUE, None, value)
     return Sign(OTHER, None, type(value).__name__)
@@ -91,7 +91,7 @@ def _told_by_all(told: list[list[Outline]], group: dist.ProcessGroup) -> list[li
 
 
 def _outline(owned: NamedState, state: State | None) -> Outline:
-    signs = None if state is None else {key: _sign(value, owned) for key, value in state.items()}
+    signs = None if state is None else {key: _sign(key, value, owned) for key, value in state.items()}
     return Outline(local_shape(owned).numel(), signs)
 
 

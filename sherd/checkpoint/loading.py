@@ -17,12 +17,13 @@ from sherd._torch import DTensorSpec, full_of_sharded_tensor
 from sherd.checkpoint.agreement import State
 from sherd.checkpoint.broadcast import NO_STATE, Sent, from_rank0
 from sherd.checkpoint.catalog import Catalog, Groups, Member, NamedState
-from sherd.checkpoint.relayout import is_of_scalar, laid_out, vector_of
+from sherd.checkpoint.relayout import laid_out, vector_of
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import OptimStateError
 from sherd.optim import ELEMENTWISE
 from sherd.tensor.ragged import local_part
+from sherd.tensor.state_kind import StateKind, kind_of
 
 
 def optim_state_dict_to_load(
@@ -198,7 +199,7 @@ def _loaded(member: Member, owned: NamedState, state: State, strict: bool) -> _L
             others[key] = copy.deepcopy(value)
             continue
         tensor = _received(value, member.spec)
-        if _has_all_elements(member, key, tensor):
+        if kind_of(key, tensor, member.shape) is StateKind.ELEMENTS:
             parts[key] = laid_out(tensor, member.spec, device)
         else:
             others[key] = tensor.detach().clone()
@@ -211,13 +212,6 @@ def _received(value: torch.Tensor | Sent, spec: DTensorSpec) -> torch.Tensor:
         return value.take()
     full = full_of_sharded_tensor(value, torch.device(spec.mesh.device_type))
     return value if full is None else full
-
-
-def _has_all_elements(member: Member, key: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an element for each of the member's."""
-    if tensor.dim() or isinstance(tensor, DTensor):
-        return tensor.shape == member.shape
-    return is_of_scalar(key, tensor, member.shape)
 
 
 def _check_shape(member: Member, key: str, value: Any, strict: bool) -> None:

@@ -14,7 +14,6 @@ from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
 from sherd.checkpoint.catalog import Member, NamedState
 from sherd.engine.state.group import own_view
 from sherd.tensor.gather import gather_part
-from sherd.tensor.optimizer_state import COUNTS
 from sherd.tensor.placement import RaggedShard, is_ragged, layout_of
 from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
 
@@ -36,12 +35,6 @@ def lies_as(value: Any, spec: DTensorSpec | None) -> bool:
     if spec is None or not isinstance(value, DTensor):
         return False
     return value.shape == spec.shape and value.placements == spec.placements and value.device_mesh == spec.mesh
-
-
-def is_of_scalar(key: str, value: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether a tensor without dimensions belongs to the one element of a scalar, and does not count steps: of that
-    only the name tells."""
-    return not value.dim() and not shape and key not in COUNTS
 
 
 def local_shape(owned: NamedState) -> torch.Size:

@@ -20,14 +20,13 @@ from sherd.checkpoint.relayout import (
     as_rows,
     cut_out,
     full_of,
-    is_of_scalar,
     laid_out,
     lies_as,
     part_in,
     vector_gathered,
 )
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.span import copy_of
+from sherd.tensor.state_kind import StateKind, copy_of, kind_of
 
 
 def optim_state_dict(
@@ -116,11 +115,11 @@ def _by_key(raw: dict[str, Any], groups: Groups) -> dict[Any, NamedState]:
 
 
 def _recognised(key: str, value: Any, owned: NamedState) -> Any:
-    """As a DTensor what belongs to the element of a scalar, and which torch has loaded as a plain tensor."""
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if owned.spec is None or not plain or not is_of_scalar(key, value, owned.parameter.shape):
+    """The state of a scalar's element as a DTensor, which torch has loaded as a plain tensor."""
+    if owned.spec is None or owned.parameter.dim() or isinstance(value, DTensor):
         return value
-    return laid_out(value, owned.spec, value.device)
+    is_element = kind_of(key, value, owned.parameter.shape) is StateKind.ELEMENTS
+    return laid_out(value, owned.spec, value.device) if is_element else value
 
 
 def _by_name(owned: NamedState, state: State | None, full: bool) -> Iterator[tuple[str, State]]:

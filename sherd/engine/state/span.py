@@ -20,8 +20,8 @@ from sherd.engine.state.group import Group, own_view
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent
 from sherd.tensor.ragged import as_dtensor, local_part
+from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 
-State = dict[str, Any]
 States = MutableMapping[Any, Any]
 """An optimizer's state: by parameter, a `State`."""
 
@@ -59,6 +59,10 @@ class Seat:
     def fits(self, gradient: Any) -> bool:
         """Whether a gradient is laid out as the shard is."""
         return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
+
+    def has_elements(self, key: str, value: object) -> bool:
+        """Whether `value`, kept by the optimizer under `key`, has an element for each of the shard's."""
+        return kind_of(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """This rank's part of something that is laid out as the parameter is; `local` is 1-D, and is not copied."""
@@ -163,7 +167,7 @@ class Run:
         states = [state_of.get(shard) or {} for shard in self.shards]
         vectors: State = {}
         for key, value in states[0].items():
-            if is_elementwise(value, self.seats[0]):
+            if self.seats[0].has_elements(key, value):
                 parts = [
                     homes[id(shard)].views[key] if id(shard) in homes else local_part(state[key]).reshape(-1)
                     for shard, state in zip(self.shards, states, strict=True)
@@ -216,14 +220,3 @@ class Run:
 
     def _is_vector(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
-
-
-def is_elementwise(value: Any, seat: Seat) -> bool:
-    """Whether a piece of state has an element for each of the shard's."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == seat.record.local.shape)
-
-
-def copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
