@@ -174,6 +174,6 @@ def same_training(
 CLOSE = {"rtol": 3e-6, "atol": 3e-7}
 
 
-def runs_of(optimizer):
+def spans_of(optimizer):
     """The vectors that a flat optimizer stepped last."""
-    return optimizer._sherd_runs._runs
+    return optimizer._sherd_stepper.spans
