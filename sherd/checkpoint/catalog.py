@@ -212,6 +212,11 @@ def _places(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn
                 yield f"{prefix}.{attribute}" if prefix else attribute, record, parameter
 
 
+def plain_key(key: object) -> object:
+    """The key of a state, without wrappers if it is a name."""
+    return plain_name(key) if isinstance(key, str) else key
+
+
 def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
     """What an optimizer owns of `parameter`, which may have been sharded since the optimizer was built."""
     record = record_of(parameter)

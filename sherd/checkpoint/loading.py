@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, full_of_sharded_tensor, local_tensor
 from sherd.checkpoint.broadcast import NO_STATE, Sent, from_rank0
-from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict
+from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict, plain_key
 from sherd.checkpoint.relayout import around, laid_out
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.parameter import plain_name
 from sherd.engine.state.span import Span
 from sherd.errors import OptimStateError
 from sherd.optim import ELEMENTWISE
@@ -26,9 +25,6 @@ from sherd.tensor.ragged import local_part
 from sherd.tensor.state_kind import State, StateKind, kind_of
 
 T = TypeVar("T")
-
-Key = Hashable
-"""Of a state: a name, or the number that an optimizer gives to a parameter."""
 
 
 def optim_state_dict_to_load(
@@ -81,8 +77,8 @@ def optim_state_dict_to_load(
     users_own = _users_own(given, catalog)
     strict = optim is None or isinstance(optim, ELEMENTWISE)
     entries = enumerate(entry for group in groups for entry in group)
-    keys: dict[int, Key] = {id(entry): entry.path if is_named else number for number, entry in entries}
-    states: dict[Key, State] = {}
+    keys: dict[int, object] = {id(entry): entry.path if is_named else number for number, entry in entries}
+    states: dict[object, State] = {}
     # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
     for entry in catalog.entries:
         state = _state_of(entry, given["state"], strict) if id(entry) in keys else None
@@ -108,21 +104,17 @@ def _read(state_dict: StateDict | None) -> StateDict:
             f"the state is keyed by numbers ({numbers[:3]}...), and names are expected; pass it through "
             "rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model) with the model it was saved from"
         )
-    return {**state_dict, "state": {_plain(key): value for key, value in state_dict["state"].items()}}
+    return {**state_dict, "state": {plain_key(key): value for key, value in state_dict["state"].items()}}
 
 
-def _plain(key: Key) -> Key:
-    return plain_name(key) if isinstance(key, str) else key
-
-
-def _users_own(given: StateDict, catalog: Catalog) -> dict[Key, State]:
+def _users_own(given: StateDict, catalog: Catalog) -> dict[object, State]:
     """The states that a user has put under keys that are no parameter's.
 
     Raises:
         OptimStateError: a key was a parameter's when the state was saved.
     """
     known = set(catalog.names)
-    saved = {_plain(name) for group in given.get("param_groups", ()) for name in group["params"]}
+    saved = {plain_key(name) for group in given.get("param_groups", ()) for name in group["params"]}
     unknown = [key for key in given["state"] if key not in known]
     gone = [key for key in unknown if key in saved]
     if gone:
@@ -158,7 +150,7 @@ class _Loaded:
         return self.parts[key] if key in self.parts else self.others[key]
 
 
-def _state_of(entry: Entry, states: dict[Key, State], strict: bool) -> State | None:
+def _state_of(entry: Entry, states: dict[object, State], strict: bool) -> State | None:
     present = [member for member in entry.members if member.name in states]
     for member in present:
         for key, value in states[member.name].items():
@@ -293,18 +285,18 @@ def _without_users_own(given: StateDict, groups: Groups) -> Groups:
     adds their entries."""
     if "param_groups" not in given:
         return groups
-    saved = {_plain(name) for group in given["param_groups"] for name in group["params"]}
+    saved = {plain_key(name) for group in given["param_groups"] for name in group["params"]}
     return [
         [entry for entry in group if entry.spec is not None or not saved.isdisjoint(entry.names)] for group in groups
     ]
 
 
 def _numbered_groups(
-    given: StateDict, groups: Groups, choices: list[ParamGroup], keys: dict[int, Key]
+    given: StateDict, groups: Groups, choices: list[ParamGroup], keys: dict[int, object]
 ) -> list[ParamGroup]:
     """The optimizer's own groups, with the hyper-parameters that their parameters had when they were saved."""
     saved = given.get("param_groups", ())
-    saved_group_of = {_plain(name): at for at, group in enumerate(saved) for name in group["params"]}
+    saved_group_of = {plain_key(name): at for at, group in enumerate(saved) for name in group["params"]}
     numbered = []
     for at, (group, own) in enumerate(zip(groups, choices, strict=True)):
         sources = {saved_group_of[name]: name for entry in group for name in entry.names if name in saved_group_of}

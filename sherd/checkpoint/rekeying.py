@@ -7,8 +7,7 @@ from enum import Enum, auto
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.checkpoint.catalog import Catalog, StateDict
-from sherd.engine.state.parameter import plain_name
+from sherd.checkpoint.catalog import Catalog, StateDict, plain_key
 from sherd.errors import OptimStateError
 
 
@@ -80,7 +79,7 @@ def _names(model: nn.Module, optim_input: object, optim: Optimizer | None) -> li
 
 
 def _new_key(new_keys: dict[object, str | int], key: object) -> str | int:
-    plain = plain_name(key) if isinstance(key, str) else key
+    plain = plain_key(key)
     if plain not in new_keys:
         raise OptimStateError(
             f"the state has {key!r}, and the model's optimizer only {list(new_keys)[:5]} and so on; pass the "

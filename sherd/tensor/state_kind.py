@@ -49,14 +49,14 @@ def kind_of(
             tensors, that of this rank's shard in the state of an optimizer that steps.
         elementwise_keys: keys that are known to hold elements, whatever their names say.
     """
+    if isinstance(value, DTensor):
+        return StateKind.ELEMENTS if value.shape == shape else StateKind.OTHER
     if not isinstance(value, torch.Tensor):
         return StateKind.OTHER
-    is_distributed = isinstance(value, DTensor)
-    if not value.dim() and not is_distributed:
-        belongs_to_element = not shape and (key in elementwise_keys or key not in COUNTS)
-        return StateKind.ELEMENTS if belongs_to_element else StateKind.NUMBER
-    expected = shape if is_distributed or local_shape is None else local_shape
-    return StateKind.ELEMENTS if value.shape == expected else StateKind.OTHER
+    if value.dim():
+        return StateKind.ELEMENTS if value.shape == (shape if local_shape is None else local_shape) else StateKind.OTHER
+    belongs_to_element = not shape and (key in elementwise_keys or key not in COUNTS)
+    return StateKind.ELEMENTS if belongs_to_element else StateKind.NUMBER
 
 
 def copy_of(value: Any) -> Any:

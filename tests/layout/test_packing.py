@@ -1,4 +1,4 @@
-"""Do slots lie apart and aligned, and does a packing that is wrong refuse to exist?"""
+"""Slots lie apart and aligned, and a packing that is wrong cannot be made."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Is a parameter without gradient left alone, its count of steps too, as the plain optimizer leaves it?"""
+"""A parameter without gradient, and its count of steps, stay as the plain optimizer leaves them."""
 
 import functools
 
@@ -91,7 +91,7 @@ def test_a_gradient_of_another_rank_is_one(threads, placement, num_ranks):
 
 
 def memory_of(optimizer):
-    """Where the runs' states are."""
+    """Where the spans' states are."""
     return {span.state["exp_avg"].untyped_storage().data_ptr() for span in spans_of(optimizer) if span.flat.numel()}
 
 

@@ -1,4 +1,4 @@
-"""Does the state of a flat optimizer go anywhere that the plain one's goes, and stay when buffers move?"""
+"""The state of a flat optimizer goes anywhere that the plain one's goes, and stays when buffers move."""
 
 import copy
 import functools

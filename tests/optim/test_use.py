@@ -1,4 +1,4 @@
-"""Does a flat optimizer take everything that users do with an optimizer, on the same terms?"""
+"""A flat optimizer takes everything that users do with an optimizer, on the same terms."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""How does a test step the same model with a flat optimizer, with the plain optimizer on shards, and unsharded?
+"""The same model stepped with a flat optimizer, with the plain optimizer on shards, and unsharded.
 
 The loss pulls every parameter to a target of its own, so that a test says which parameters have a gradient, step by
 step and rank by rank, and what it is without sharding.
