@@ -1,14 +1,14 @@
-"""How an optimizer steps few long vectors instead of many short tensors: views of the buffers that hold the shards.
+"""`flatten_optimizer`: an optimizer that steps a few long vectors, views of the shard buffers, instead of many shards.
 
-An element-wise optimizer (Adam, SGD with momentum, ...) does the same to every element, so it may as well run over a
-shard buffer, or a run of one, as over the shards in it: one call in the place of hundreds.
+An element-wise optimizer (Adam, SGD with momentum, ...) does the same to every element. So it may step a span of a
+shard buffer in one call instead of the shards in it, one by one.
 
-    shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |      what the optimizer is built from: the seven shards
-    what is stepped |     run 0    |   |    run 1    |      two hyper-parameter classes (weight decay, none)
+    shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |      the seven shards that the optimizer was built from
+    what is stepped  |    span 0    |   |    span 1   |      two parameter groups (with weight decay, without)
 
-The optimizer keeps its class, its parameter groups and its per-parameter state, as views of the runs' states, so that
-schedulers, `GradScaler`, `state_dict` and checkpoints see what they always saw. Only while it computes a step does it
-see runs in the place of shards.
+The optimizer keeps its class, its parameter groups and its per-parameter state, as views of the spans' states, so that
+schedulers, `GradScaler`, `state_dict` and checkpoints see what they always saw. It sees spans instead of shards only
+while it computes a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from sherd._torch import hooked_step
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
-from sherd.engine.state.span import Home, Run, Seat, States, copy_of, is_elementwise
+from sherd.engine.state.span import ShardState, ShardView, States, SteppedSpan
 from sherd.errors import OptimizerError, PolicyTypeError
+from sherd.tensor.state_kind import State, copy_of
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -45,7 +46,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Optimizers known to treat every element alike; AdamW is an Adam."""
+"""Optimizers known to treat every element alike. AdamW is an Adam."""
 
 NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adafactor,
@@ -56,21 +57,24 @@ NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
-    """Let `optimizer` step runs of the shard buffers, one per group of parameters and hyper-parameter class.
+    """Let `optimizer` step spans of the shard buffers: neighbouring shards of one parameter group as one vector.
 
-    Call it once, before a scheduler is built around the optimizer, which may have stepped before, or have loaded a
-    state. Parameters that are not sharded are stepped as before. In a step where some gradients are missing, the runs
-    are split so that only what has a gradient is stepped. State may be loaded, cleared, and written in place; an entry
-    that is replaced by hand (`optimizer.state[p]["exp_avg"] = ...`) is not looked at. A copy of the optimizer, or what
-    a pickle brings back, is of its original class and steps tensor by tensor.
+    Flat parameters, gradients and states under an element-wise optimizer are known from ZeRO (Rajbhandari et al. 2020).
+    Here the optimizer's parameters stay the shards.
+
+    Call it once, before a scheduler is built around the optimizer. The optimizer may have stepped before, or have
+    loaded a state. Parameters that are not sharded are stepped as before. In a step where some gradients are missing,
+    the spans are split, so that only shards with a gradient are stepped. State may be loaded, cleared, and written in
+    place; an entry that is replaced by hand (`optimizer.state[p]["exp_avg"] = ...`) is ignored. A copy of the
+    optimizer, or one from a pickle, has the original class and steps tensor by tensor.
 
     Args:
         optimizer: of a class that treats every element alike: torch's Adam, AdamW, SGD, Adagrad, RMSprop and others.
-        elementwise: yours is such a class, although sherd does not know it. What its step does may depend on a
-            parameter's elements, gradient and state, one by one, but not on its shape.
+        elementwise: confirms that your own class treats every element alike. Its step may depend on a parameter's
+            elements, gradient and state, one by one, but not on the parameter's shape.
 
     Returns:
-        `optimizer`, changed in place: its class becomes a subclass of its own.
+        `optimizer`, changed in place: its class becomes a subclass of its class.
 
     Raises:
         OptimizerError: it is not element-wise (Adafactor, Muon), not known to be, flattened already, differentiable, or
@@ -81,10 +85,9 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
         raise PolicyTypeError(f"flatten_optimizer expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     kind = type(optimizer)
     _require_flat_form(optimizer, kind, elementwise)
-    runs = _Runs(kind)
     optimizer.__class__ = _flat_class(kind)  # type: ignore[arg-type]  # classes are hashable
     assert isinstance(optimizer, FlatStep), "its class has just become a FlatStep"
-    optimizer._sherd_runs = runs
+    optimizer._sherd_stepper = _Stepper(kind)
     return optimizer
 
 
@@ -114,26 +117,26 @@ def _require_flat_form(optimizer: Optimizer, kind: type[Optimizer], elementwise:
 
 
 def _is_known(kind: type[Optimizer]) -> bool:
-    """Whether it is one of `ELEMENTWISE`, or a child of one that has not written a step of its own."""
+    """Whether `kind` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
     return any(
-        issubclass(kind, each) and inspect.unwrap(kind.step) is inspect.unwrap(each.step) for each in ELEMENTWISE
+        issubclass(kind, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
     )
 
 
 class FlatStep:
     """What `flatten_optimizer` adds to an optimizer's class."""
 
-    _sherd_runs: _Runs
+    _sherd_stepper: _Stepper
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own; what the shards of a run share, such as the count of steps, is there for each."""
-        found: dict[str, Any] = super().state_dict()  # type: ignore[misc]  # of the optimizer
-        return {**found, "state": _unshared(found["state"])}
+        """The optimizer's own, with a copy for each shard of what the shards of a span share: the count of steps."""
+        state_dict: dict[str, Any] = super().state_dict()  # type: ignore[misc]  # of the optimizer
+        return {**state_dict, "state": _unshared(state_dict["state"])}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kind: Any = self._sherd_runs.kind
-        found = kind.__getstate__(self)
-        return object.__new__, (kind,), {**found, "state": _unshared(found["state"])}
+        kind: Any = self._sherd_stepper.kind
+        attributes = kind.__getstate__(self)
+        return object.__new__, (kind,), {**attributes, "state": _unshared(attributes["state"])}
 
 
 @functools.cache
@@ -142,31 +145,31 @@ def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """One step over the runs; `closure` computes the loss again, as in torch."""
+    """One step over the spans. As in torch, `closure` computes the loss again."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    self._sherd_runs.step(self)
+    self._sherd_stepper.step(self)
     return loss
 
 
-class _Runs:
-    """The runs of one optimizer, which is given to each step, for it holds us."""
+class _Stepper:
+    """The spans of one optimizer. The optimizer holds its stepper, so each method is given the optimizer."""
 
     def __init__(self, kind: type[Optimizer]) -> None:
         self.kind = kind
-        self._plain_step: Callable[[Any], Any] = kind.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
+        self._plain_step: Callable[[Optimizer], object] = kind.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
         self._knows_forms = _is_known(kind)
-        self._runs: list[Run] = []
-        self._homes: dict[int, Home] = {}
+        self.spans: list[SteppedSpan] = []
+        self._known_states: dict[int, ShardState] = {}
         self._idle: list[nn.Parameter] = []
         self._groups: list[list[nn.Parameter]] | None = None
         self._stepped: list[list[nn.Parameter]] = []
         self._alone: list[list[nn.Parameter]] = []
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
 
-    def step(self, optimizer: Any) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Step everything that has a gradient."""
         if not (self._is_current(optimizer) and self._take_gradients()):
             self._build(optimizer)
@@ -178,11 +181,11 @@ class _Runs:
         if len(optimizer.state) != num_states:
             _put_in_order(optimizer)
 
-    def _step_with(self, optimizer: Any, stepped: list[list[nn.Parameter]]) -> None:
-        """Step as if the optimizer had been built from these parameters, and find it as it was afterwards."""
+    def _step_with(self, optimizer: Optimizer, stepped: list[list[nn.Parameter]]) -> None:
+        """Step as if the optimizer had been built from the parameters in `stepped`, and restore it afterwards."""
         groups, state_of = optimizer.param_groups, optimizer.state
-        theirs = [(group, group["params"]) for group in groups]
-        # Going through one tensor as a list takes longer than going through it by itself.
+        parameters_before = [(group, group["params"]) for group in groups]
+        # Stepping a single tensor as a list takes longer than stepping it by itself.
         singles = [
             group
             for group, parameters in zip(groups, stepped, strict=True)
@@ -192,81 +195,84 @@ class _Runs:
             group["params"] = parameters
         for group in singles:
             group["foreach"] = False
-        for run in self._runs:
-            run.lend_state(state_of)
+        for span in self.spans:
+            span.lend_state(state_of)
         try:
             self._plain_step(optimizer)
         finally:
-            for group, parameters in theirs:
+            for group, parameters in parameters_before:
                 group["params"] = parameters
             for group in singles:
                 group["foreach"] = True
-            for run in self._runs:
-                run.take_back(state_of)
-                run.flat.grad = None
+            for span in self.spans:
+                span.take_back(state_of)
+                span.flat.grad = None
 
-    def _is_current(self, optimizer: Any) -> bool:
-        """Whether parameters, shards and state are where they were when the runs were made."""
+    def _is_current(self, optimizer: Optimizer) -> bool:
+        """Whether parameters, shards and state are where they were when the spans were built."""
         groups = optimizer.param_groups
         if self._groups is None or len(groups) != len(self._groups):
             return False
-        for group, then in zip(groups, self._groups, strict=True):
-            now = group["params"]
-            if len(now) != len(then) or not all(map(is_, now, then)):
+        for group, parameters_then in zip(groups, self._groups, strict=True):
+            parameters = group["params"]
+            if len(parameters) != len(parameters_then) or not all(map(is_, parameters, parameters_then)):
                 return False
         for unit, groups_then in self._buffers:
             if _groups_of(unit()) != groups_then:
                 return False
-        return all(run.has_its_state(optimizer.state) for run in self._runs)
+        return all(span.has_its_state(optimizer.state) for span in self.spans)
 
     def _take_gradients(self) -> bool:
-        return all(run.take_gradient() for run in self._runs) and all(shard.grad is None for shard in self._idle)
+        return all(span.take_gradient() for span in self.spans) and all(shard.grad is None for shard in self._idle)
 
-    def _build(self, optimizer: Any) -> None:
-        """Put neighbours of one class, with gradients and with the same count of steps, into runs."""
+    def _build(self, optimizer: Optimizer) -> None:
+        """Put neighbours of one parameter group that have gradients and the same count of steps into spans."""
         state_of = optimizer.state
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        place_of = {id(each): place for place, group in enumerate(self._groups) for each in group}
-        self._remember_homes(state_of)
-        units = _units_of(each for group in self._groups for each in group)
+        self._remember_states(state_of)
+        units = _units_of(parameter for group in self._groups for parameter in group)
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
-        seats = [_seats(group, place_of) for _, groups in self._buffers for group in groups]
-        _lay_out_scalars([seat for some in seats for seat in some], state_of)
-        self._runs = [Run(run) for some in seats for run in _neighbours(some, state_of)]
-        in_runs = {id(shard) for run in self._runs for shard in run.shards}
-        others = [[each for each in group if id(each) not in in_runs] for group in self._groups]
-        self._idle = [each for group in others for each in group if each.grad is None and isinstance(each, DTensor)]
-        self._stepped = [[each for each in group if not isinstance(each, DTensor)] for group in others]
-        self._alone = [
-            [each for each in group if isinstance(each, DTensor) and each.grad is not None] for group in others
+        group_index_of = {id(parameter): at for at, group in enumerate(self._groups) for parameter in group}
+        self.spans = [
+            SteppedSpan(members)
+            for _, groups in self._buffers
+            for group in groups
+            for members in _neighbours(_shard_views(group, group_index_of), state_of)
         ]
-        for each in (each for group in self._alone for each in group if id(each) in self._homes):
-            # It was in a run, with which it must not share its count of steps.
-            own = {key: copy_of(value) for key, value in state_of[each].items() if not isinstance(value, DTensor)}
-            state_of[each].update(own)
-            del self._homes[id(each)]
-        for run in self._runs:
-            self._stepped[run.seats[0].place].append(run.flat)
-            run.take_state(state_of, self._homes)
-            taken = run.take_gradient()
-            assert taken, "only what has a gradient is in a run"
+        in_spans = {id(shard) for span in self.spans for shard in span.shards}
+        others = [[parameter for parameter in group if id(parameter) not in in_spans] for group in self._groups]
+        self._stepped = [[parameter for parameter in group if not isinstance(parameter, DTensor)] for group in others]
+        shards = [[parameter for parameter in group if isinstance(parameter, DTensor)] for group in others]
+        self._idle = [shard for group in shards for shard in group if shard.grad is None]
+        self._alone = [[shard for shard in group if shard.grad is not None] for group in shards]
+        for shard in (shard for group in self._alone for shard in group if id(shard) in self._known_states):
+            # It was in a span, and must not share the span's count of steps any longer.
+            numbers = {key: copy_of(value) for key, value in state_of[shard].items() if not isinstance(value, DTensor)}
+            state_of[shard].update(numbers)
+            del self._known_states[id(shard)]
+        for span in self.spans:
+            self._stepped[span.members[0].group_index].append(span.flat)
+            span.take_state(state_of, self._known_states)
+            taken = span.take_gradient()
+            assert taken, "only shards with a gradient are in a span"
 
-    def _remember_homes(self, state_of: States) -> None:
-        """Of the runs so far, and of those before them for what is idle; unless the state was loaded since."""
-        homes = [*self._homes.values(), *(home for run in self._runs for home in run.homes())]
-        self._homes = {id(home.shard): home for home in homes if state_of.get(home.shard) is home.part}
+    def _remember_states(self, state_of: States) -> None:
+        """Keep the states of the spans so far, and of idle shards that were in earlier spans, unless the state was
+        loaded since."""
+        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
+        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
 
 
-def _put_in_order(optimizer: Any) -> None:
-    """States in the order of parameters: each rank has runs of its own, but what it gathers, it gathers with others."""
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+def _put_in_order(optimizer: Optimizer) -> None:
+    """Order the states as the parameters are. Spans differ between ranks, but ranks gather states together."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 def _units_of(parameters: Iterable[nn.Parameter]) -> list[Unit]:
-    """The units whose shards these are, as far as they are shards."""
-    owners = [record.owner for each in parameters if (record := record_of(each)) is not None]
+    """The units whose shards are among `parameters`."""
+    owners = [record.owner for parameter in parameters if (record := record_of(parameter)) is not None]
     return list({owner.id: owner for owner in owners if isinstance(owner, Unit)}.values())
 
 
@@ -275,81 +281,66 @@ def _groups_of(unit: Unit | None) -> list[Group]:
     return [] if unit is None else [each.group for each in unit.weights if not each.group.gathers_itself]
 
 
-def _seats(group: Group, place_of: dict[int, int]) -> list[Seat]:
-    """All of a group's shards, in the order they lie in; those that this rank holds nothing of come last."""
+def _shard_views(group: Group, group_index_of: dict[int, int]) -> list[ShardView]:
+    """All shards of a group in the order of the buffer. Shards that this rank holds nothing of come last."""
     held = [slot.held(group.mesh.piece) for slot in group.packing.slots]
-    seats = [
-        Seat(record, group, extent, place_of.get(id(record.shard), -1))
+    views = [
+        ShardView(record, group, extent, group_index_of.get(id(record.shard), -1))
         for record, extent in zip(group.parameters, held, strict=True)
     ]
-    return sorted(seats, key=lambda seat: (not seat.is_filled, seat.extent.start))
+    return sorted(views, key=lambda view: (view.is_empty, view.extent.start))
 
 
-def _lay_out_scalars(seats: Sequence[Seat], state_of: States) -> None:
-    """Make the state of scalar parameters what it was before torch has loaded it as plain tensors without dimensions.
+def _neighbours(views: Sequence[ShardView], state_of: States) -> list[list[ShardView]]:
+    """The shards of each span: one behind the other in the buffer, and alike in everything but their elements.
 
-    Then it looks like a count of steps; it is known by what other parameters have under the same key.
+    A shard that this rank holds nothing of goes to any span of its likes, since other ranks may count its steps there.
     """
-    scalars = [(seat, state) for seat in seats if not seat.record.shape and (state := state_of.get(seat.shard))]
-    states = [state for seat in seats if scalars and (state := state_of.get(seat.shard))]
-    keys = {key for state in states for key, value in state.items() if isinstance(value, DTensor)}
-    for seat, state in scalars:
-        for key in keys & state.keys():
-            if not isinstance(state[key], DTensor):
-                state[key] = seat.dtensor(state[key].reshape(1)[: seat.extent.numel].clone())
-
-
-def _neighbours(seats: Sequence[Seat], state_of: States) -> list[list[Seat]]:
-    """Seats that may be stepped as one: one behind the other, and alike in everything but their elements."""
-    numbers: dict[int, Any] = {}
-    runs: list[tuple[Any, list[Seat]]] = []
-    for sort, run in groupby((s for s in seats if s.is_filled), key=lambda seat: _sort(seat, state_of, numbers)):
-        if sort is not None:
-            runs.append((sort, list(run)))
-    for seat in seats:
-        sort = None if seat.is_filled else _sort(seat, state_of, numbers)
-        if sort is not None:
-            run_of_sort = next((run for other, run in runs if other == sort), None)
-            if run_of_sort is None:
-                runs.append((sort, [seat]))
+    numbers: dict[int, object] = {}
+    likenesses = [_likeness(view, state_of, numbers) for view in views]
+    held = ((alike, view) for alike, view in zip(likenesses, views, strict=True) if not view.is_empty)
+    spans = [(alike, [view for _, view in members]) for alike, members in groupby(held, key=itemgetter(0))]
+    spans = [(alike, members) for alike, members in spans if alike is not None]
+    for alike, view in zip(likenesses, views, strict=True):
+        if view.is_empty and alike is not None:
+            members = next((members for other, members in spans if other == alike), None)
+            if members is None:
+                spans.append((alike, [view]))
             else:
-                run_of_sort.append(seat)
-    return [run for _, run in runs]
+                members.append(view)
+    return [members for _, members in spans]
 
 
-def _sort(seat: Seat, state_of: States, numbers: dict[int, Any]) -> tuple[Any, ...] | None:
-    """What shards of one run have in common: the parameter group, and what state tells besides its elements.
+def _likeness(view: ShardView, state_of: States, numbers: dict[int, object]) -> tuple[object, ...] | None:
+    """What the shards of a span have in common: the parameter group, and the state that is not element-wise.
 
-    None for one that is in no run: not this optimizer's, without a gradient, or moved. `numbers` are those read so far.
+    Returns None for a shard that belongs to no span: of another optimizer, without a gradient, or moved out of its
+    buffer. `numbers` are the state tensors read so far, by id.
     """
-    if seat.place < 0 or not seat.fits(seat.shard.grad) or not seat.is_taken:
+    if view.group_index < 0 or not view.fits(view.shard.grad) or not view.is_in_buffer:
         return None
-    signs: list[Any] = [seat.place]
-    for key, value in (state_of.get(seat.shard) or {}).items():
-        if is_elementwise(value, seat):
-            signs.append((key, value.dtype))
+    common: list[object] = [view.group_index]
+    for key, value in (state_of.get(view.shard) or {}).items():
+        if view.is_elementwise(key, value):
+            common.append((key, value.dtype))
         elif isinstance(value, torch.Tensor):
-            # Reading it waits for the device; the shards of an earlier run share it.
+            # Reading a tensor waits for the device. The shards of an earlier span share theirs.
             if id(value) not in numbers:
                 numbers[id(value)] = value.tolist()
-            signs.append((key, numbers[id(value)]))
+            common.append((key, numbers[id(value)]))
         else:
-            signs.append((key, value))
-    return tuple(signs)
+            common.append((key, value))
+    return tuple(common)
 
 
-def _unshared(states: States) -> dict[Any, Any]:
-    """The same states, but that each has its own of what several share: else one step would count several times."""
+def _unshared(states: dict[Any, State]) -> dict[Any, State]:
+    """The states, with a copy of each tensor that an earlier state has, too. Otherwise a loaded count of steps would be
+    counted on several times in one step."""
     seen: set[int] = set()
-    own: dict[Any, Any] = {}
+    own: dict[Any, State] = {}
     for key, state in states.items():
-        own[key] = (
-            {
-                name: value.clone() if id(value) in seen and isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-            }
-            if isinstance(state, dict)
-            else state
-        )
-        seen.update(map(id, own[key].values()) if isinstance(state, dict) else ())
+        own[key] = state
+        if isinstance(state, dict):
+            own[key] = {name: copy_of(value) if id(value) in seen else value for name, value in state.items()}
+            seen.update(map(id, own[key].values()))
     return own

@@ -1,169 +1,151 @@
-"""Do all ranks keep the same state, so that gathering it neither hangs nor mixes? They tell each other before.
+"""Check that all ranks hold the same optimizer state before it is gathered.
 
-A rank that has no part of a parameter may have no state for it either: optimizers may skip what has no elements. It
-then gets empty parts, and the numbers that the others have.
+Otherwise a rank without some state would hang the others, or pair their collectives wrongly. A rank that holds no
+element of a parameter may have no state for it, since optimizers may skip empty tensors. It is given empty parts, and
+the numbers that the other ranks have.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd.checkpoint.catalog import NamedState
-from sherd.checkpoint.relayout import around, local_shape
+from sherd.checkpoint.catalog import Entry
+from sherd.checkpoint.relayout import around
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.state.parameter import record_of
 from sherd.errors import OptimStateError
+from sherd.tensor.state_kind import State, StateKind, kind_of
 
-State = dict[str, Any]
+PART, NUMBER, VALUE, OTHER = "a part of a tensor", "a number", "a value", "an object"
+LIKE_PART = "a plain tensor of the shape of this rank's part"
+"""A part if every rank has one like its part. Otherwise its shape is a coincidence, and it is an object."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """What a rank says of one piece of its state: the kind of thing that it is, its dtype, and its value if short."""
+class Piece:
+    """One piece of state as a rank describes it to the others. `value` is there if it is short."""
 
     kind: str
     dtype: torch.dtype | None = None
-    value: Any = None
+    value: object = None
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
-    """What a rank says of what it keeps for one parameter: how many elements it holds; None for no state at all."""
+class Holding:
+    """What a rank holds of one parameter: how many elements, and which pieces of state. None: no state at all."""
 
     numel: int
-    signs: dict[str, Sign] | None
+    pieces: dict[str, Piece] | None
 
 
-PARTS, NUMBER, VALUE, OTHER = "a part of a tensor", "a number", "a value", "an object"
-ALIKE = "a plain tensor of the shape of this rank's part"
-"""A part too, if all ranks say so of theirs; else it is of this shape by chance."""
+def agree(entries: list[Entry], states: dict[int, State]) -> None:
+    """Complete `states` (by the id of the entry), so that all ranks have the same keys for each of `entries`.
 
-
-def _sign(value: Any, owned: NamedState) -> Sign:
-    if isinstance(value, DTensor) and value.shape == owned.parameter.shape:
-        return Sign(PARTS, value.dtype)
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim():
-        return Sign(NUMBER, value.dtype, value.item())
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == local_shape(owned):
-        return Sign(ALIKE, value.dtype)
-    if value is None or isinstance(value, bool | int | float | str):
-        return Sign(VALUE, None, value)
-    return Sign(OTHER, None, type(value).__name__)
-
-
-def agree(owned: list[NamedState], states: dict[int, State]) -> None:
-    """See to it that all ranks have the same keys for everything in `owned`, and DTensors for what is cut as it is.
-
-    `states` are by the id of the Owned. All ranks that shard it must call it.
+    Plain tensors that are parts become DTensors. All ranks that hold parts must call it.
 
     Raises:
-        OptimStateError: they differ where they hold something. On all of them.
+        OptimStateError: ranks that hold elements of a parameter have different state for it. On all ranks.
     """
-    by_mesh: dict[DataMesh | None, list[NamedState]] = {}
-    for each in owned:
-        if each.spec is not None:
-            by_mesh.setdefault(_mesh_of(each), []).append(each)
-    for mesh, members in by_mesh.items():
-        told = [[_outline(each, states.get(id(each))) for each in members]]
+    by_mesh: dict[DataMesh | None, list[Entry]] = {}
+    for entry in entries:
+        if entry.spec is not None:
+            record = record_of(entry.parameter)
+            by_mesh.setdefault(None if record is None else record.mesh, []).append(entry)
+    for mesh, sharded in by_mesh.items():
+        by_rank = [[_holding(entry, states.get(id(entry))) for entry in sharded]]
         for group in () if mesh is None else mesh.piece_groups:
-            told = _told_by_all(told, group)
-        for at, each in enumerate(members):
-            state = _completed(each, states.get(id(each)), [rank[at] for rank in told])
+            by_rank = _of_all_ranks(by_rank, group)
+        for entry, *holdings in zip(sharded, *by_rank, strict=True):
+            state = _completed(entry, states.get(id(entry)), holdings)
             if state is not None:
-                states[id(each)] = state
+                states[id(entry)] = state
 
 
-def _mesh_of(owned: NamedState) -> DataMesh | None:
-    record = record_of(owned.parameter)
-    return None if record is None else record.mesh
+def _of_all_ranks(holdings: list[list[Holding]], group: dist.ProcessGroup) -> list[list[Holding]]:
+    """The holdings that each rank of `group` has heard of, one rank after the other."""
+    gathered: list[list[list[Holding]]] = all_gather_objects(holdings, "the comparison of optimizer states", group)
+    return [holding for by_rank in gathered for holding in by_rank]
 
 
-def _told_by_all(told: list[list[Outline]], group: dist.ProcessGroup) -> list[list[Outline]]:
-    """What each rank of `group` was told, one after the other."""
-    by_rank: list[list[list[Outline]]] = all_gather_objects(told, "the comparison of optimizer states", group)
-    return [each for its in by_rank for each in its]
+def _holding(entry: Entry, state: State | None) -> Holding:
+    pieces = None if state is None else {key: _piece(key, value, entry) for key, value in state.items()}
+    return Holding(entry.local_shape.numel(), pieces)
 
 
-def _outline(owned: NamedState, state: State | None) -> Outline:
-    signs = None if state is None else {key: _sign(value, owned) for key, value in state.items()}
-    return Outline(local_shape(owned).numel(), signs)
+def _piece(key: str, value: object, entry: Entry) -> Piece:
+    if isinstance(value, torch.Tensor):
+        kind = kind_of(key, value, entry.parameter.shape, entry.local_shape)
+        if kind is StateKind.ELEMENTS:
+            return Piece(PART if isinstance(value, DTensor) else LIKE_PART, value.dtype)
+        if kind is StateKind.NUMBER:
+            return Piece(NUMBER, value.dtype, value.item())
+    if value is None or isinstance(value, bool | int | float | str):
+        return Piece(VALUE, None, value)
+    return Piece(OTHER, None, type(value).__name__)
 
 
-def _completed(owned: NamedState, state: State | None, told: list[Outline]) -> State | None:
-    """`state` with all that some rank has, in the order in which the first one has it."""
-    having = [rank for rank, each in enumerate(told) if each.signs]
+def _completed(entry: Entry, state: State | None, holdings: list[Holding]) -> State | None:
+    """`state` with every piece that some rank has, in the order of the first rank that has state."""
+    having = [rank for rank, holding in enumerate(holdings) if holding.pieces]
     if not having:
         return state
-    told = _resolved(told)
-    expected: dict[str, Sign] = {}
-    for rank in having:
-        for key, sign in (told[rank].signs or {}).items():
-            expected.setdefault(key, sign)
-    for rank, each in enumerate(told):
-        _check(owned, rank, each, expected, having[0])
+    by_rank = _resolved([holding.pieces or {} for holding in holdings])
+    expected: dict[str, Piece] = {}
+    for pieces in by_rank:
+        for key, piece in pieces.items():
+            expected.setdefault(key, piece)
+    for rank, (holding, pieces) in enumerate(zip(holdings, by_rank, strict=True)):
+        _check(entry.names[0], rank, holding.numel, pieces, expected, having[0])
     present = state or {}
-    return {
-        key: _as_told(present[key], owned, sign) if key in present else _made(owned, sign)
-        for key, sign in expected.items()
-    }
+    return {key: _as_piece(present, key, entry, piece) for key, piece in expected.items()}
 
 
-def _resolved(told: list[Outline]) -> list[Outline]:
-    """The same, where tensors that are alike are parts or not."""
-    kinds: dict[str, set[str]] = {}
-    for each in told:
-        for key, sign in (each.signs or {}).items():
-            kinds.setdefault(key, set()).add(sign.kind)
-    parts = {key for key, found in kinds.items() if found <= {ALIKE, PARTS}}
+def _resolved(by_rank: list[dict[str, Piece]]) -> list[dict[str, Piece]]:
+    """The pieces of each rank, where a plain tensor that looks like a part is a part or an object."""
+    not_parts = {key for pieces in by_rank for key, piece in pieces.items() if piece.kind not in (LIKE_PART, PART)}
 
-    def resolved(key: str, sign: Sign) -> Sign:
-        if sign.kind != ALIKE:
-            return sign
-        return Sign(PARTS, sign.dtype) if key in parts else Sign(OTHER, None, "Tensor")
+    def resolved(key: str, piece: Piece) -> Piece:
+        if piece.kind != LIKE_PART:
+            return piece
+        return Piece(OTHER, None, "Tensor") if key in not_parts else Piece(PART, piece.dtype)
 
-    return [
-        Outline(each.numel, each.signs and {key: resolved(key, sign) for key, sign in each.signs.items()})
-        for each in told
-    ]
+    return [{key: resolved(key, piece) for key, piece in pieces.items()} for pieces in by_rank]
 
 
-def _as_told(value: Any, owned: NamedState, sign: Sign) -> Any:
-    if sign.kind != PARTS or isinstance(value, DTensor):
-        return value
-    assert owned.spec is not None, "what is plain is not agreed on"
-    return around(value, owned.spec)
-
-
-def _check(owned: NamedState, rank: int, told: Outline, expected: dict[str, Sign], first: int) -> None:
-    name = owned.names[0]
-    for key, sign in expected.items():
-        found = None if told.signs is None else told.signs.get(key)
-        if found is None and (told.numel or sign.kind == OTHER):
+def _check(name: str, rank: int, numel: int, pieces: dict[str, Piece], expected: dict[str, Piece], first: int) -> None:
+    """Raise if the pieces of `rank`, which holds `numel` elements, are not those of `first` and of the other ranks."""
+    for key, piece in expected.items():
+        own = pieces.get(key)
+        if own is None and (numel or piece.kind == OTHER):
             raise OptimStateError(
                 f"{name}: rank {rank} keeps no {key!r} for it, which other ranks do; build the optimizer from the same "
                 "parameters on all ranks, and step it on all or on none"
             )
-        if found is not None and repr(found) != repr(sign):  # as text, where nan is nan
+        if own is not None and repr(own) != repr(piece):  # as text, where nan equals nan
             raise OptimStateError(
-                f"{name}: Rank {rank} has different values for {key}: {_said(found)}. Other ranks: {_said(sign)} (rank "
-                f"{first}); step the optimizer on all ranks or on none"
+                f"{name}: Rank {rank} has different values for {key}: {_described(own)}. Other ranks: "
+                f"{_described(piece)} (rank {first}); step the optimizer on all ranks or on none"
             )
 
 
-def _said(sign: Sign) -> str:
-    dtype = "" if sign.dtype is None else f" of {sign.dtype}"
-    return sign.kind + dtype if sign.kind == PARTS else f"{sign.value}{dtype}"
+def _described(piece: Piece) -> str:
+    dtype = "" if piece.dtype is None else f" of {piece.dtype}"
+    return piece.kind + dtype if piece.kind == PART else f"{piece.value}{dtype}"
 
 
-def _made(owned: NamedState, sign: Sign) -> Any:
-    if sign.kind == PARTS:
-        assert owned.spec is not None, "what is plain is not agreed on"
-        device = owned.parameter.device
-        return around(torch.empty(local_shape(owned), dtype=sign.dtype, device=device), owned.spec)
-    return torch.tensor(sign.value, dtype=sign.dtype) if sign.kind == NUMBER else sign.value
+def _as_piece(state: State, key: str, entry: Entry, piece: Piece) -> object:
+    """The value under `key`, a DTensor if it is a part. It is made if this rank, which holds no element, has none."""
+    if piece.kind == PART:
+        assert entry.spec is not None, "plain parameters are not compared"
+        if key not in state:
+            empty = torch.empty(entry.local_shape, dtype=piece.dtype, device=entry.parameter.device)
+            return around(empty, entry.spec)
+        return state[key] if isinstance(state[key], DTensor) else around(state[key], entry.spec)
+    if key in state:
+        return state[key]
+    return torch.tensor(piece.value, dtype=piece.dtype) if piece.kind == NUMBER else piece.value

@@ -1,11 +1,11 @@
-"""`torch.distributed.checkpoint.state_dict` sees, instead of flat parameters, those that were merged into them.
+"""Flat parameters in `torch.distributed.checkpoint.state_dict`: its functions see the members instead.
 
-    the user's optimizer      flat | head.weight                     state of two
-    what stands for it        a.weight | a.bias | head.weight        state of three, views of the same memory
+    the user's optimizer      flat | head.weight                     states of two parameters
+    `ByParameter`             a.weight | a.bias | head.weight        states of three, views of the same memory
 
-Its functions look for each parameter of an optimizer among those of the model, and write its state under the name that
-it has there. While they run, modules show the names, and an optimizer that owns a flat parameter is replaced by one
-that owns its members; what is loaded into that one goes to the optimizer itself.
+These functions look for each parameter of an optimizer in the model, and write its state under the name there. While
+they run, modules show the members under their names, and a `ByParameter` stands for an optimizer that owns a flat
+parameter. State that is loaded into it goes to the optimizer itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd._torch import answer_checkpointing
-from sherd.checkpoint.catalog import Catalog
+from sherd.checkpoint.catalog import Catalog, StateDict
 from sherd.checkpoint.loading import optim_state_dict_to_load
 from sherd.checkpoint.saving import optim_state_dict
 from sherd.engine.run.seal import units_below
@@ -29,37 +29,37 @@ from sherd.errors import OptimStateError
 
 
 class ByParameter(Optimizer):
-    """Stands for `optimizer`, which owns flat parameters of `model`: it owns their members, with views of their state.
+    """An optimizer that stands for `optimizer`, which owns flat parameters of `model`.
 
-    It has what an optimizer is asked for when its state is saved or loaded, and cannot step.
+    It owns their members, with views of their state. It can be saved and loaded, but it cannot step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._model = model
         self._members = [
-            [member for owned in group for member in owned.members] for group in Catalog(model).groups_of(optimizer)
+            [member for entry in group for member in entry.members] for group in Catalog(model).groups_of(optimizer)
         ]
         groups = []
-        for told, members in zip(optimizer.param_groups, self._members, strict=True):
-            names = {"param_names": [each.name for each in members]} if "param_names" in told else {}
-            groups.append({**told, **names, "params": [each.parameter for each in members]})
+        for group, members in zip(optimizer.param_groups, self._members, strict=True):
+            names = {"param_names": [member.name for member in members]} if "param_names" in group else {}
+            groups.append({**group, **names, "params": [member.parameter for member in members]})
         super().__init__(groups, dict(optimizer.defaults))
 
     def read(self) -> None:
-        """Have the state that the optimizer has. All ranks must call it."""
+        """Take views of the optimizer's state. All ranks must call it."""
         if self.state or not self.optimizer.state:
             return
         named = optim_state_dict(self._model, self.optimizer, full=False, offload_to_cpu=False)["state"]
-        for each in chain.from_iterable(self._members):
-            if each.name in named:
-                self.state[each.parameter] = named[each.name]
+        for member in chain.from_iterable(self._members):
+            if member.name in named:
+                self.state[member.parameter] = named[member.name]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it into the optimizer: a state keyed by anything, with the parameters in the order of `param_groups`.
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state into the optimizer. Its keys may be anything; its parameters are in the order of `param_groups`.
 
         Raises:
-            OptimStateError: other numbers of parameters, or members of one flat parameter that differ in their state.
+            OptimStateError: it has other numbers of parameters, or members of one flat parameter differ in their state.
         """
         groups = state_dict["param_groups"]
         numbers = [[len(group["params"]) for group in groups], [len(members) for members in self._members]]
@@ -69,7 +69,7 @@ class ByParameter(Optimizer):
                 "optimizer with the groups that it had when it was saved"
             )
         keys = chain.from_iterable(group["params"] for group in groups)
-        name_of = dict(zip(keys, (each.name for each in chain.from_iterable(self._members)), strict=True))
+        name_of = dict(zip(keys, (member.name for member in chain.from_iterable(self._members)), strict=True))
         named = {
             "state": {name_of.get(key, key): state for key, state in state_dict["state"].items()},
             "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
@@ -78,7 +78,7 @@ class ByParameter(Optimizer):
 
 
 def show_parameters_to_checkpointing() -> None:
-    """Let the functions of torch's checkpointing, one of which is asking, see parameters instead of flat ones."""
+    """Let the functions of torch's checkpointing, one of which is running, see the members of flat parameters."""
     answer_checkpointing(
         {
             "_init_optim_state": _init_state,
@@ -90,7 +90,7 @@ def show_parameters_to_checkpointing() -> None:
 
 
 def _init_state(theirs: Callable[..., Any], optimizer: Optimizer) -> None:
-    """What has no state yet makes it in a step, which only the optimizer itself can make."""
+    """Make the state that torch makes with a step, which only the user's optimizer can do."""
     if isinstance(optimizer, ByParameter):
         theirs(optimizer.optimizer)
         optimizer.read()
@@ -105,20 +105,20 @@ def _with_names(theirs: Callable[..., Any], model: nn.Module, *more: Any) -> Any
 
 def _with_members(theirs: Callable[..., Any], model: nn.Module, optimizers: Sequence[Optimizer], *more: Any) -> Any:
     with _names_shown(model):
-        return theirs(model, tuple(_by_parameter(model, each) for each in optimizers), *more)
+        return theirs(model, tuple(_by_parameter(model, optimizer) for optimizer in optimizers), *more)
 
 
 def _by_parameter(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     if not optimizer.state:
         watcher.adopt(optimizer)  # it may have been built before the model was wrapped
-    owned = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    is_flat = any(isinstance(each, FlatParameter) for each in owned)
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    is_flat = any(isinstance(parameter, FlatParameter) for parameter in parameters)
     return ByParameter(model, optimizer) if is_flat else optimizer
 
 
 @contextmanager
 def _names_shown(model: nn.Module) -> Iterator[None]:
-    """Have parameters that were merged registered under their own names."""
+    """Within the context, the members of flat parameters are registered under their own names."""
     switched = [unit for unit in units_below(model) if unit.shards.shows_flat_parameter]
     for unit in switched:
         unit.shards.register(True)

@@ -1,9 +1,9 @@
-"""Which parameters of a model does an optimizer own, by which names, and where in what it owns?
+"""The catalog of a model's parameters: their names, and which parameter of an optimizer each of them belongs to.
 
-optimizer          owned                    members: name, extent of this rank's part
-parameter 0        a shard                  blocks.0.weight, all of it
-parameter 1        a flat parameter         out.weight, 0 to 7 | out.bias, 8 to 9
-parameter 2        a parameter of no unit   head.weight, all of it
+optimizer      entry                    members: name, extent in this rank's vector
+parameter 0    a shard                  blocks.0.weight
+parameter 1    a flat parameter         out.weight, 0 to 7 | out.bias, 8 to 9
+parameter 2    a parameter of no unit   head.weight
 """
 
 from __future__ import annotations
@@ -18,208 +18,232 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, spec_of
+from sherd.checkpoint.relayout import around, full_of
 from sherd.engine.run.seal import units_below
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
+from sherd.engine.state.group import own_view
 from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
+from sherd.engine.state.span import Span
 from sherd.errors import OptimStateError, PolicyTypeError
-from sherd.layout.extent import Extent
+from sherd.tensor.ragged import local_part
+
+StateDict = dict[str, Any]
+"""The state of an optimizer: `{"state": {key: State}, "param_groups": [ParamGroup, ...]}`."""
+
+ParamGroup = dict[str, Any]
+"""One group of an optimizer: its hyper-parameters, and maybe "params"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One parameter of the model: a shard, or a plain one. `shape` is the whole's; `spec` says how the shard lies, None
-    for a plain parameter.
+    """One parameter of the model: a shard, or a plain parameter.
 
-    `extent` is where this rank's part is in that of the flat parameter it was merged into, and `start` where it begins
-    in all of that; None if it is owned itself. `part` is the shape that it has there, and `unsharded` what DTensor it
-    is part of: None, unless it is tensor parallel.
+    For a member of a flat parameter under tensor parallelism, `unsharded_spec` says which DTensor the unsharded
+    parameter is, and `unsharded_shape` is the shape of this rank's part of it. Otherwise that is the shape.
     """
 
     name: str
     parameter: nn.Parameter
-    shape: torch.Size
-    spec: DTensorSpec | None
-    extent: Extent | None = None
-    start: int | None = None
-    part: torch.Size | None = None
-    full: DTensorSpec | None = None
+    unsharded_shape: torch.Size
+    unsharded_spec: DTensorSpec | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the parameter, over all ranks."""
+        return self.parameter.shape
+
+    @property
+    def spec(self) -> DTensorSpec | None:
+        """How the shard lies over the ranks, or None for a plain parameter."""
+        return _spec_of(self.parameter)
+
+    def sharded_state(self, view: torch.Tensor) -> DTensor:
+        """A DTensor around `view`, the member's part of this rank's vector. Uncopied."""
+        assert self.spec is not None, "a member of a flat parameter is sharded"
+        return around(own_view(view), self.spec)
+
+    def unsharded_state(self, view: torch.Tensor) -> torch.Tensor:
+        """A copy of `view`, the member's part of the gathered vector, in the parameter's shape.
+
+        Under tensor parallelism it is gathered, which is collective over those axes.
+        """
+        part = view.view(self.unsharded_shape)
+        return part.clone() if self.unsharded_spec is None else full_of(around(part, self.unsharded_spec))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NamedState:
-    """What an optimizer owns, and the parameters of the model that this is: one, or those that were merged into it.
+class Entry:
+    """One parameter of an optimizer, and the parameters of the model in it: one, or the members of a flat parameter.
 
-    `path` is what `model.named_parameters()` calls it.
+    `path` is its name in `model.named_parameters()`. For a flat parameter, `span` tells where the members lie in this
+    rank's vector, and `unsharded_span` where they lie in the gathered vector.
     """
 
     path: str
     parameter: nn.Parameter
     members: tuple[Member, ...]
+    span: Span | None = None
+    unsharded_span: Span | None = None
 
     @property
     def names(self) -> list[str]:
-        """The names of its members."""
-        return [each.name for each in self.members]
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether it is a flat parameter."""
-        return self.members[0].extent is not None
+        """The names of the members."""
+        return [member.name for member in self.members]
 
     @property
     def spec(self) -> DTensorSpec | None:
-        """How it lies over the ranks; None for a plain tensor, which every rank has."""
-        return spec_of(self.parameter) if isinstance(self.parameter, DTensor) else None
+        """How the parameter lies over the ranks, or None for a plain tensor, which every rank has."""
+        return _spec_of(self.parameter)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of this rank's part of the parameter."""
+        return local_part(self.parameter).shape
 
 
-Groups = list[list[NamedState]]
-"""What an optimizer owns, by its parameter groups."""
+Groups = list[list[Entry]]
+"""The parameters of an optimizer, by parameter group."""
 
 
 class Catalog:
-    """All parameters of a model, in its order, each under the first name that it has there."""
+    """All parameters of a model, in the model's order, each under its first name there."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._records = {
-            (place.module_id, place.attribute): record
-            for unit in units_below(model)
-            for record in unit.parameters
-            for place in record.places
-        }
-        self._by_optimizer_param: dict[int, NamedState] = {}
-        found = list(self._found(model))
+        places = list(_places(model))
         names: dict[int, str] = {}
-        for path, record, shown in found:
-            if record is not None and not isinstance(shown, FlatParameter):
+        for path, record, parameter in places:
+            if record is not None and not isinstance(parameter, FlatParameter):
                 names.setdefault(id(record), plain_name(path))
-        paths = {id(_optimizer_param_of(each)): path for path, each in model.named_parameters()}
-        for path, record, shown in found:
-            optimizer_param = shown if record is None else record.optimizer_param
-            if id(optimizer_param) not in self._by_optimizer_param:
-                self._by_optimizer_param[id(optimizer_param)] = _owned(
-                    paths.get(id(optimizer_param), path), record, optimizer_param, names
-                )
-        self.owned = list(self._by_optimizer_param.values())
-        self._by_path = {plain_name(each.path): each for each in self.owned}
-
-    def _found(self, model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
-        """Every place of the model where a parameter is: its path, its record, and what is there."""
-        for prefix, module in model.named_modules():
-            for attribute, parameter in module._parameters.items():
-                # Of a unit with a flat parameter, either that or the shards are plain attributes.
-                shown = module.__dict__.get(attribute) if parameter is None else parameter
-                if isinstance(shown, nn.Parameter):
-                    record = self._records.get((id(module), attribute)) or record_of(shown)
-                    yield f"{prefix}.{attribute}" if prefix else attribute, record, shown
+        paths = {id(_optimizer_param_of(parameter)): path for path, parameter in model.named_parameters()}
+        self._by_optimizer_param: dict[int, Entry] = {}
+        for path, record, parameter in places:
+            key = id(parameter if record is None else record.optimizer_param)
+            if key not in self._by_optimizer_param:
+                self._by_optimizer_param[key] = _entry(paths.get(key, path), record, parameter, names)
+        self.entries = list(self._by_optimizer_param.values())
+        self._by_path = {plain_name(entry.path): entry for entry in self.entries}
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters."""
-        return [name for each in self.owned for name in each.names]
+        """The names of all parameters."""
+        return [name for entry in self.entries for name in entry.names]
 
-    def at(self, path: str) -> NamedState | None:
-        """What the model calls so; of a flat parameter that is the path of the attribute that it is."""
+    def at(self, path: str) -> Entry | None:
+        """The entry that the model calls `path`. The path of a flat parameter is that of its attribute."""
         return self._by_path.get(plain_name(path))
 
-    def of(self, parameter: torch.Tensor, where: str) -> NamedState:
-        """What `parameter` is, or has become when it was sharded. `where`: for the message.
+    def of(self, parameter: torch.Tensor, where: str) -> Entry:
+        """The entry of `parameter`, which may be one that was replaced when it was sharded.
 
         Raises:
-            OptimStateError: it is no parameter of the model.
+            OptimStateError: it is no parameter of the model. The message begins with `where`.
         """
-        found = self._by_optimizer_param.get(id(_optimizer_param_of(parameter)))
-        if found is None:
+        entry = self._by_optimizer_param.get(id(_optimizer_param_of(parameter)))
+        if entry is None:
             raise OptimStateError(
                 f"{where} is a tensor of shape {tuple(parameter.shape)} that is no parameter of the model; pass the "
                 "model that the optimizer was built from, or build the optimizer anew from model.parameters()"
             )
-        return found
+        return entry
 
     def groups_of(self, optimizer: Optimizer) -> Groups:
-        """What an optimizer owns. Raises `OptimStateError` for what is not the model's."""
+        """The parameters of `optimizer`. Raises `OptimStateError` if one is not the model's."""
         return self._groups([group["params"] for group in optimizer.param_groups], type(optimizer).__name__)
 
-    def groups_of_input(self, given: Any) -> tuple[Groups, list[dict[str, Any]]]:
-        """What an optimizer built from `given` owns, and the choices for each group: an iterable of parameters, or of
-        dicts with "params"; None for all parameters of the model.
+    def groups_of_input(self, given: object) -> tuple[Groups, list[ParamGroup]]:
+        """The parameters of an optimizer built from `given`, and the hyper-parameters of each group.
+
+        `given` is an iterable of parameters, or of dicts with "params", or None for all parameters of the model.
 
         Raises:
-            OptimStateError: it is empty, a dict has no "params", or there is what is not the model's.
+            OptimStateError: it is empty, a dict has no "params", or a parameter is not the model's.
             PolicyTypeError: it is anything else.
         """
         if given is None:
-            return [self.owned], [{}]
+            return [self.entries], [{}]
         if not isinstance(given, Iterable) or isinstance(given, torch.Tensor | dict):
             raise PolicyTypeError(
                 f"Optimizer input should be an iterable of Tensors or dicts, but got {given!r}; pass what the "
                 "optimizer was built from"
             )
-        entries = list(given)
-        if not entries:
+        groups = list(given)
+        if not groups:
             raise OptimStateError(
                 "Optimizer input should not be empty; a generator gives its parameters once, so pass a new one"
             )
-        if all(isinstance(each, torch.Tensor) for each in entries):
-            return self._groups([entries], "optim_input"), [{}]
-        if not all(isinstance(each, dict) for each in entries):
-            kinds = sorted({type(each).__name__ for each in entries})
+        if all(isinstance(group, torch.Tensor) for group in groups):
+            return self._groups([groups], "optim_input"), [{}]
+        if not all(isinstance(group, dict) for group in groups):
+            kinds = sorted({type(group).__name__ for group in groups})
             raise PolicyTypeError(f"Optimizer input should be an iterable of Tensors or dicts, not of {kinds}")
-        for at, group in enumerate(entries):
+        for at, group in enumerate(groups):
             if "params" not in group:
                 raise OptimStateError(
                     f'group {at} of the optimizer input has no "params": A parameter group should map "params" to a '
                     "list of the parameters in the group"
                 )
-        choices = [{key: value for key, value in group.items() if key != "params"} for group in entries]
-        return self._groups([_listed(group["params"]) for group in entries], "optim_input"), choices
+        members = (group["params"] for group in groups)
+        listed = [[params] if isinstance(params, torch.Tensor) else list(params) for params in members]
+        choices = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return self._groups(listed, "optim_input"), choices
 
     def _groups(self, groups: Sequence[Sequence[torch.Tensor]], what: str) -> Groups:
         return [
-            [self.of(each, f"parameter {position} in group {at} of {what}") for position, each in enumerate(group)]
+            [self.of(parameter, f"parameter {index} in group {at} of {what}") for index, parameter in enumerate(group)]
             for at, group in enumerate(groups)
         ]
 
 
+def _places(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
+    """Every place of the model where a parameter is: its path, its record, and the parameter there."""
+    records = {
+        (place.module_id, place.attribute): record
+        for unit in units_below(model)
+        for record in unit.parameters
+        for place in record.places
+    }
+    for prefix, module in model.named_modules():
+        for attribute, registered in module._parameters.items():
+            # In a unit with a flat parameter, either that or the shards are plain attributes.
+            parameter = module.__dict__.get(attribute) if registered is None else registered
+            if isinstance(parameter, nn.Parameter):
+                record = records.get((id(module), attribute)) or record_of(parameter)
+                yield f"{prefix}.{attribute}" if prefix else attribute, record, parameter
+
+
+def plain_key(key: object) -> object:
+    """The key of a state, without wrappers if it is a name."""
+    return plain_name(key) if isinstance(key, str) else key
+
+
 def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What an optimizer owns of a parameter that may have been sharded since it was read."""
+    """What an optimizer owns of `parameter`, which may have been sharded since the optimizer was built."""
     record = record_of(parameter)
     return parameter if record is None else record.optimizer_param
 
 
-def _listed(parameters: Any) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+def _spec_of(parameter: nn.Parameter) -> DTensorSpec | None:
+    return spec_of(parameter) if isinstance(parameter, DTensor) else None
 
 
-def _owned(
-    path: str, record: ShardedParameter | None, optimizer_param: nn.Parameter, names: dict[int, str]
-) -> NamedState:
+def _entry(path: str, record: ShardedParameter | None, parameter: nn.Parameter, names: dict[int, str]) -> Entry:
     if record is None:
-        spec = spec_of(optimizer_param) if isinstance(optimizer_param, DTensor) else None
-        return NamedState(
-            path, optimizer_param, (Member(plain_name(path), optimizer_param, optimizer_param.shape, spec),)
-        )
+        return Entry(path, parameter, (Member(plain_name(path), parameter, parameter.shape),))
     if record.flat is None:
-        return NamedState(
-            path,
-            optimizer_param,
-            (Member(names[id(record)], optimizer_param, optimizer_param.shape, record.shard_spec),),
-        )
+        return Entry(path, record.shard, (Member(names[id(record)], record.shard, record.shard.shape),))
     unit = record.owner
     assert isinstance(unit, Unit), "a shard's unit lives as long as the modules that show it"
     (weights,) = unit.weights
-    group, rank = weights.group, weights.group.mesh.piece
+    group, slots = weights.group, weights.group.packing.slots
     members = tuple(
-        Member(
-            names.get(id(each), each.name),
-            each.shard,
-            each.shard.shape,
-            each.shard_spec,
-            slot.held(rank),
-            slot.unsharded.start,
-            each.shape,
-            each.unsharded_spec,
-        )
-        for each, slot in zip(group.parameters, group.packing.slots, strict=True)
+        Member(names.get(id(member), member.name), member.shard, member.shape, member.unsharded_spec)
+        for member in group.parameters
     )
-    return NamedState(path, optimizer_param, members)
+    return Entry(
+        path,
+        record.optimizer_param,
+        members,
+        Span(group.used.numel, tuple(slot.held(group.mesh.piece) for slot in slots)),
+        Span(group.packing.runs_together.numel, tuple(slot.unsharded for slot in slots)),
+    )

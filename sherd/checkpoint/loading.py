@@ -1,11 +1,11 @@
-"""What does this rank's optimizer load of a state by names? Each parameter's part, or a flat parameter's vector."""
+"""`optim_state_dict_to_load`: a state by parameter names, cut for this rank's optimizer."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,89 +13,89 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, full_of_sharded_tensor
-from sherd.checkpoint.agreement import State
+from sherd._torch import DTensorSpec, full_of_sharded_tensor, local_tensor
 from sherd.checkpoint.broadcast import NO_STATE, Sent, from_rank0
-from sherd.checkpoint.catalog import Catalog, Groups, Member, NamedState
-from sherd.checkpoint.relayout import is_of_scalar, laid_out, vector_of
+from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict, plain_key
+from sherd.checkpoint.relayout import around, laid_out
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.parameter import plain_name
+from sherd.engine.state.span import Span
 from sherd.errors import OptimStateError
 from sherd.optim import ELEMENTWISE
 from sherd.tensor.ragged import local_part
+from sherd.tensor.state_kind import State, StateKind, kind_of
+
+T = TypeVar("T")
 
 
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer | None,
-    state_dict: dict[str, Any] | None,
+    state_dict: StateDict | None,
     *,
-    optim_input: Any = None,
+    optim_input: object = None,
     is_named: bool = False,
     load_directly: bool = False,
     from_rank_0: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """What `optim.load_state_dict` takes on this rank, of a state by names.
+) -> StateDict:
+    """A state by names, as `optim.load_state_dict` takes it on this rank.
 
-    All ranks must call it. Tensors of a parameter's shape are copied: from whole ones, and from DTensors of any layout,
-    which may gather. Parameters that `state_dict` says nothing of get no entry, names that the optimizer has not are
-    passed over. Plain parameters that are in none of its groups are in none of those returned either, for the user to
-    add, unless it is loaded directly.
+    All ranks must call it. State of a parameter's shape is copied, from unsharded tensors and from DTensors of any
+    layout, which may gather. A parameter without state in `state_dict` gets no entry, and the state of a parameter that
+    the optimizer does not have is ignored. Plain parameters that are in no group of `state_dict` are in no group of the
+    result either: whoever looks after them adds them, as with FSDP1. If the state is loaded directly, they are there.
 
     Args:
-        model: what the optimizer was built from, or a model that has it inside.
-        optim: the optimizer; None: one that was built from `optim_input`, or from all parameters in order.
-        state_dict: as `optim_state_dict` returns it, from a model wrapped in any way on any number of ranks.
+        model: the model that the optimizer was built from, or one that contains it.
+        optim: the optimizer. None: one built from `optim_input`, or from all parameters in order.
+        state_dict: the result of `optim_state_dict`, for a model wrapped in any way on any number of ranks.
         optim_input: parameters, or dicts with "params".
-        is_named: the optimizer's own state dict has names for keys, those of `model.named_parameters()`.
-        load_directly: load it, too.
-        from_rank_0: only rank 0 of `group` (None: of all) has it, in whole tensors; the others' is not looked at.
+        is_named: the keys of the optimizer's own state dict are the names in `model.named_parameters()`.
+        load_directly: load the state into `optim`, too.
+        from_rank_0: rank 0 of `group` (None: of all ranks) alone has the state, in unsharded tensors. The `state_dict`
+            of other ranks is ignored.
 
     Returns:
         `{"state": {id or name: {key: value}}, "param_groups": [...]}`, grouped as the optimizer is.
 
     Raises:
         OptimStateError: no "state"; a tensor that is not of its parameter's shape; names that the model does not have;
-            parameters of one flat parameter of which some are missing, or have other keys or numbers than the rest;
+            members of one flat parameter of which some are missing, or have other keys or numbers than the others;
             parameters of one group that were in several.
     """
     if optim is not None and not optim.state:
         watcher.adopt(optim)  # it may have been built before the model was sharded
     catalog = Catalog(model)
-    groups, choices = _groups(catalog, optim, optim_input)
-    given = _read(state_dict, from_rank_0, group)
-    strangers = _strangers(given, catalog)
+    if optim is None:
+        groups, choices = catalog.groups_of_input(optim_input)
+    else:
+        groups, choices = (
+            catalog.groups_of(optim),
+            [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups],
+        )
+    given = _read(from_rank0(state_dict, group) if from_rank_0 else state_dict)
+    users_own = _users_own(given, catalog)
     strict = optim is None or isinstance(optim, ELEMENTWISE)
-    listed = enumerate(each for of_group in groups for each in of_group)
-    keys: dict[int, Any] = {id(each): each.path if is_named else number for number, each in listed}
-    states: dict[Any, Any] = {}
-    # In the model's order, which ranks share; an optimizer may be built from parameters in any.
-    for owned in catalog.owned:
-        state = _state_of(owned, given["state"], strict) if id(owned) in keys else None
+    entries = enumerate(entry for group in groups for entry in group)
+    keys: dict[int, object] = {id(entry): entry.path if is_named else number for number, entry in entries}
+    states: dict[object, State] = {}
+    # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
+    for entry in catalog.entries:
+        state = _state_of(entry, given["state"], strict) if id(entry) in keys else None
         if state is not None:
-            kept = state if optim is None else _as_kept(state, optim.state.get(owned.parameter))
-            states[keys[id(owned)]] = kept
+            kept = None if optim is None else optim.state.get(entry.parameter)
+            states[keys[id(entry)]] = _as_kept(state, kept or {})
     if not load_directly:
         groups = _without_users_own(given, groups)
-    loaded = {"state": states | strangers, "param_groups": _numbered_groups(given, groups, choices, keys)}
+    loaded = {"state": states | users_own, "param_groups": _numbered_groups(given, groups, choices, keys)}
     if load_directly:
         assert optim is not None, "there is something to load it into"
         optim.load_state_dict(loaded)
     return loaded
 
 
-def _groups(catalog: Catalog, optim: Optimizer | None, optim_input: Any) -> tuple[Groups, list[dict[str, Any]]]:
-    if optim is None:
-        return catalog.groups_of_input(optim_input)
-    choices = [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups]
-    return catalog.groups_of(optim), choices
-
-
-def _read(state_dict: dict[str, Any] | None, from_rank_0: bool, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _read(state_dict: StateDict | None) -> StateDict:
     """The state under names without wrappers."""
-    if from_rank_0:
-        state_dict = from_rank0(state_dict, group)
     if not isinstance(state_dict, dict) or "state" not in state_dict:
         raise OptimStateError(NO_STATE)
     numbers = [key for key in state_dict["state"] if isinstance(key, int)]
@@ -104,21 +104,17 @@ def _read(state_dict: dict[str, Any] | None, from_rank_0: bool, group: dist.Proc
             f"the state is keyed by numbers ({numbers[:3]}...), and names are expected; pass it through "
             "rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model) with the model it was saved from"
         )
-    return {**state_dict, "state": {_plain(key): value for key, value in state_dict["state"].items()}}
+    return {**state_dict, "state": {plain_key(key): value for key, value in state_dict["state"].items()}}
 
 
-def _plain(key: Any) -> Any:
-    return plain_name(key) if isinstance(key, str) else key
-
-
-def _strangers(given: dict[str, Any], catalog: Catalog) -> dict[Any, Any]:
-    """What a user has put among the states, under a key that is no parameter's.
+def _users_own(given: StateDict, catalog: Catalog) -> dict[object, State]:
+    """The states that a user has put under keys that are no parameter's.
 
     Raises:
-        OptimStateError: it was a parameter's when it was saved.
+        OptimStateError: a key was a parameter's when the state was saved.
     """
     known = set(catalog.names)
-    saved = {_plain(name) for group in given.get("param_groups", ()) for name in group["params"]}
+    saved = {plain_key(name) for group in given.get("param_groups", ()) for name in group["params"]}
     unknown = [key for key in given["state"] if key not in known]
     gone = [key for key in unknown if key in saved]
     if gone:
@@ -126,102 +122,104 @@ def _strangers(given: dict[str, Any], catalog: Catalog) -> dict[Any, Any]:
             f"the state has {gone[:5]}{' and others' if len(gone) > 5 else ''}, which the model does not have; load it "
             "into the model it was saved from, or rename or delete these entries first"
         )
-    return {key: _taken(given["state"][key]) for key in unknown}
+    return {key: _copied(given["state"][key]) for key in unknown}
 
 
-def _taken(value: Any) -> Any:
-    """A copy of something, received if only rank 0 has it."""
+def _copied(value: Any) -> Any:
+    """A copy of anything in a state. A tensor that only rank 0 has is received."""
     if isinstance(value, dict):
-        return {key: _taken(each) for key, each in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, Sent):
         return value.take()
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-# The state of what is owned
+# The state of an entry
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One parameter's state. `keys`: in the order they were in. `parts`: what has an element for each of its own;
-    `others`: what has not."""
+    """The state of one parameter. `parts` are the pieces with an element for each of the parameter's, `others` the
+    remaining ones; `keys` has the order of both."""
 
     keys: list[str]
     parts: dict[str, DTensor]
     others: State
 
+    def __getitem__(self, key: str) -> Any:
+        return self.parts[key] if key in self.parts else self.others[key]
 
-def _state_of(owned: NamedState, states: dict[str, State], strict: bool) -> State | None:
-    present = [each for each in owned.members if each.name in states]
-    if not present:
-        return None
-    if owned.is_flat:
-        return _merged(owned, {each.name: _loaded(each, owned, states[each.name], strict) for each in present})
-    (member,) = present
-    if member.spec is None:
+
+def _state_of(entry: Entry, states: dict[object, State], strict: bool) -> State | None:
+    present = [member for member in entry.members if member.name in states]
+    for member in present:
         for key, value in states[member.name].items():
             _check_shape(member, key, value, strict)
-        return {key: _plain_copy(value, owned) for key, value in states[member.name].items()}
-    loaded = _loaded(member, owned, states[member.name], strict)
-    return {key: loaded.parts.get(key, loaded.others.get(key)) for key in loaded.keys}
+    if not present:
+        return None
+    device = local_part(entry.parameter).device
+    if entry.span is not None:
+        return _merged(
+            entry, entry.span, {member.name: _loaded(member, states[member.name], device) for member in present}
+        )
+    (member,) = present
+    if member.spec is None:
+        return {key: _plain_copy(value, device) for key, value in states[member.name].items()}
+    loaded = _loaded(member, states[member.name], device)
+    return {key: loaded[key] for key in loaded.keys}
 
 
-def _as_kept(state: State, kept: State | None) -> State:
-    """In the optimizer's own order, and plain parts for one that works with those: as far as it has state yet, which
-    shows it."""
-    kept = kept or {}
-    tensors = {key: value for key, value in kept.items() if isinstance(value, torch.Tensor) and value.dim()}
-    plain = {key for key, value in tensors.items() if not isinstance(value, DTensor)}
-    state = {key: state[key] for key in (*kept, *state) if key in state}
+def _as_kept(state: State, kept: State) -> State:
+    """`state` in the form of the state that the optimizer has kept so far: in its order, and with this rank's parts as
+    plain tensors where the optimizer has plain tensors."""
+    plain = {
+        key
+        for key, value in kept.items()
+        if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor)
+    }
+    ordered = {key: state[key] for key in (*kept, *state) if key in state}
     return {
         key: local_part(value) if key in plain and isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
+        for key, value in ordered.items()
     }
 
 
-def _plain_copy(value: Any, owned: NamedState) -> Any:
-    """For a plain parameter: whole."""
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    found = _taken(value)
-    return found.to(owned.parameter.device) if isinstance(found, torch.Tensor) and found.dim() else found
+def _plain_copy(value: Any, device: torch.device) -> Any:
+    """An unsharded copy for a plain parameter on `device`. A tensor without dimensions stays where it is."""
+    value = _copied(value.full_tensor() if isinstance(value, DTensor) else value)
+    return value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
-def _loaded(member: Member, owned: NamedState, state: State, strict: bool) -> _Loaded:
-    """A member's state, cut as the member is; each value must be asked for on all ranks."""
-    assert member.spec is not None, "it lies over ranks"
-    device = local_part(owned.parameter).device
+def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:
+    """The state of a member on `device`, cut as the member is. Collective, for one piece after the other."""
+    spec = member.spec
+    assert spec is not None, "the member is sharded"
     parts: dict[str, DTensor] = {}
     others: State = {}
     for key, value in state.items():
-        _check_shape(member, key, value, strict)
-        if not isinstance(value, torch.Tensor | Sent):
+        tensor = _received(value, spec)
+        if tensor is None:
             others[key] = copy.deepcopy(value)
-            continue
-        tensor = _received(value, member.spec)
-        if _has_all_elements(member, key, tensor):
-            parts[key] = laid_out(tensor, member.spec, device)
+        elif kind_of(key, tensor, member.shape) is StateKind.ELEMENTS:
+            parts[key] = laid_out(tensor, spec, device)
         else:
             others[key] = tensor.detach().clone()
     return _Loaded(list(state), parts, others)
 
 
-def _received(value: torch.Tensor | Sent, spec: DTensorSpec) -> torch.Tensor:
-    """The tensor that rank 0 sends, or that is in parts of FSDP1's own kind."""
+def _received(value: object, spec: DTensorSpec) -> torch.Tensor | None:
+    """The tensor that `value` is, that rank 0 sends, or that FSDP1 has saved in parts. Returns None if it is none."""
     if isinstance(value, Sent):
         return value.take()
+    if not isinstance(value, torch.Tensor):
+        return None
     full = full_of_sharded_tensor(value, torch.device(spec.mesh.device_type))
     return value if full is None else full
 
 
-def _has_all_elements(member: Member, key: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an element for each of the member's."""
-    if tensor.dim() or isinstance(tensor, DTensor):
-        return tensor.shape == member.shape
-    return is_of_scalar(key, tensor, member.shape)
-
-
-def _check_shape(member: Member, key: str, value: Any, strict: bool) -> None:
-    """Of an optimizer known to keep nothing else, each tensor with dimensions is of the parameter's shape."""
+def _check_shape(member: Member, key: str, value: object, strict: bool) -> None:
+    """Raise if a tensor with dimensions does not have the parameter's shape, though the optimizer is known (`strict`)
+    to keep no other."""
     if strict and isinstance(value, torch.Tensor | Sent) and len(value.shape) and value.shape != member.shape:
         raise OptimStateError(
             "Tensor optimizer state does not have same shape as its parameter: "
@@ -233,78 +231,82 @@ def _check_shape(member: Member, key: str, value: Any, strict: bool) -> None:
 # Flat parameters
 
 
-def _merged(owned: NamedState, loaded: dict[str, _Loaded]) -> State:
-    """One state, of those of all members.
+def _merged(entry: Entry, span: Span, loaded: dict[str, _Loaded]) -> State:
+    """The states of all members as one.
 
     Raises:
-        OptimStateError: one is missing, or differs in its keys, its dtypes, or in what is not cut.
+        OptimStateError: a state is missing, or differs from the others in its keys, its dtypes or its numbers.
     """
     first = next(iter(loaded.values()))
-    missing = [each.name for each in owned.members if each.name not in loaded and each.shape.numel()]
+    missing = [member.name for member in entry.members if member.name not in loaded and member.shape.numel()]
     if missing:
         raise OptimStateError(
             "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
             f"and dtype, but there is none for {missing}, which {list(loaded)} have; these parameters are one flat "
             "parameter here: load with use_orig_params=True, or save from a model in which all of them had gradients"
         )
-    if any(set(each.keys) != set(first.keys) or each.parts.keys() != first.parts.keys() for each in loaded.values()):
-        have = {name: sorted(each.keys) for name, each in loaded.items()}
+    if any(set(state.keys) != set(first.keys) or state.parts.keys() != first.parts.keys() for state in loaded.values()):
+        have = {name: sorted(state.keys) for name, state in loaded.items()}
         raise OptimStateError(
             f"Differing optimizer state names for the unflattened parameters: {have}; they are one flat parameter "
             "here, and need the same"
         )
     merged: State = {}
     for key in first.keys:
-        values = {name: each.parts.get(key, each.others.get(key)) for name, each in loaded.items()}
-        if key in first.parts:
-            _require_same(key, values, lambda value: value.dtype)
-            merged[key] = vector_of({name: each.parts[key] for name, each in loaded.items()}, owned)
-        else:
-            _require_same(key, values, _said)
+        if key not in first.parts:
+            _require_same(key, {name: state.others[key] for name, state in loaded.items()}, _comparable)
             merged[key] = first.others[key]
+            continue
+        _require_same(key, {name: state.parts[key] for name, state in loaded.items()}, lambda part: part.dtype)
+        parts = [local_tensor(loaded[name].parts[key]) if name in loaded else None for name in entry.names]
+        assert entry.spec is not None, "a flat parameter lies over ranks"
+        merged[key] = around(span.vector(parts, first.parts[key].dtype), entry.spec)
     return merged
 
 
-def _require_same(key: str, values: dict[str, Any], what: Callable[[Any], Any]) -> None:
+def _require_same(key: str, values: dict[str, T], what: Callable[[T], object]) -> None:
     found = {name: what(value) for name, value in values.items()}
-    if len({repr(each) for each in found.values()}) > 1:
+    if len({repr(value) for value in found.values()}) > 1:
         raise OptimStateError(
             "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
             f"and dtype but got {found} for state {key}; load with use_orig_params=True, or step them together"
         )
 
 
-def _said(value: Any) -> Any:
+def _comparable(value: object) -> object:
     return (value.tolist(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 # Parameter groups
 
 
-def _without_users_own(given: dict[str, Any], groups: Groups) -> Groups:
-    """Without plain parameters that the state says nothing of, as FSDP1: what looks after those adds their entries."""
+def _without_users_own(given: StateDict, groups: Groups) -> Groups:
+    """The groups without plain parameters that are in no group of the state. As with FSDP1, whoever looks after those
+    adds their entries."""
     if "param_groups" not in given:
         return groups
-    saved = {_plain(name) for group in given["param_groups"] for name in group["params"]}
-    return [[each for each in group if each.spec is not None or not saved.isdisjoint(each.names)] for group in groups]
+    saved = {plain_key(name) for group in given["param_groups"] for name in group["params"]}
+    return [
+        [entry for entry in group if entry.spec is not None or not saved.isdisjoint(entry.names)] for group in groups
+    ]
 
 
 def _numbered_groups(
-    given: dict[str, Any], groups: Groups, choices: list[dict[str, Any]], keys: dict[int, Any]
-) -> list[dict[str, Any]]:
+    given: StateDict, groups: Groups, choices: list[ParamGroup], keys: dict[int, object]
+) -> list[ParamGroup]:
     """The optimizer's own groups, with the hyper-parameters that their parameters had when they were saved."""
     saved = given.get("param_groups", ())
-    group_of = {_plain(name): at for at, group in enumerate(saved) for name in group["params"]}
+    saved_group_of = {plain_key(name): at for at, group in enumerate(saved) for name in group["params"]}
     numbered = []
-    for at, (of_group, own) in enumerate(zip(groups, choices, strict=True)):
-        sources = {group_of[name]: name for each in of_group for name in each.names if name in group_of}
+    for at, (group, own) in enumerate(zip(groups, choices, strict=True)):
+        sources = {saved_group_of[name]: name for entry in group for name in entry.names if name in saved_group_of}
         if len(sources) > 1:
             raise OptimStateError(
                 f"group {at} of the optimizer has parameters that were in {len(sources)} groups when they were saved: "
                 f"{', '.join(f'{name} in {source}' for source, name in sources.items())}; build the optimizer with the "
                 "same groups"
             )
-        found = saved[next(iter(sources))] if sources else {}
-        found = {key: copy.deepcopy(value) for key, value in found.items() if key not in ("params", "param_names")}
-        numbered.append({**own, **found, "params": [keys[id(each)] for each in of_group]})
+        source: ParamGroup = saved[next(iter(sources))] if sources else {}
+        loaded = {key: copy.deepcopy(value) for key, value in source.items() if key not in ("params", "param_names")}
+        numbered.append({**own, **loaded, "params": [keys[id(entry)] for entry in group]})
     return numbered

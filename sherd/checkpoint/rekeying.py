@@ -1,41 +1,40 @@
-"""How is a state keyed by the names of parameters keyed by their numbers in an optimizer, and the other way round?"""
+"""`rekey_optim_state_dict`: a state keyed by parameter names keyed by the optimizer's numbers, and the reverse."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.checkpoint.catalog import Catalog
-from sherd.engine.state.parameter import plain_name
+from sherd.checkpoint.catalog import Catalog, StateDict, plain_key
 from sherd.errors import OptimStateError
 
 
 class OptimStateKeyType(Enum):
-    """What an optimizer's state is keyed by."""
+    """The keys of an optimizer's state. Names and members are those of `torch.distributed.fsdp.OptimStateKeyType`."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
 
 
 def rekey_optim_state_dict(
-    optim_state_dict: dict[str, Any],
+    optim_state_dict: StateDict,
     optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
-    optim_input: Any = None,
+    optim_input: object = None,
     optim: Optimizer | None = None,
-) -> dict[str, Any]:
-    """A full state keyed by names or by numbers, as asked for: itself, if it is so already or has no state. No tensor
-    is copied.
+) -> StateDict:
+    """A full state keyed as asked for. Returns `optim_state_dict` itself if it has these keys or no state.
+
+    No tensor is copied.
 
     Args:
-        optim_state_dict: of an optimizer, keyed by names or by numbers.
-        optim_state_key_type: what it is to be keyed by.
-        model: the model the optimizer was built from, as it was before it was wrapped, or with its own parameters.
-        optim_input: what the optimizer was built from, if that is not all parameters in order.
-        optim: the optimizer itself, instead.
+        optim_state_dict: the state of an optimizer, keyed by names or by numbers.
+        optim_state_key_type: the keys of the result.
+        model: the model that the optimizer was built from, before it was wrapped, or with its own parameters.
+        optim_input: the parameters or groups that the optimizer was built from. None: all parameters in order.
+        optim: the optimizer, instead of `optim_input`.
 
     Raises:
         OptimStateError: names and numbers mixed, keys that the model does not have, a flat parameter, or another type.
@@ -53,37 +52,37 @@ def rekey_optim_state_dict(
             f"Invalid parameter keys: {list(keys)}; a state is keyed by names or by numbers, not by both"
         )
     names = _names(model, optim_input, optim)
-    to: dict[Any, Any] = dict(enumerate(names))
+    new_keys: dict[object, str | int] = dict(enumerate(names))
     if optim_state_key_type is OptimStateKeyType.PARAM_ID:
-        to = {name: number for number, name in to.items()}
+        new_keys = {name: number for number, name in enumerate(names)}
     return {
-        "state": {_found(to, key): state for key, state in optim_state_dict["state"].items()},
+        "state": {_new_key(new_keys, key): state for key, state in optim_state_dict["state"].items()},
         "param_groups": [
-            {**group, "params": sorted(_found(to, key) for key in group["params"])}
+            {**group, "params": sorted(_new_key(new_keys, key) for key in group["params"])}
             for group in optim_state_dict["param_groups"]
         ],
     }
 
 
-def _names(model: nn.Module, optim_input: Any, optim: Optimizer | None) -> list[str]:
-    """By the numbers that an optimizer gives its parameters."""
+def _names(model: nn.Module, optim_input: object, optim: Optimizer | None) -> list[str]:
+    """The names of the optimizer's parameters, in the order of the numbers that it gives them."""
     catalog = Catalog(model)
     groups = catalog.groups_of(optim) if optim is not None else catalog.groups_of_input(optim_input)[0]
-    owned = [each for group in groups for each in group]
-    flat = next((each for each in owned if len(each.members) > 1), None)
+    entries = [entry for group in groups for entry in group]
+    flat = next((entry for entry in entries if len(entry.members) > 1), None)
     if flat is not None:
         raise OptimStateError(
             f"Each parameter should only map to one parameter name but got {len(flat.members)}: {flat.names}; pass the "
             "model as it was before it was wrapped, or wrap with use_orig_params=True"
         )
-    return [each.names[0] for each in owned]
+    return [entry.names[0] for entry in entries]
 
 
-def _found(to: dict[Any, Any], key: Any) -> Any:
-    plain = plain_name(key) if isinstance(key, str) else key
-    if plain not in to:
+def _new_key(new_keys: dict[object, str | int], key: object) -> str | int:
+    plain = plain_key(key)
+    if plain not in new_keys:
         raise OptimStateError(
-            f"the state has {key!r}, and the model's optimizer only {list(to)[:5]} and so on; pass the model, and the "
-            "optimizer input, that the state was made with"
+            f"the state has {key!r}, and the model's optimizer only {list(new_keys)[:5]} and so on; pass the "
+            "model, and the optimizer input, that the state was made with"
         )
-    return to[plain]
+    return new_keys[plain]

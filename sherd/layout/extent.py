@@ -1,4 +1,4 @@
-"""Runs of elements: how a line of `size` elements is cut into consecutive pieces. Integers only."""
+"""Extents: consecutive elements of a line, and how a line is cut into them. Integers only."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Extent:
         return self.start + self.numel
 
     def shifted(self, by: int) -> Extent:
-        """The same run, `by` elements further on."""
+        """An extent as long as this one, `by` elements further on."""
         return Extent(self.start + by, self.numel)
 
     def intersect(self, other: Extent) -> Extent:
-        """What both hold; empty, and placed inside `self`, when they share nothing."""
+        """The elements in both extents: an empty extent inside `self` if there are none."""
         start = min(max(self.start, other.start), self.stop)
         stop = max(start, min(self.stop, other.stop))
         return Extent(start, stop - start)
@@ -34,8 +34,7 @@ class Extent:
 
 @lru_cache(maxsize=1024)
 def chunks(size: int, parts: int) -> tuple[Extent, ...]:
-    """Cut `size` elements into `parts` runs the way `torch.chunk` does: equal ones, then a shorter one, then empty
-    ones.
+    """Cut `size` elements into `parts` extents as `torch.chunk` does: equal ones, then a shorter one, then empty ones.
 
     >>> [e.numel for e in chunks(7, 4)]
     [2, 2, 2, 1]

@@ -1,9 +1,9 @@
-"""Where the tensors of one group are cut into runs: all of them at once, so that the ranks' shares balance.
+"""The plan: where all tensors of a group are cut into runs, so that the ranks' shares balance.
 
 In the drawings a letter stands for 16 elements and `.` for padding; `|` stands between tensors.
 
 Consecutive (`Flat`, `Blocks`): the tensors stand in one line, matrices first, and the line is cut into equal shares. A
-gap before a tensor lets the cut fall between two of its blocks. 2 ranks; a (4, 48) and b (1, 64) in blocks of one row,
+gap before a tensor makes the cut fall between two of its blocks. 2 ranks; a (4, 48) and b (1, 64) in blocks of one row,
 c (80,) anywhere; without the gap the cut would fall within a row of a:
 
     rank 0 | b b b b | . | a a a a a a |
@@ -17,8 +17,8 @@ blocks make them. 3 ranks; a (3, 64) and b (2, 80) in blocks of one row:
     rank 2 | a a a a a a a a |
 
 Owned (`Owned`): largest tensor first, each to the owner that has least of the group so far (longest processing time,
-Graham 1969). Then the owner that has most becomes the rank that has least of all other groups. 2 ranks, of which rank 0
-owns more elsewhere; a (5, 16), b (4, 16), c (2, 16):
+Graham 1969). Then the owner with most of this group becomes the rank with least of all other groups. 2 ranks, of which
+rank 0 owns more elsewhere; a (5, 16), b (4, 16), c (2, 16):
 
     rank 0 | a a a a a | . |
     rank 1 | b b b b | c c |
@@ -40,15 +40,15 @@ from sherd.layout.placement import Shape
 from sherd.layout.runs import RunPlacement, Runs
 
 CANDIDATES = 16
-"""Equal shares that are tried, for each multiple that they may have to be of."""
+"""The number of equal shares to try for each length that they may have to be a multiple of."""
 
 FINE = 64
-"""Cuts keep what lies behind them aligned where a share has at least this many places for such cuts."""
+"""Cuts are aligned if a share has at least this many places for aligned cuts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One tensor of a group, and how it may be cut."""
+    """A tensor of a group, and the rule by which it may be cut."""
 
     shape: Shape
     placement: RunPlacement
@@ -56,9 +56,9 @@ class Wanted:
 
 
 def plan(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int] | None = None) -> tuple[Runs, ...]:
-    """Cut all tensors of a group; the answer is in their order, and the same on every rank.
+    """Cut all tensors of a group. Returns the cuts in their order, the same on every rank.
 
-    `loads` are the elements that each rank owns of other groups; owners are chosen so that the sums balance too.
+    `loads` are the elements that each rank owns of other groups, which the owners chosen here balance.
     """
     owned = {each.placement.owned for each in wanted}
     assert len(owned) == 1, "tensors that are cut and tensors that are not have groups of their own"
@@ -73,7 +73,7 @@ def _runs(each: Wanted, num_ranks: int, first: int, ends: Sequence[int]) -> Runs
 
 
 def _owned(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int]) -> tuple[Runs, ...]:
-    """The group is balanced first: a rank that owns much of it makes all others wait."""
+    """Balance the group first, since all ranks wait for the one that owns most of it, then the ranks' sums."""
     numels = [prod(each.shape) for each in wanted]
     owners = _balanced(numels, num_ranks)
     has = [0] * num_ranks
@@ -114,18 +114,19 @@ def _consecutive(wanted: Sequence[Wanted], num_ranks: int) -> tuple[Runs, ...]:
 
 
 def _in_line(wanted: Sequence[Wanted]) -> list[int]:
-    """Matrices first, then vectors: what optimizers treat alike lies together. Large blocks first among those."""
+    """Matrices come before vectors, so that tensors which optimizers treat alike lie together; then large blocks come
+    first."""
     grains = [each.placement.grain(each.shape, each.name) for each in wanted]
     return sorted(range(len(wanted)), key=lambda index: (len(wanted[index].shape) < 2, -grains[index]))
 
 
 Cuts = tuple[list[int], list[int]]
-"""Where each tensor of a line starts, and where each rank's run ends."""
+"""The start of each tensor of a line, and the end of each rank's run."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Tensors one behind the other, each aligned: `numels[i]` elements, cut at multiples of `grains[i]` only."""
+    """Aligned tensors, one behind the other. Tensor i has `numels[i]` elements, cut at multiples of `grains[i]`."""
 
     numels: list[int]
     grains: list[int]
@@ -138,7 +139,7 @@ class _Line:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each starts if there are no gaps; and, one more, where the line ends."""
+        """The start of each tensor if there are no gaps, then the end of the line."""
         return list(accumulate((aligned(numel, UNSHARDED_ALIGNMENT) for numel in self.numels), initial=0))
 
     @property
@@ -147,18 +148,18 @@ class _Line:
 
     @cached_property
     def share(self) -> int:
-        """The least that equal runs can be long; not zero, though nothing may be there."""
+        """The length of the shortest equal runs. It is not zero, even for a group without elements."""
         return even_share(max(1, self.total), self.num_ranks)
 
     @cached_property
     def aligned_grains(self) -> list[int]:
-        """Like `grains`, for cuts that keep what lies behind them aligned."""
+        """Like `grains`, for cuts that are aligned."""
         return [lcm(grain, UNSHARDED_ALIGNMENT) for grain in self.grains]
 
     # Equal shares
 
     def cut_evenly(self) -> Cuts | None:
-        """Equal shares, the least there are; None where they would take too much padding."""
+        """Cut into the smallest equal shares. Returns None if they would take too much padding."""
         for share in self._shares():
             starts = self._starts_for(share)
             if starts is not None:
@@ -166,7 +167,7 @@ class _Line:
         return None
 
     def _shares(self) -> list[int]:
-        """Equal shares to try. A tensor that goes over three ranks or more needs a multiple of its grain."""
+        """Lengths of equal shares to try. A tensor on three ranks or more needs a multiple of its grain."""
         most = int(self.share * (1 + MOST_PADDING))
         long = lcm(
             UNSHARDED_ALIGNMENT, *(g for g, n in zip(self.aligned_grains, self.numels, strict=True) if n > 2 * most)
@@ -178,7 +179,7 @@ class _Line:
         return sorted(shares)
 
     def _starts_for(self, share: int) -> list[int] | None:
-        """Where each starts, gaps before some of them, so that cuts at the multiples of `share` are allowed."""
+        """The start of each tensor, with gaps that allow cuts at multiples of `share`. Returns None if none do."""
         starts, cursor = [], 0
         for numel, grain in zip(self.numels, self.aligned_grains, strict=True):
             room = share - cursor % share
@@ -191,10 +192,10 @@ class _Line:
             cursor = aligned(cursor + numel, UNSHARDED_ALIGNMENT)
         return starts if cursor <= share * self.num_ranks else None
 
-    # Shares as the blocks make them
+    # Unequal shares
 
     def cut_unevenly(self) -> Cuts:
-        """No gaps; the longest run as short as can be, to the thousandth."""
+        """Cut without gaps, so that the longest run is the shortest possible, to the thousandth."""
         blocks = [min(pair) for pair in zip(self.steps, self.numels, strict=True)]
         low = max(self.share, *blocks)
         high = low + self.share + UNSHARDED_ALIGNMENT
@@ -207,13 +208,13 @@ class _Line:
         return self.starts[:-1], best
 
     def _bounds_for(self, longest: int) -> list[int] | None:
-        """Where the runs end if none may be longer than `longest`; None if that is not possible."""
+        """The ends of runs of at most `longest` elements. Returns None if that is impossible."""
         shares = [self.total * rank // self.num_ranks for rank in range(1, self.num_ranks + 1)]
         full = [self.total] * self.num_ranks
         return self._bounds_near(shares, longest) or self._bounds_near(full, longest)
 
     def _bounds_near(self, aims: list[int], longest: int) -> list[int] | None:
-        """Each run ends where it aims at, or at the next allowed cut; earlier where it would be too long. None if the
+        """End each run at its aim, at the next allowed cut, or earlier if it would be too long. Returns None if the
         runs do not reach the end of the line."""
         bounds, bound = [], 0
         for aim in aims:
@@ -223,21 +224,21 @@ class _Line:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Elements from one allowed cut to the next, of each tensor."""
+        """For each tensor, the elements from one allowed cut to the next."""
         return [
             fine if fine * FINE <= self.share else grain
             for grain, fine in zip(self.grains, self.aligned_grains, strict=True)
         ]
 
     def _cut_at_most(self, place: int) -> int:
-        """The last allowed cut that is not behind `place`; at times behind the tensor, before the next one starts."""
+        """The last allowed cut up to `place`. It may lie in the gap between a tensor and the next one."""
         if place >= self.total:
             return self.total
         at = bisect_right(self.starts, place) - 1
         return place - (place - self.starts[at]) % self.steps[at]
 
     def _cut_at_least(self, place: int) -> int:
-        """The first allowed cut that is not before `place`."""
+        """The first allowed cut from `place` on."""
         if place >= self.total:
             return self.total
         at = bisect_right(self.starts, place) - 1

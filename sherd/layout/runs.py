@@ -1,7 +1,7 @@
-"""Tensors cut into consecutive runs of their elements, and the placements that ask for it. Integers only.
+"""Tensors cut into runs of consecutive elements, and the placements that ask for it. Integers only.
 
-A placement here says into what pieces a tensor may be cut, and no more; where the cuts of a whole group fall is
-planned for all its tensors at once (`plan.py`), so that every rank gets its share of the group, not of each tensor.
+These placements only say where a tensor may be cut. Where the cuts fall is planned for all tensors of a group at once
+(`plan.py`), so that every rank gets its share of the group, not of each tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Runs:
         rank 2 | 5 6 7 8 9 | 10 11 12 13 14 |
         rank 3 |
 
-    Ranks before `first` and behind the last end hold nothing. `by_rows`: every run is of whole rows, so what a rank
-    holds keeps the tensor's other dims; otherwise it is 1-D.
+    Ranks before `first` and after the last holder hold nothing. With `by_rows` a run is made of rows, and a rank's
+    piece keeps the tensor's other dims; otherwise a piece is 1-D.
     """
 
     shape: Shape
@@ -50,7 +50,7 @@ class Runs:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Elements of the tensor."""
         return prod(self.shape)
 
     @cached_property
@@ -60,11 +60,11 @@ class Runs:
 
     @property
     def holders(self) -> range:
-        """The ranks that may hold something; some of them may hold nothing."""
+        """The ranks that own a run, which may be empty."""
         return range(self.first, self.first + len(self.ends))
 
     def piece(self, rank: int) -> Extent:
-        """What `rank` holds, in the flattened tensor."""
+        """The extent of the flattened tensor that `rank` holds."""
         at = rank - self.first
         if not 0 <= at < len(self.ends):
             return Extent(0 if at < 0 else self.numel, 0)
@@ -76,22 +76,23 @@ class Runs:
         return self.piece(rank).numel
 
     def local_shape(self, rank: int) -> Shape:
-        """The shape of what `rank` holds."""
+        """The shape of `rank`'s piece."""
         numel = self.local_numel(rank)
         if self.by_rows and self.shape:
             return (numel // self.inner if self.inner else self._empty_rows(rank), *self.shape[1:])
         return (numel,)
 
     def _empty_rows(self, rank: int) -> int:
-        """Rows without elements (shape (3, 0)) all belong to the first holder."""
+        """The first holder has all rows of a tensor without elements (shape (3, 0))."""
         return self.shape[0] if rank == self.first else 0
 
 
 @runtime_checkable
 class RunPlacement(Protocol):
-    """A rule that says where a flattened tensor may be cut. `owned`: the tensor goes to one rank as it is.
+    """A rule that says where a flattened tensor may be cut.
 
-    `together`: all tensors of a unit that are cut so are in one plan; otherwise a large one may have its own.
+    `owned`: the tensor is not cut but goes to one rank. `together`: one plan cuts all such tensors of a unit; otherwise
+    a large tensor may have a plan of its own.
     """
 
     @property
@@ -101,21 +102,23 @@ class RunPlacement(Protocol):
     def together(self) -> bool: ...
 
     def grain(self, shape: Shape, name: str) -> int:
-        """Elements of one block, which no cut divides; at least 1. `name` is for the error message."""
+        """Elements of one block, at least 1. Cuts fall between blocks. `name` is for the error message."""
         ...
 
     def by_rows(self, shape: Shape) -> bool:
-        """Whether what a rank holds is made of whole rows."""
+        """Whether a rank's piece is made of rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Cut anywhere, to the element: the fewest bytes. What a rank holds is 1-D. For element-wise optimizers.
+    """Cut between any two elements, which takes the fewest bytes. A rank's piece is 1-D. For element-wise optimizers.
+
+    The flat parameters of ZeRO (Rajbhandari et al. 2020) and FSDP1 (Zhao et al. 2023) are cut like this.
 
     Args:
-        together: keep all tensors of a unit in one line, the large ones too, which otherwise travel by themselves on
-            devices without streams. What a flat parameter is made of.
+        together: keep all tensors of a unit in one line, as a flat parameter needs it. Otherwise large tensors travel
+            alone on devices without streams.
     """
 
     together: bool = field(default=False, repr=False)
@@ -126,15 +129,15 @@ class Flat:
         return 1
 
     def by_rows(self, shape: Shape) -> bool:
-        """Never."""
+        """False."""
         return False
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Cut between blocks of `rows` rows (indices of dim 0); the last block of a tensor may be shorter.
+    """Cut between blocks of `rows` rows (indices of dim 0). The last block of a tensor may be shorter.
 
-    For block-quantised training and for row-wise optimizers. Vectors are cut between `rows` elements.
+    For block-quantised training and for row-wise optimizers. A vector's rows are its elements.
 
     Raises:
         PlacementError: `rows` is not a positive int.
@@ -153,14 +156,16 @@ class Blocks:
         return max(1, self.rows * prod(shape[1:]))
 
     def by_rows(self, shape: Shape) -> bool:
-        """Always, but for scalars."""
+        """True, except for scalars."""
         return bool(shape)
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Never cut: each tensor has one owner, chosen so that the owners' loads balance. For Muon, Shampoo and their
-    like."""
+    """Do not cut: each tensor has one owner, chosen so that the owners' loads balance.
+
+    For optimizers that need whole matrices: Shampoo (Gupta et al. 2018), Muon (Jordan et al. 2024).
+    """
 
     owned: ClassVar[bool] = True
     together: ClassVar[bool] = True
@@ -170,5 +175,5 @@ class Owned:
         return max(1, prod(shape))
 
     def by_rows(self, shape: Shape) -> bool:
-        """Always, but for scalars."""
+        """True, except for scalars."""
         return bool(shape)

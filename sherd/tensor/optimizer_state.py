@@ -17,9 +17,7 @@ from sherd._torch import register_optimizer_step_pre_hook, spec_of
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, redistribute_to
-
-COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What optimizers of torch keep beside a parameter and not for each element: of a scalar, only the name tells."""
+from sherd.tensor.state_kind import StateKind, kind_of
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -29,20 +27,26 @@ def adopt_state(optimizer: Optimizer) -> None:
 
     A scalar's state, which torch leaves plain, becomes the copy on every rank that the scalar itself is.
     """
+    # Of a scalar's state, what other parameters keep under the same key tells more than the key's name.
+    elementwise_keys = {
+        key
+        for parameter, state in optimizer.state.items()
+        if isinstance(parameter, DTensor) and parameter.ndim
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
     for parameter, state in optimizer.state.items():
-        if isinstance(parameter, DTensor) and not isinstance(parameter, RaggedDTensor) and parameter.ndim == 0:
-            _copy_to_every_rank(parameter, state)
-        elif isinstance(parameter, RaggedDTensor):
-            layout = layout_of(spec_of(parameter))
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and type(value) is not RaggedDTensor and name not in COUNTS:
-                    state[name] = _cut(value, layout)
-
-
-def _copy_to_every_rank(scalar: DTensor, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.ndim and name not in COUNTS:
-            state[name] = DTensor.from_local(value, scalar.device_mesh, scalar.placements, run_check=False)
+        if not isinstance(parameter, DTensor):
+            continue
+        for key, value in state.items():
+            kind = kind_of(key, value, parameter.shape, None, elementwise_keys)
+            if kind is StateKind.NUMBER or not isinstance(value, torch.Tensor):
+                continue
+            if isinstance(parameter, RaggedDTensor):
+                if type(value) is not RaggedDTensor:
+                    state[key] = _cut(value, layout_of(spec_of(parameter)))
+            elif not parameter.ndim and not isinstance(value, DTensor) and kind is StateKind.ELEMENTS:
+                state[key] = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Does what one model saved load into another, whatever the layouts and numbers of ranks?"""
+"""A checkpoint of one model loads into another, whatever the layouts and numbers of ranks."""

@@ -1,4 +1,4 @@
-"""Which model do the checkpoint tests save and load, in which layouts, and what do they compare?
+"""The model that the checkpoint tests save and load, its layouts, and the comparison.
 
 Every rank trains on the same batch, so a training goes on with the same losses on any number of ranks.
 """

@@ -1,4 +1,4 @@
-"""Does what was saved under one layout on some ranks load under every other layout on every other number of ranks?
+"""A checkpoint of one layout on some ranks loads under every other layout on every other number of ranks.
 
 One checkpoint per number of saving ranks holds the model and its optimizer in all layouts. A loading rank keeps one
 model per layout and turns them: in turn t, layout number i loads what layout number i + t has saved.

@@ -1,4 +1,4 @@
-"""Does `load_state_dict` take whole tensors and those of any other layout, and do files of one rank come back?"""
+"""`load_state_dict` takes unsharded tensors and tensors of any other layout, and files of one rank come back."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Do whole state dicts go out of every layout and into it, from all ranks and from rank 0 alone?"""
+"""Full state dicts go out of every layout and into it, from all ranks and from rank 0 alone."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""How does a packing of runs look, rank by rank, in the docstrings? One letter for 16 elements, `.` for padding."""
+"""Drawings of a packing of runs, rank by rank, as in the docstrings. One letter for 16 elements, `.` for padding."""
 
 from itertools import groupby
 

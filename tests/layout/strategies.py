@@ -1,4 +1,4 @@
-"""Which shapes, cuts and packings do the property tests draw?"""
+"""The shapes, cuts and packings that the property tests draw."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

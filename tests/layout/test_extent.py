@@ -1,4 +1,4 @@
-"""Are runs of elements cut, moved and intersected as lines of numbers are?"""
+"""Extents are cut, moved and intersected as lines of numbers are."""
 
 import pytest
 import torch

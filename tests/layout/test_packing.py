@@ -1,4 +1,4 @@
-"""Do slots lie apart and aligned, and does a packing that is wrong refuse to exist?"""
+"""Slots lie apart and aligned, and a packing that is wrong cannot be made."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ def test_slots_keep_their_tensors_order_and_never_overlap(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
     assert [slot.cut for slot in packing.slots] == cuts
-    assert disjoint([slot.shard_buffer for slot in packing.slots], packing.shard_numels[0])
+    assert disjoint([slot.shard for slot in packing.slots], packing.shard_numels[0])
     assert disjoint([slot.unsharded for slot in packing.slots], packing.unsharded_numel)
 
 
@@ -37,7 +37,7 @@ def test_whole_tensors_start_aligned_and_so_do_shards_that_are_not_short(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
     assert all(slot.unsharded.start % UNSHARDED_ALIGNMENT == 0 for slot in packing.slots)
-    assert all(slot.shard_buffer.start % SHARD_ALIGNMENT == 0 for slot in packing.slots if slot.cut.slot >= SHORT)
+    assert all(slot.shard.start % SHARD_ALIGNMENT == 0 for slot in packing.slots if slot.cut.slot >= SHORT)
 
 
 @PROPERTY
@@ -57,8 +57,8 @@ def test_what_a_rank_holds_lies_inside_its_slot(group):
         for rank in range(ranks):
             held = slot.held(rank)
             assert held.numel == slot.cut.local_numel(rank)
-            assert held.start == slot.shard_buffer.start
-            assert held.stop <= slot.shard_buffer.stop
+            assert held.start == slot.shard.start
+            assert held.stop <= slot.shard.stop
 
 
 def gathered(packing: Packing) -> list[tuple[int, int] | None]:
@@ -71,7 +71,7 @@ def gathered(packing: Packing) -> list[tuple[int, int] | None]:
             if cut.dim is not None:
                 mine = range(cut.rows[rank].start, cut.rows[rank].stop)
                 indices = [index for index in indices if index // cut.inner % cut.shape[cut.dim] in mine]
-            start = packing.starts[rank] + slot.shard_buffer.start
+            start = packing.starts[rank] + slot.shard.start
             rows[start : start + len(indices)] = [(number, index) for index in indices]
     return rows
 
@@ -145,9 +145,9 @@ def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"slots": with_second(shard_buffer=Extent(7, 8))}, "overlap in the shard buffer"),
+        ({"slots": with_second(shard=Extent(7, 8))}, "overlap in the shard buffer"),
         ({"slots": with_second(unsharded=Extent(15, 16))}, "overlap in the unsharded buffer"),
-        ({"slots": with_second(shard_buffer=Extent(9, 8))}, "ends after the shard buffer"),
+        ({"slots": with_second(shard=Extent(9, 8))}, "ends after the shard buffer"),
         ({"slots": with_second(unsharded=Extent(17, 16))}, "ends after the unsharded buffer"),
         ({"shard_numels": (15, 15)}, "ends after the shard buffer"),
         ({"shard_numels": (16, 17)}, "same room on every rank"),
@@ -155,23 +155,23 @@ def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
         ({"unsharded_numel": 33}, "must divide by the ranks"),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 2), Extent(2, 1))))}, "no owner, or two"),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 3), Extent(2, 2))))}, "no owner, or two"),
-        ({"slots": with_second(shard_buffer=Extent(8, 4))}, None),
+        ({"slots": with_second(shard=Extent(8, 4))}, None),
         ({"slots": with_second(unsharded=Extent(16, 8))}, None),
         ({"slots": with_second(cut=replace(CUT, rows=(Extent(0, 2), Extent(1, 2))))}, None),
     ],
     ids=[
-        "rest overlap",
-        "whole overlap",
-        "shard slot too far",
-        "whole slot too far",
-        "rest too short",
-        "rest longer on one rank",
-        "a rank without rest",
-        "whole does not divide",
+        "shards overlap",
+        "unsharded overlap",
+        "shard too far",
+        "unsharded too far",
+        "shard buffer too short",
+        "shard buffer longer on one rank",
+        "a rank without shard buffer",
+        "unsharded does not divide",
         "a row without owner",
         "a row with two owners",
-        "shard slot shorter than a piece",
-        "whole slot shorter than the tensor",
+        "shard extent shorter than a piece",
+        "unsharded extent shorter than the tensor",
         "one row twice and one never",
     ],
 )

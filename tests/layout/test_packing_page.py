@@ -1,4 +1,4 @@
-"""Are the tables of docs/packing.md what the planner does today?"""
+"""The tables of docs/packing.md show what the planner does today."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Does a placement give each rank its elements, for any shape, dim and number of ranks?"""
+"""A placement gives each rank its elements, for any shape, dim and number of ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do the cuts of a group fall where they may, and do the ranks' shares balance?"""
+"""The cuts of a group fall where they may, and the ranks' shares balance."""
 
 from itertools import pairwise
 from math import prod

@@ -1,4 +1,4 @@
-"""Do real tensors come back unchanged after they went to rows and out again?"""
+"""Tensors come back unchanged after they went to rows and out again."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Does a tensor cut into runs give each rank what the numbers say, and does a placement say where it may be cut?"""
+"""A tensor cut into runs gives each rank its elements, and a placement says where it may be cut."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which optimizers are refused a flat form, and are they told what to do?"""
+"""Optimizers without a flat form are refused, and the message says what to do."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Does every element-wise optimizer step runs of the buffers as it steps the tensors in them?"""
+"""Every element-wise optimizer steps spans of the buffers as it steps the tensors in them."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Is a parameter without gradient left alone, its count of steps too, as the plain optimizer leaves it?"""
+"""A parameter without gradient, and its count of steps, stay as the plain optimizer leaves them."""
 
 import functools
 
@@ -18,9 +18,9 @@ from tests.optim.twins import (
     pair,
     parameters_of,
     run,
-    runs_of,
     same_training,
     shard,
+    spans_of,
     state_of,
 )
 
@@ -91,20 +91,20 @@ def test_a_gradient_of_another_rank_is_one(threads, placement, num_ranks):
 
 
 def memory_of(optimizer):
-    """Where the runs' states are."""
-    return {run.state["exp_avg"].untyped_storage().data_ptr() for run in runs_of(optimizer) if run.flat.numel()}
+    """Where the spans' states are."""
+    return {span.state["exp_avg"].untyped_storage().data_ptr() for span in spans_of(optimizer) if span.flat.numel()}
 
 
 def split_and_join(placement):
     model = shard(pair(), placement)
     optimizer = flatten_optimizer(MAKE["fused"](groups(model)))
     run(model, optimizer, range(2))
-    together, memory = len(runs_of(optimizer)), memory_of(optimizer)
+    together, memory = len(spans_of(optimizer)), memory_of(optimizer)
     for step in (2, 3):
         run(model, optimizer, [step], every_other)
         assert memory_of(optimizer) <= memory, "runs are split without copying their state"
     run(model, optimizer, [4])
-    assert len(runs_of(optimizer)) == together, "they are joined again, once they have counted alike"
+    assert len(spans_of(optimizer)) == together, "they are joined again, once they have counted alike"
     assert memory_of(optimizer) == memory
 
 
@@ -165,8 +165,8 @@ def step_with_numbers_in_the_padding(placement):
             everything = torch.empty(0).set_(memory)
             everything[~belongs(everything, model)] = float("nan")
         optimizer.step()
-        padded += sum(int(each.padding.numel()) for each in runs_of(optimizer) if each.padding is not None)
-        for each in runs_of(optimizer):
+        padded += sum(int(each.padding.numel()) for each in spans_of(optimizer) if each.padding is not None)
+        for each in spans_of(optimizer):
             assert torch.isfinite(each.flat).all(), "padding stays finite"
             assert all(torch.isfinite(value).all() for value in each.state.values())
         optimizer.zero_grad()

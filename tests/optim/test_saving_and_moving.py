@@ -1,4 +1,4 @@
-"""Does the state of a flat optimizer go anywhere that the plain one's goes, and stay when buffers move?"""
+"""The state of a flat optimizer goes anywhere that the plain one's goes, and stays when buffers move."""
 
 import copy
 import functools
@@ -28,8 +28,8 @@ from tests.optim.twins import (
     pair,
     parameters_of,
     run,
-    runs_of,
     shard,
+    spans_of,
     whole,
 )
 
@@ -192,8 +192,8 @@ def train_between_moves(placement):
             move(each, optimizer)
             run(each, optimizer, range(number + 2, number + 3 + (move is MOVES[-1])))
         assert_same(held_by(model, flat), held_by(other, plain), move.__name__, **CLOSE)
-        for each in (each for each in runs_of(flat) if each.flat.numel()):
-            assert each.flat.data_ptr() == each.seats[0].group.shard_buffer[each.seats[0].extent.start :].data_ptr()
+        for each in (each for each in spans_of(flat) if each.flat.numel()):
+            assert each.flat.data_ptr() == each.members[0].group.shard_buffer[each.members[0].extent.start :].data_ptr()
 
 
 @pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2)])

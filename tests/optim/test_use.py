@@ -1,4 +1,4 @@
-"""Does a flat optimizer take everything that users do with an optimizer, on the same terms?"""
+"""A flat optimizer takes everything that users do with an optimizer, on the same terms."""
 
 import copy
 import functools
@@ -20,9 +20,9 @@ from tests.optim.twins import (
     pair,
     parameters_of,
     run,
-    runs_of,
     same_training,
     shard,
+    spans_of,
     state_of,
 )
 
@@ -139,7 +139,7 @@ def train_with_an_earlier_optimizer(placement):
     trained.append((lone, adamw(groups(lone))))
     for model, optimizer in trained:
         run(model, optimizer, range(3))
-    assert len(runs_of(trained[0][1])) > 0
+    assert len(spans_of(trained[0][1])) > 0
     assert_alike(trained)
 
 
@@ -245,7 +245,7 @@ def train_tied(placement):
             optimizer.zero_grad()
         trained.append((model, optimizer))
     (model, flat), (other, plain), (lone, _) = trained
-    assert any(run.flat.numel() * 4 >= 1 << 20 for run in runs_of(flat))
+    assert any(span.flat.numel() * 4 >= 1 << 20 for span in spans_of(flat))
     assert_same(parameters_of(model), parameters_of(other), **CLOSE)
     assert_same(state_of(model, flat), state_of(other, plain), **CLOSE)
     assert_same(parameters_of(model), parameters_of(lone), rtol=1e-3, atol=1e-4)
@@ -261,10 +261,10 @@ def count_runs():
     model = shard(pair(), "flat")
     optimizer = flatten_optimizer(adamw(list(reversed(groups(model)))))
     run(model, optimizer, range(2))
-    filled = [each for each in runs_of(optimizer) if each.flat.numel()]
+    filled = [each for each in spans_of(optimizer) if each.flat.numel()]
     per_buffer = {}
     for each in filled:
-        per_buffer.setdefault((id(each.seats[0].group), each.seats[0].place), []).append(each)
+        per_buffer.setdefault((id(each.members[0].group), each.members[0].group_index), []).append(each)
     assert all(len(runs) == 1 for runs in per_buffer.values())
     return len(filled)
 
@@ -282,14 +282,14 @@ def look_at_memory(placement):
     gradients = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(None))
-    for each in runs_of(optimizer):
-        assert each.flat.untyped_storage().data_ptr() == each.seats[0].group.shard_buffer.untyped_storage().data_ptr()
+    for each in spans_of(optimizer):
+        assert each.flat.untyped_storage().data_ptr() == each.members[0].group.shard_buffer.untyped_storage().data_ptr()
         assert each.take_gradient()
         if each.flat.numel():
             assert each.flat.grad.untyped_storage().data_ptr() in gradients
         inside = range(each.state["exp_avg"].data_ptr(), each.state["exp_avg"].data_ptr() + each.flat.nbytes + 1)
-        for seat in each.seats:
-            local = optimizer.state[seat.shard]["exp_avg"].to_local()
+        for member in each.members:
+            local = optimizer.state[member.shard]["exp_avg"].to_local()
             assert not local.numel() or local.data_ptr() in inside
             assert local.storage_offset() == 0
     optimizer.step()

@@ -1,4 +1,4 @@
-"""How does a test step the same model with a flat optimizer, with the plain optimizer on shards, and unsharded?
+"""The same model stepped with a flat optimizer, with the plain optimizer on shards, and unsharded.
 
 The loss pulls every parameter to a target of its own, so that a test says which parameters have a gradient, step by
 step and rank by rank, and what it is without sharding.
@@ -174,6 +174,6 @@ def same_training(
 CLOSE = {"rtol": 3e-6, "atol": 3e-7}
 
 
-def runs_of(optimizer):
+def spans_of(optimizer):
     """The vectors that a flat optimizer stepped last."""
-    return optimizer._sherd_runs._runs
+    return optimizer._sherd_stepper.spans

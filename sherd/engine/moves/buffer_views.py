@@ -88,12 +88,12 @@ def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut | Ru
 def row_views(rows: torch.Tensor, slot: Slot) -> list[torch.Tensor]:
     """The places in `rows`, `[num_ranks, shard_numel]`, of one tensor cut by itself."""
     cut = slot.cut
-    start = slot.shard_buffer.start
+    start = slot.shard.start
     if cut.dim is None:
-        return [rows[:, start : slot.shard_buffer.stop]]
+        return [rows[:, start : slot.shard.stop]]
     if cut.in_order:
         full, shard_buffer = _full_ranks(cut)
-        views = [rows[:full, start : slot.shard_buffer.stop]]
+        views = [rows[:full, start : slot.shard.stop]]
         if shard_buffer:
             views.append(rows[full : full + 1, start : start + shard_buffer])
         return [view for view in views if view.numel()]
@@ -172,19 +172,19 @@ class _CopyStrips(CopyOut):
         self._unsharded = unsharded
         slots = [slot for slot in packing.slots if isinstance(slot, Slot)]
         in_order = (slot for slot in slots if slot.cut.in_order)
-        self._in_order = sorted(in_order, key=lambda slot: slot.shard_buffer.start)
+        self._in_order = sorted(in_order, key=lambda slot: slot.shard.start)
         self._scattered = [slot for slot in slots if not slot.cut.in_order]
         self._targets = [view for slot in self._scattered for view in tensor_views(self._tensor(slot), slot.cut)]
         self._sizes: list[int] = []
         self._outs: list[torch.Tensor] = []
         end = 0
         for slot in self._in_order:
-            self._skip(slot.shard_buffer.start - end)
-            self._sizes.append(slot.shard_buffer.numel)
+            self._skip(slot.shard.start - end)
+            self._sizes.append(slot.shard.numel)
             self._outs.append(
-                unsharded[slot.unsharded.start : slot.unsharded.stop].view(self._num_ranks, slot.shard_buffer.numel)
+                unsharded[slot.unsharded.start : slot.unsharded.stop].view(self._num_ranks, slot.shard.numel)
             )
-            end = slot.shard_buffer.stop
+            end = slot.shard.stop
         self._end = end
         self._into_places: dict[int, _IntoPlace] = {}
 
@@ -212,9 +212,9 @@ class _CopyStrips(CopyOut):
         into_place(part)
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        slots = [slot for slot in self._in_order if slot.shard_buffer.numel]
+        slots = [slot for slot in self._in_order if slot.shard.numel]
         copies = [self._unsharded[slot.unsharded.start : slot.unsharded.stop] for slot in slots]
-        return copies, [part[slot.shard_buffer.start : slot.shard_buffer.stop] for slot in slots]
+        return copies, [part[slot.shard.start : slot.shard.stop] for slot in slots]
 
     def _into_place(self, rank: int) -> _IntoPlace:
         scattered = [

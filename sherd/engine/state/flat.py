@@ -1,11 +1,11 @@
-"""What does an optimizer own that is to see one parameter per unit? The shards of a group as one vector.
+"""The flat parameter: all shards of a group as one 1-D DTensor, for optimizers that see one parameter per unit.
 
     shard buffers      rank 0 | a a a a | b b |    rank 1 | b b b . | c c | . . |
     flat parameter           | a a a a | b b               b b b . | c c |
 
-It is a 1-D DTensor. What aligns the next tensor is part of it, and zero, so that no norm sees it and no optimizer moves
-it; what follows the last tensor is not. Under tensor parallelism it lies on those axes too: each rank there has a
-vector of its own, of its parts of the members; of what they have copies of, norms count one.
+Padding between members is part of it, and zero, so that no norm counts it and no optimizer moves it. Padding after the
+last member is not part of it. Under tensor parallelism it lies on those axes, too: each rank has a vector of its parts
+of the members, and norms count one copy of the members that several ranks have.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """What one rank holds of a flat parameter: an entry for each parameter that it holds some of.
+    """This rank's part of a flat parameter, with an entry for each member that it holds elements of.
 
-    Shapes, strides and numbers of elements are the unsharded parameter's. `param_offsets` are the first and the last
-    element held, counted in the flattened parameter. Fields as torch's record of this name has them.
+    Shapes, strides and numbers of elements are those of the unsharded member. `param_offsets` are the first and the
+    last element held, counted in the flattened member. The fields are those of torch's FSDP1 record of this name.
     """
 
     param_names: tuple[str, ...]
@@ -42,17 +42,17 @@ class FlatParamShardMetadata(NamedTuple):
 
 
 class FlatParameter(RaggedDTensor):
-    """All parameters of one unit as one 1-D parameter, of which each rank holds a run.
+    """All parameters of one unit as one 1-D parameter, of which each rank holds a run; FSDP1's (Zhao et al. 2023).
 
-    Its `shape` is `(numel,)`, the parameters one behind the other with what aligns them; `to_local()` is this rank's
-    run. A copy, or what comes out of a file, is a vector like it that no unit uses.
+    Its `shape` is `(numel,)`: the parameters one behind the other, with the padding between them. `to_local()` is this
+    rank's run. A copy, or one that was loaded from a file, is a vector that no unit uses.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """As for any ragged tensor. What `model.to(...)` puts in a parameter's place is of the parameter's class."""
+        """Answer as a ragged tensor does, but keep the class of what `model.to(...)` puts in the parameter's place."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         return _as_flat(result) if func in _KEEP_CLASS and isinstance(args[0], FlatParameter) else result
 
@@ -64,7 +64,7 @@ class FlatParameter(RaggedDTensor):
         return _unpickled, given
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """Which parameters this rank holds, and which elements of each. Raises `StateError` for a copy."""
+        """The parameters that this rank holds elements of, and which. Raises `StateError` for a copy."""
         return self._shard.metadata()
 
     @property
@@ -114,19 +114,19 @@ torch.serialization.add_safe_globals([FlatParameter, _unpickled])
 
 
 class FlatShard:
-    """The flat parameter of one group, and what it is made of."""
+    """The flat parameter of one group, and its members."""
 
     def __init__(self, group: Group) -> None:
-        self.names = tuple(each.name for each in group.parameters)
-        self.shapes = tuple(each.shape for each in group.parameters)
+        self.names = tuple(record.name for record in group.parameters)
+        self.shapes = tuple(record.shape for record in group.parameters)
         self._pieces = tuple(cut.piece(group.mesh.piece) for cut in group.packing.runs)
         self.parameter = _flat_parameter(group)
-        vars(self.parameter).update(_common_attributes([each.shard for each in group.parameters], self.names))
+        vars(self.parameter).update(_common_attributes([record.shard for record in group.parameters], self.names))
 
     def metadata(self) -> FlatParamShardMetadata:
-        """What this rank holds."""
-        everything = zip(self.names, self.shapes, self._pieces, strict=True)
-        held = [(name, shape, piece) for name, shape, piece in everything if piece.numel]
+        """The members that this rank holds elements of."""
+        members = zip(self.names, self.shapes, self._pieces, strict=True)
+        held = [(name, shape, piece) for name, shape, piece in members if piece.numel]
         return FlatParamShardMetadata(
             tuple(name for name, _, _ in held),
             tuple(shape for _, shape, _ in held),
@@ -141,19 +141,20 @@ def _flat_parameter(group: Group) -> nn.Parameter:
     """A parameter on the group's shard buffer."""
     mesh, together = group.mesh, group.packing.runs_together
     extents = (slot.unsharded for slot in group.packing.slots)
-    members = [(each.unsharded_spec, extent) for each, extent in zip(group.parameters, extents, strict=True)]
+    members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]
     spec = merged_spec(mesh, together, group.dtype, members, group.name)
     local = own_view(group.shard_buffer[: together.local_numel(mesh.piece)])
     for gap in group.packing.gaps_of(mesh.piece):
         local[gap.start : gap.stop].zero_()
-    # A Parameter keeps the class of its data, whatever its type says: this is one, and a FlatParameter.
+    # `nn.Parameter(...)` keeps the class of its data, whatever its type says: the result is a RaggedDTensor.
     parameter: Any = nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad)
     return cast(nn.Parameter, _as_flat(parameter))
 
 
 def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, Any]:
-    """What users have written on all of the parameters alike; a warning names the rest, which the flat one has not."""
-    written = [attributes_of(each) for each in shards]
+    """The attributes that users have set alike on all of the parameters. A warning names the others, which the flat
+    parameter loses."""
+    written = [attributes_of(shard) for shard in shards]
     common = {
         key: value
         for key, value in written[0].items()
@@ -170,5 +171,5 @@ def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> 
     return common
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: object, other: object) -> bool:
     return value is other or (isinstance(value, bool | int | float | str | tuple) and bool(value == other))

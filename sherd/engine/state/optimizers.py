@@ -1,8 +1,8 @@
-"""What becomes of an optimizer that was built before its parameters were sharded, and when shards have been stepped.
+"""Optimizers that were built before their parameters were sharded, and the news that an optimizer steps shards.
 
 A plain Parameter cannot turn into a DTensor in place, so such an optimizer holds objects that the model no longer has.
-Torch's own FSDP then trains nothing and says nothing. Here, before any optimizer's step, replaced parameters are
-exchanged for their successors where the optimizer keeps no state for them yet; where it does, the step raises.
+With torch's own FSDP it then trains nothing, without an error. Here replaced parameters are exchanged for their shards
+before the optimizer steps. If the optimizer has state for one of them already, the step raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sherd.errors import OptimizerError
 
 
 class _Watcher:
-    """The two global optimizer hooks, and what is known of each optimizer: the units whose shards it steps."""
+    """The two global optimizer hooks, and the units whose shards each optimizer steps."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[weakref.ref[Owner]]]]
@@ -32,20 +32,20 @@ class _Watcher:
     def install(self) -> None:
         """Watch every optimizer's steps from now on."""
         if not self._installed:
-            # Disabled for Dynamo: a step may be compiled, and these look at what is not to be traced.
+            # Disabled for Dynamo: a step may be compiled, and the hooks read objects that Dynamo cannot trace.
             register_optimizer_step_pre_hook(dynamo_disabled(self._before_step))
             register_optimizer_step_post_hook(dynamo_disabled(self._after_step))
             self._installed = True
 
     def sharded_again(self) -> None:
-        """Parameters have been replaced since: look at every optimizer anew."""
+        """Look at every optimizer anew, since parameters have been replaced."""
         self._known.clear()
 
     def adopt(self, optimizer: Optimizer) -> list[weakref.ref[Owner]]:
-        """Let `optimizer` have what became of its parameters; return the units that it steps.
+        """Give `optimizer` the shards of its parameters. Returns the units that it steps.
 
         Raises:
-            OptimizerError: it cannot have it.
+            OptimizerError: as `_adopt`.
         """
         known = self._known.get(optimizer)
         if known is None or known[0] != _sizes(optimizer):
@@ -53,13 +53,13 @@ class _Watcher:
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         for ref in self.adopt(optimizer):
             owner = ref()
             if owner is not None:
                 owner.before_step()
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         known = self._known.get(optimizer)
         if known is None:
             return
@@ -74,11 +74,11 @@ def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
 
 
 def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
-    """Exchange replaced parameters for their shards, or for flat parameters; return the units that the optimizer steps.
+    """Exchange replaced parameters for their shards or for flat parameters. Returns the units whose shards it steps.
 
     Raises:
-        OptimizerError: there is state for a replaced parameter, the optimizer has the shard as well, it has the
-            parameters of a flat one only in part, or not in one group, or it cannot step shards.
+        OptimizerError: there is state for a replaced parameter, the optimizer has the shard as well, it has the members
+            of a flat parameter only in part or in several groups, or it cannot step shards.
     """
     _merge(optimizer)
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -90,7 +90,7 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
                 continue
             if parameter is not record.optimizer_param:
                 if record.has_taken(parameter) and id(record.optimizer_param) in present:
-                    continue  # it gets no gradients: the other one does
+                    continue  # it gets no gradients, and the shard in its place is there, too
                 _move_state(optimizer, parameter, record)
                 if id(record.shard) in present:
                     raise OptimizerError(_BOTH.format(kind=type(optimizer).__name__, name=record.name))
@@ -104,10 +104,11 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
 
 
 def _merge(optimizer: Optimizer) -> None:
-    """Put flat parameters in the place of the first of the parameters that were merged into them.
+    """Put flat parameters in the place of their members.
 
     Raises:
-        OptimizerError: it has only some of them, or in several groups, or the flat parameter as well, or state for one.
+        OptimizerError: the optimizer has only some members, or has them in several groups, or has the flat parameter as
+            well, or has state for a member.
     """
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     merged: dict[int, dict[int, tuple[int, ShardedParameter]]] = {}
@@ -154,7 +155,7 @@ def _require_mergeable(
 
 
 def _replace(group: dict[str, Any], members: Collection[int], flat: nn.Parameter) -> None:
-    """Put `flat` in the place of the first of the parameters with these ids, and drop the others."""
+    """Put `flat` in the place of the first of `members`, which are ids of parameters, and drop the others."""
     kept = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in members]
     first = next(at for at, parameter in enumerate(group["params"]) if id(parameter) in members)
     order = sorted([*kept, first])
@@ -165,7 +166,7 @@ def _replace(group: dict[str, Any], members: Collection[int], flat: nn.Parameter
 
 
 def _move_state(optimizer: Optimizer, parameter: nn.Parameter, record: ShardedParameter) -> None:
-    """What is kept for a shard is kept for the one that has taken its place (`load_state_dict(assign=True)`)."""
+    """Keep a shard's state for the shard that has taken its place (`load_state_dict(assign=True)`)."""
     if not optimizer.state.get(parameter):
         return
     if isinstance(parameter, DTensor):

@@ -1,7 +1,7 @@
-"""How are neighbouring shards one vector, with their gradients and optimizer states? Views of a shard buffer.
+"""Spans: neighbouring shards of a buffer as one vector, with their gradients and their optimizer states.
 
 shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
-runs            |     run 0    |   |    run 1    |      parameters, gradients and states lie alike
+spans            |    span 0    |   |    span 1   |      parameters, gradients and states lie alike
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,48 +19,78 @@ from sherd.engine.state.group import Group, own_view
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent
 from sherd.tensor.ragged import as_dtensor, local_part
+from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 
-State = dict[str, Any]
-States = MutableMapping[Any, Any]
-"""An optimizer's state: by parameter, a `State`."""
+States = MutableMapping[torch.Tensor, State]
+"""The state of an optimizer, by parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One shard in its group's shard buffer. `place`: which parameter group of the optimizer it is in."""
+class Span:
+    """Where the members of a vector of `numel` elements lie in it. There may be gaps between members."""
+
+    numel: int
+    extents: tuple[Extent, ...]
+
+    @property
+    def gaps(self) -> list[Extent]:
+        """The extents between members, which belong to none."""
+        held = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
+        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(held) if one.stop < other.start]
+
+    def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """The members' parts of `vector`, 1-D and uncopied."""
+        return [vector[extent.start : extent.stop] for extent in self.extents]
+
+    def vector(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Copies of the members' parts as one vector of `dtype`. Gaps, and members whose part is None, are zero."""
+        device = next(part.device for part in parts if part is not None)
+        vector = torch.zeros(self.numel, dtype=dtype, device=device)
+        for view, part in zip(self.views(vector), parts, strict=True):
+            if part is not None:
+                view.copy_(part.reshape(-1))
+        return vector
+
+
+@dataclass(frozen=True, slots=True)
+class ShardView:
+    """A shard as a view of its group's shard buffer. `group_index` is that of its parameter group in the optimizer, -1
+    for a shard of another optimizer."""
 
     record: ShardedParameter
     group: Group
     extent: Extent
-    place: int
+    group_index: int
 
     @property
     def shard(self) -> nn.Parameter:
-        """What the user's optimizer holds."""
+        """The parameter in the user's optimizer."""
         return self.record.shard
 
     @property
-    def is_filled(self) -> bool:
-        """Whether this rank holds anything of it."""
-        return self.extent.numel > 0
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing of the shard."""
+        return not self.extent.numel
 
     @property
-    def is_taken(self) -> bool:
-        """Whether the shard lies in the buffer; after `module.to()` it does not, until the next forward."""
+    def is_in_buffer(self) -> bool:
+        """Whether the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
         local, shard_buffer = self.record.local, self.group.shard_buffer
         if local.dtype != shard_buffer.dtype or local.device != shard_buffer.device:
             return False
-        return (
-            not self.is_filled
-            or local.data_ptr() == shard_buffer.data_ptr() + self.extent.start * shard_buffer.itemsize
-        )
+        start = shard_buffer.data_ptr() + self.extent.start * shard_buffer.itemsize
+        return self.is_empty or local.data_ptr() == start
 
-    def fits(self, gradient: Any) -> bool:
-        """Whether a gradient is laid out as the shard is."""
+    def fits(self, gradient: object) -> bool:
+        """Whether `gradient` is laid out as the shard is."""
         return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
 
+    def is_elementwise(self, key: str, value: object) -> bool:
+        """Whether `value`, the optimizer's state under `key`, has an element for each of the shard's."""
+        return kind_of(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
+
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """This rank's part of something that is laid out as the parameter is; `local` is 1-D, and is not copied."""
+        """A DTensor around `local`, 1-D and uncopied, that is laid out as the shard is."""
         spec = self.record.shard_spec
         if local.dtype != self.record.dtype:
             spec = dtensor_spec(spec.mesh, spec.placements, spec.shape, local.dtype)
@@ -69,161 +98,138 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where the state of a shard is: `part` is what the optimizer has of it, `views` the same in the run's vectors."""
+class ShardState:
+    """The state of a shard in a span: `state` is the optimizer's, `views` are its parts of the span's vectors."""
 
     shard: nn.Parameter
-    part: State
+    state: State
     views: dict[str, torch.Tensor]
 
 
-class Run:
+class SteppedSpan:
     """Neighbouring shards that are stepped as one vector, `flat`, a view of their shard buffer.
 
-    Shards that this rank holds nothing of come last; they take part in the count of steps.
+    Shards that this rank holds nothing of come last among the `members`; they share the count of steps.
     """
 
-    def __init__(self, seats: Sequence[Seat]) -> None:
-        filled = [seat.extent for seat in seats if seat.is_filled]
-        first, stop = (filled[0].start, filled[-1].stop) if filled else (0, 0)
-        self.seats = tuple(seats)
-        self.shards = [seat.shard for seat in seats]
-        self.flat = nn.Parameter(seats[0].group.shard_buffer[first:stop].detach(), requires_grad=True)
-        self._extents = [Extent(each.start - first, each.numel) for each in filled]
-        self._starts = [each.start for each in self._extents]
-        self._is_filled = len(self._starts) == len(self.seats)
+    def __init__(self, members: Sequence[ShardView]) -> None:
+        held = [member.extent for member in members if not member.is_empty]
+        first, stop = (held[0].start, held[-1].stop) if held else (0, 0)
+        self.members = tuple(members)
+        self.shards = [member.shard for member in members]
+        self.flat = nn.Parameter(members[0].group.shard_buffer[first:stop].detach(), requires_grad=True)
+        in_span = (extent.shifted(-first) for extent in held)
+        self._span = Span(stop - first, (*in_span, *[Extent(0, 0)] * (len(members) - len(held))))
+        self._starts = [extent.start - first for extent in held]
+        self._all_held = len(held) == len(members)
         self._shape = self.flat.shape
-        # Parts that begin where the shards do may have their elements in another order, unless they are neighbours
-        # with a single dimension.
-        self._may_be_turned = len(filled) == 1 or any(seat.record.local.dim() > 1 for seat in seats)
-        self.padding = self._indices_between()
+        # Parts that begin where the shards do may still have their elements in another order (a transposed gradient):
+        # only neighbours with a single dimension cannot.
+        self._may_be_transposed = len(held) == 1 or any(member.record.local.dim() > 1 for member in members)
+        gaps = [torch.arange(gap.start, gap.stop) for gap in self._span.gaps]
+        self.padding = torch.cat(gaps).to(self.flat.device) if gaps else None
         self._addresses: list[int] = []
         self.state: State = {}
         self._given: State = {}
-        self._parts: list[State] = []
+        self._states: list[State] = []
 
-    def _indices_between(self) -> torch.Tensor | None:
-        """Which elements are no shard's, if any."""
-        gaps = [torch.arange(one.stop, next_.start) for one, next_ in pairwise(self._extents) if one.stop < next_.start]
-        return torch.cat(gaps).to(self.flat.device) if gaps else None
-
-    def _parts_of(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """What each shard has of a vector as long as `flat`: views."""
-        parts = [vector[extent.start : extent.stop] for extent in self._extents]
-        return parts + [vector[:0]] * (len(self.seats) - len(parts))
-
-    def _as_vector(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The vector that `parts` are views of, uncopied, if they lie there as the shards do in their buffer."""
+    def _in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The vector that `parts` are views of. Returns None if they do not lie as the shards do in their buffer."""
         first = parts[0]
         if not self._starts:
             return first.new_empty(0)
-        addresses = list(map(torch.Tensor.data_ptr, parts if self._is_filled else parts[: len(self._starts)]))
+        addresses = list(map(torch.Tensor.data_ptr, parts if self._all_held else parts[: len(self._starts)]))
         if addresses != self._addresses:
             itemsize = first.itemsize
             self._addresses = [addresses[0] + start * itemsize for start in self._starts]
             if addresses != self._addresses:
                 return None
-        if self._may_be_turned and not all(map(torch.Tensor.is_contiguous, parts)):
+        if self._may_be_transposed and not all(map(torch.Tensor.is_contiguous, parts)):
             return None
         try:
-            # An address within the memory of a living storage is that storage's.
+            # An address within the memory of a living storage belongs to that storage.
             return first.as_strided(self._shape, (1,))
-        except RuntimeError:  # it ends before the last of them
+        except RuntimeError:  # the storage ends before the last part
             return None
-
-    def _copied(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        vector = torch.zeros(self.flat.numel(), dtype=dtype, device=parts[0].device)
-        for place, part in zip(self._parts_of(vector), parts, strict=True):
-            place.copy_(part.reshape(-1))
-        return vector
 
     # Gradients
 
     def take_gradient(self) -> bool:
-        """Let `flat` have the shards' gradients, uncopied where they lie in one buffer; False if one is missing."""
+        """Give `flat` the shards' gradients, uncopied if they lie in one buffer. Returns False if one is missing."""
         try:
             parts = local_gradients(self.shards)
-        except AttributeError:  # None, or one that is no DTensor
+        except AttributeError:  # a gradient is None or no DTensor
             return False
-        gradient = self._as_vector(parts) if parts[0].dtype is self.flat.dtype else None
+        gradient = self._in_place(parts) if parts[0].dtype is self.flat.dtype else None
         if gradient is None:
-            if not all(map(Seat.fits, self.seats, gradients_of(self.shards))):
+            if not all(map(ShardView.fits, self.members, gradients_of(self.shards))):
                 return False
-            gradient = self._copied(parts, self.flat.dtype)
+            gradient = self._span.vector(parts, self.flat.dtype)
         elif self.padding is not None:
-            # The reduction leaves there what it finds. No element would see it, but a sum over the buffer might.
+            # The reduction leaves anything there. No element would see it, but a sum over the buffer might:
+            # test_what_lies_between_gradients_stays_there.
             gradient.index_fill_(0, self.padding, 0)
         self.flat.grad = gradient
         return True
 
     # State
 
-    def take_state(self, state_of: States, homes: dict[int, Home]) -> None:
-        """Make the run's state of the shards', uncopied where it lies in one buffer; then they have views of it."""
+    def take_state(self, state_of: States, known: dict[int, ShardState]) -> None:
+        """Make the span's state of the shards' states, uncopied if these lie in one buffer. The shards then have views
+        of it. `known`: the states of shards that were in a span before, by the id of the shard."""
         states = [state_of.get(shard) or {} for shard in self.shards]
         vectors: State = {}
         for key, value in states[0].items():
-            if is_elementwise(value, self.seats[0]):
+            if self.members[0].is_elementwise(key, value):
                 parts = [
-                    homes[id(shard)].views[key] if id(shard) in homes else local_part(state[key]).reshape(-1)
+                    known[id(shard)].views[key] if id(shard) in known else local_part(state[key]).reshape(-1)
                     for shard, state in zip(self.shards, states, strict=True)
                 ]
-                vector = self._as_vector(parts)
-                vectors[key] = self._copied(parts, parts[0].dtype) if vector is None else vector
+                vector = self._in_place(parts)
+                vectors[key] = self._span.vector(parts, parts[0].dtype) if vector is None else vector
             else:
-                # A copy: two runs that were one must not share their count of steps.
+                # A copy: two spans that were one must not share their count of steps.
                 vectors[key] = copy_of(value)
         if vectors:
             self._hand_out(vectors, state_of)
 
-    def homes(self) -> Iterator[Home]:
-        """Where each shard's state is."""
-        vectors = {key: self._parts_of(value) for key, value in self.state.items() if self._is_vector(value)}
-        for index, (shard, part) in enumerate(zip(self.shards, self._parts, strict=False)):
-            yield Home(shard, part, {key: views[index] for key, views in vectors.items()})
+    def shard_states(self) -> Iterator[ShardState]:
+        """The state of each shard."""
+        views = {key: self._span.views(value) for key, value in self.state.items() if self._is_vector(value)}
+        for index, (shard, state) in enumerate(zip(self.shards, self._states, strict=False)):
+            yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})
 
     def has_its_state(self, state_of: States) -> bool:
-        """Whether the shards still have the state that they were given: none was loaded or cleared since."""
+        """Whether the shards still have the state that they were given. Otherwise it was loaded or cleared since."""
         state = state_of.get(self.shards[0])
-        return state is self._parts[0] if self._parts else not state
+        return state is self._states[0] if self._states else not state
 
     def lend_state(self, state_of: States) -> None:
-        """Let the optimizer find the run's state."""
-        if self._parts:
+        """Show the span's state to the optimizer for a step."""
+        if self._states:
             state_of[self.flat] = self.state
 
     def take_back(self, state_of: States) -> None:
-        """The step is over: the shards have their parts of what is new in the state."""
+        """End a step: give the shards their parts of state that is new."""
         state = state_of.pop(self.flat, None)
         if state is not None:
             self._hand_out(state, state_of)
 
     def _hand_out(self, state: State, state_of: States) -> None:
-        if not self._parts:
-            self._parts = [{} for _ in self.seats]
-            state_of.update(zip(self.shards, self._parts, strict=True))
+        if not self._states:
+            self._states = [{} for _ in self.members]
+            state_of.update(zip(self.shards, self._states, strict=True))
         for key, value in state.items():
             if key in self._given and self._given[key] is value:
                 continue
             if self._is_vector(value):
-                views = zip(self.seats, self._parts_of(value), strict=True)
-                for part, (seat, view) in zip(self._parts, views, strict=True):
-                    part[key] = seat.dtensor(view)
+                views = zip(self._states, self.members, self._span.views(value), strict=True)
+                for own, member, view in views:
+                    own[key] = member.dtensor(view)
             else:
-                for part in self._parts:
-                    part[key] = value
+                for own in self._states:
+                    own[key] = value
         self.state, self._given = state, dict(state)
 
-    def _is_vector(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
-
-
-def is_elementwise(value: Any, seat: Seat) -> bool:
-    """Whether a piece of state has an element for each of the shard's."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == seat.record.local.shape)
-
-
-def copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    def _is_vector(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == self._shape
