@@ -34,7 +34,8 @@ def of_the_host(tensors: Collection[torch.Tensor], computes_on: torch.device) ->
     if first is not None and first.device.type == "cpu" and computes_on.type != "cpu":
         _warn(
             f"the module to wrap is on the CPU and computes on {computes_on}, so it is sharded in host memory, slower "
-            "than on the device; pass device_id, or move it there before it is wrapped"
+            "than on the device; pass device_id, or move it there before it is wrapped",
+            frames=1,
         )
 
 

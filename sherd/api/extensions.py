@@ -26,9 +26,8 @@ from sherd.checkpoint.relayout import around, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.tensor_parallel import beside, own_spec
 from sherd.errors import PlacementError, PolicyTypeError, UnsupportedError
+from sherd.layout import placement
 from sherd.layout.placement import Cut
-from sherd.layout.placement import Replicate as Copies
-from sherd.layout.placement import Shard as ReduceBuffer
 from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, local_part
@@ -241,4 +240,6 @@ def has_own(extensions: FSDPExtensions, method: str) -> bool:
 
 def _rows(shape: tuple[int, ...], num_ranks: int) -> Cut:
     name = "a parameter of a state dict"
-    return ReduceBuffer(0).cut(shape, num_ranks, name) if shape else Copies().cut(shape, num_ranks, name)
+    return (
+        placement.Shard(0).cut(shape, num_ranks, name) if shape else placement.Replicate().cut(shape, num_ranks, name)
+    )

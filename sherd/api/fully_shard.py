@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.api.module import FSDPModule, checked_reshard, require_divides, swap_class
+from sherd.api.module import FSDPModule, checked_reshard, require_divides
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
+from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, data_mesh
 from sherd.engine.build.build import is_taken, make_unit
 from sherd.engine.build.sharding import ShardingRequest

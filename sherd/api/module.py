@@ -1,12 +1,10 @@
-"""What a module can do once it is a unit: the methods that `fully_shard` adds, and the class that carries them."""
+"""`FSDPModule`: the methods that a module has once it is a unit."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from sherd.engine.run.methods import BoundForward
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import runtime_of, unit_of, units_below
 from sherd.engine.run.unit import Unit
-from sherd.errors import ModuleError, PolicyError, PolicyTypeError, ShardedAccessError, StateError
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.policy import AllGather, ReduceScatter, require_bool, require_int
 
 
@@ -336,75 +334,6 @@ def _unit_ids(modules: Sequence[FSDPModule]) -> tuple[int, ...]:
         if not isinstance(module, FSDPModule):
             raise PolicyError(f"expected modules that fully_shard was called on, got a {type(module).__name__}")
     return tuple(module._sherd_own_unit.id for module in modules)
-
-
-# The class
-
-_classes: dict[type, type] = {}
-
-
-def swap_class(module: nn.Module) -> None:
-    """Make `module` an `FSDPModule` too, in place: its class becomes one that has both."""
-    original = type(module)
-    if original not in _classes:
-        members: dict[str, Any] = {
-            "__new__": _new_of_the_original,
-            "__deepcopy__": _refuse_copy,
-            "__reduce_ex__": _refuse_copy,
-            "__module__": original.__module__,
-        }
-        members |= {name: _explained(name, method) for name, method in _public_methods(original)}
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
-    module.__class__ = _classes[original]
-
-
-def _new_of_the_original(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """An instance of the original class: a sharded `Sequential[1:]` builds a plain `Sequential`."""
-    original = cls.__mro__[2]
-    plain: nn.Module = original.__new__(original, *args, **kwargs)
-    plain.__init__(*args, **kwargs)  # type: ignore[misc]  # Python does it only for instances of `cls`
-    return plain
-
-
-def _refuse_copy(self: nn.Module, memo_or_protocol: Any) -> NoReturn:
-    raise ModuleError(
-        f"{type(self).__name__} is sharded and cannot be deep-copied or pickled (torch.save): it would be of process "
-        "groups, and of one rank's shards. Save its state_dict(); for a copy, copy the module before fully_shard, or "
-        "build a second one and load this one's state_dict()"
-    )
-
-
-def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
-    """The methods that the user's own classes add to nn.Module's, forward apart."""
-    found: dict[str, Callable[..., Any]] = {}
-    known = set(dir(nn.Module)) | set(dir(FSDPModule))
-    for cls in original.__mro__:
-        if cls.__module__.startswith("torch."):
-            continue
-        for name, value in vars(cls).items():
-            if inspect.isfunction(value) and not name.startswith("_") and name not in known:
-                found.setdefault(name, value)
-    return list(found.items())
-
-
-def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, with an error that says what to do when it finds shards where it needs unsharded parameters."""
-
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error, StateError) or "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            unit = unit_of(self)
-            raise ShardedAccessError(
-                f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are "
-                f"sharded, outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or "
-                "module.unshard() before and module.reshard() after"
-            ) from error
-
-    return call
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api import advice
+from sherd.api.state_dict_settings import get_state_dict_type
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     StateDictType,
-    get_state_dict_type,
 )
 from sherd.checkpoint import loading, rekeying, saving
 
