@@ -27,14 +27,15 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set which kind of state dict the wrappers at and below `module` give; None: that kind's default config.
+    """Set the kind of state dict that the wrappers at and below `module` give. A config of None is the kind's default.
 
     Returns:
-        The settings before; all None if there is no wrapper.
+        The settings before; all fields are None if there is no wrapper.
 
     Raises:
-        PolicyTypeError: no `StateDictType`.
-        WrapperStateError: a config of another kind, or wrappers that differ by now (a RuntimeError, AssertionError).
+        PolicyTypeError: `state_dict_type` is no `StateDictType`.
+        WrapperStateError: a config of another kind, or wrappers whose settings differ (a RuntimeError and an
+            AssertionError).
         PolicyError: a config that asks for two forms.
     """
     advice.of_state_dict_type(for_a_while=False)
@@ -66,10 +67,10 @@ def _set(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """The settings of the wrappers at and below `module`; None if there is none.
+    """Returns the settings of the wrappers at and below `module`; None if there is no wrapper.
 
     Raises:
-        WrapperStateError: they differ (an AssertionError, as in FSDP1).
+        WrapperStateError: the settings differ (an AssertionError, as in FSDP1).
     """
     found: StateDictSettings | None = None
     for state in _states(module):
@@ -89,10 +90,10 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Within this context wrappers give that kind of state dict; the old settings come back, also if the body raises.
+    """Set the kind of state dict within this context. The old settings come back, also if its body raises.
 
     Raises:
-        SherdError: what `set_state_dict_type` raises.
+        SherdError: the errors of `set_state_dict_type`.
     """
     advice.of_state_dict_type(for_a_while=True)
     before = [(state, state.settings) for state in _states(module)]

@@ -10,18 +10,18 @@ from enum import Enum, auto
 
 
 class StateDictType(Enum):
-    """What the values of a state dict are."""
+    """The kind of values that a state dict has."""
 
     FULL_STATE_DICT = auto()
-    """Whole plain tensors."""
+    """Plain unsharded tensors."""
     LOCAL_STATE_DICT = auto()
-    """What each rank holds, as the optimizer sees it: flat parameters where there are any."""
+    """This rank's part as the optimizer sees it: flat parameters where there are any."""
     SHARDED_STATE_DICT = auto()
-    """Each parameter under its own name, as what this rank holds of it."""
+    """Each parameter under its own name, as this rank's shard."""
 
 
 class ShardedForm(Enum):
-    """As what a sharded state dict shows a parameter."""
+    """The type of a parameter in a sharded state dict."""
 
     RUNS = auto()
     """A `RaggedDTensor`: the shard itself, nothing is copied or sent. For `torch.distributed.checkpoint`."""
@@ -33,67 +33,67 @@ class ShardedForm(Enum):
 
 @dataclass
 class StateDictConfig:
-    """How values are given. `offload_to_cpu`: in host memory."""
+    """Options of a state dict. `offload_to_cpu`: values are in host memory."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Of a full state dict. `rank0_only`: the other ranks of the shard axis get nothing of what is sharded."""
+    """Options of a full state dict. `rank0_only`: other ranks of the shard axis get no sharded parameter."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Of a local state dict."""
+    """Options of a local state dict."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Of a sharded state dict. `_use_dtensor` asks for `ShardedForm.ROWS`."""
+    """Options of a sharded state dict. `_use_dtensor` asks for `ShardedForm.ROWS`."""
 
     _use_dtensor: bool = False
     form: ShardedForm = ShardedForm.RUNS
 
     @property
     def wanted(self) -> ShardedForm:
-        """The form, whichever field says it."""
+        """Returns the form, whichever field says it."""
         return ShardedForm.ROWS if self._use_dtensor else self.form
 
 
 @dataclass
 class OptimStateDictConfig:
-    """How optimizer state is given. `offload_to_cpu`: in host memory."""
+    """Options of optimizer state. `offload_to_cpu`: values are in host memory."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Of full optimizer state. `rank0_only`: the other ranks get nothing."""
+    """Options of full optimizer state. `rank0_only`: other ranks get nothing."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Of local optimizer state."""
+    """Options of local optimizer state."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Of sharded optimizer state; `_use_dtensor` as for the model's."""
+    """Options of sharded optimizer state. `_use_dtensor` is that of `ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class StateDictSettings:
-    """The kind of state dict, of the model and of optimizers. All None: of a module without wrappers."""
+    """The kind of state dict, of the model and of optimizers. All fields are None for a module without wrappers."""
 
     state_dict_type: StateDictType | None
     state_dict_config: StateDictConfig | None
@@ -108,5 +108,5 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
 
 
 def default_settings() -> StateDictSettings:
-    """Those of a new wrapper: everything whole, on every rank."""
+    """Returns the settings of a new wrapper: full state dicts on every rank."""
     return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())

@@ -1,11 +1,11 @@
-"""What does a wrapper's `state_dict()` give, and what does its `load_state_dict()` take?
+"""The hooks around `state_dict()` and `load_state_dict()` of a wrapper.
 
-Both go through nn.Module's own machinery, which finds shards where parameters hang. Around it:
+Both methods go through nn.Module's own machinery, which finds shards where parameters are registered. Around it:
 
     before      parameters of a unit with a flat parameter are registered under their own names; for a load, clean names
                 become the modules' paths, and legacy values DTensors or whole tensors
-    after       paths become clean names, shards what was asked for (`state_dict_type.py`); the flat parameter is the
-                registered one again
+    after       paths become clean names, and shards become the kind that was asked for (`state_dict_type.py`); the flat
+                parameter is registered again
 
 `sherd/engine/between/load.py` cuts whole tensors, and shards of other layouts, on the way in.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ from sherd.engine.state.parameter import WRAPPED, ShardedParameter, plain_name
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 
+StateDict: TypeAlias = dict[str, Any]
+
 FLAT_PARAM = "_flat_param"
 """What a wrapper calls its flat parameter, in itself and in a local state dict."""
 
@@ -55,12 +57,12 @@ def install(wrapper: nn.Module) -> None:
     wrapper.register_load_state_dict_post_hook(_after_load)
 
 
-# Whose is what
+# What belongs to one wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What of a wrapper's state dict is not a nested wrapper's, by key: records, and buffers with their dtype."""
+    """The part of a state dict that is not a nested wrapper's: parameters by key, and the original dtype of buffers."""
 
     parameters: dict[str, ShardedParameter]
     buffers: dict[str, torch.dtype | None]
@@ -86,7 +88,8 @@ class _Contents:
 
 
 def _own_modules(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules below `wrapper` in no nested one, with what their keys begin with; a shared one each time it occurs."""
+    """Returns the modules below `wrapper` that are in no nested wrapper, each with the prefix of its keys. A module
+    that occurs in several places is returned once for each of them."""
     stack = [("", wrapper)]
     while stack:
         path, module = stack.pop()
@@ -104,7 +107,7 @@ def _before_save(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 @torch.no_grad()
-def _after_save(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_metadata: object) -> None:
     """Give the keys clean names and the values the kind that was asked for."""
     _strip(state_dict, prefix)
     state, contents = state_of(wrapper), _Contents.of(wrapper, prefix)
@@ -132,8 +135,9 @@ def _after_save(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, loc
         _bring_to_host(state_dict, unit, contents, prefix)
 
 
-def _strip(state_dict: dict[str, Any], prefix: str) -> None:
-    """Take the child's name out of the keys below `prefix`, in their order: they are the last ones by now."""
+def _strip(state_dict: StateDict, prefix: str) -> None:
+    """Take the wrapped module's name out of the keys that start with `prefix`. The order stays, as they are the last
+    keys by now."""
     inner = f"{prefix}{WRAPPED}."
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict.pop(key)
@@ -159,13 +163,13 @@ def _kind_of(state: WrapperState) -> StateDictType:
 
 
 def _lends_elsewhere(unit: Unit) -> bool:
-    """Whether the parameters are lent on rank 0 only, and this is another one: rank 0 may be alone in asking."""
+    """Whether the unsharded copies are on rank 0 only, and this is another rank. Rank 0 may be alone in asking then."""
     return unit.lent is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
 
 
-def _put_full(state_dict: dict[str, Any], state: WrapperState, contents: _Contents, shown: bool, on_host: bool) -> None:
-    """Whole tensors in the place of shards. Collective over the shard axis, if the parameters are not lent; under
-    tensor parallelism over its axes too."""
+def _put_full(state_dict: StateDict, state: WrapperState, contents: _Contents, shown: bool, on_host: bool) -> None:
+    """Put unsharded tensors in the place of shards. Collective over the shard axis and the axes of tensor parallelism,
+    unless a user works with unsharded copies already."""
     fulls = _unsharded_copies(state.unit, contents, shown, on_host)
     if has_own(state.extensions, "all_gather_dtensor") and state.unit.lent is None:
         for record in state.extended:
@@ -175,15 +179,15 @@ def _put_full(state_dict: dict[str, Any], state: WrapperState, contents: _Conten
     _put(state_dict, contents, plain)
 
 
-def _put(state_dict: dict[str, Any], contents: _Contents, values: Mapping[ShardedParameter, Any]) -> None:
-    """The value of each parameter under all its names."""
+def _put(state_dict: StateDict, contents: _Contents, values: Mapping[ShardedParameter, object]) -> None:
+    """Put the value of each parameter under all its names."""
     for key, record in contents.parameters.items():
         if key in state_dict and record in values:
             state_dict[key] = values[record]
 
 
 def _gathered(state: WrapperState, record: ShardedParameter, shards: Any) -> torch.Tensor:
-    """A tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
+    """Returns a tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
     part = state.extensions.all_gather_dtensor(shards, record.shard_spec.mesh)
     return state.extensions.post_unflatten_transform(part, state.extended[record])
 
@@ -197,22 +201,26 @@ def _unsharded_copies(
         fulls = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}
     for record in dict.fromkeys(contents.parameters.values()):
         if record.owner is not unit:
-            # Another wrapper's, used here too; all ranks go through them in one order.
+            # It belongs to another wrapper and is used here too. All ranks gather these in the same order.
             shard: Any = record.shard.detach()
             fulls[record] = shard.full_tensor() if record.lent is None else record.lent.detach().clone()
     return fulls
 
 
-def _keep_lent_shards(state_dict: dict[str, Any], contents: _Contents) -> None:
-    """This rank's parts of parameters that are lent, as shards: what is in the shards themselves may be out of date."""
+def _keep_lent_shards(state_dict: StateDict, contents: _Contents) -> None:
+    """Put this rank's parts of unsharded copies in the place of shards, whose values may be out of date meanwhile."""
     for key, record in contents.parameters.items():
         if record.lent is not None and key in state_dict:
             part = record.part_of(local_part(record.lent)).detach().clone()
             state_dict[key] = as_dtensor(part, record.shard_spec)
 
 
-def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> set[str]:
-    """The flat parameter ahead of the rest; returns the names that it stands for. Of a unit without one, nothing."""
+def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> set[str]:
+    """Put the flat parameter, if the unit has one, before the unit's other keys.
+
+    Returns:
+        The keys of the parameters that it stands for.
+    """
     if not unit.parameters or unit.parameters[0].flat is None:
         return set()
     flat: Any = unit.parameters[0].optimizer_param
@@ -223,9 +231,9 @@ def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefi
 
 
 def _put_rows(
-    state_dict: dict[str, Any], state: WrapperState, contents: _Contents, form: ShardedForm, on_host: bool
+    state_dict: StateDict, state: WrapperState, contents: _Contents, form: ShardedForm, on_host: bool
 ) -> None:
-    """Rows of each parameter, cut as `torch.chunk` does. Collective over the shard axis."""
+    """Put rows of each parameter, cut as `torch.chunk` does, in the place of shards. Collective over the shard axis."""
     mesh, extensions = state.unit.mesh, state.extensions
     fulls = _unsharded_copies(state.unit, contents, True, on_host)
     _put(state_dict, contents, {each: _rows_of(its, mesh, extensions, form) for each, its in fulls.items()})
@@ -241,8 +249,8 @@ def _rows_of(full: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, for
     return extensions.chunk_dtensor(full, mesh.shard_rank, rows_over)
 
 
-def _finish_buffers(state_dict: dict[str, Any], contents: _Contents, kind: StateDictType) -> None:
-    """Buffers in the dtype that the user's model has them in; in a local state dict as they are."""
+def _finish_buffers(state_dict: StateDict, contents: _Contents, kind: StateDictType) -> None:
+    """Cast buffers back to the dtype that the user's model has them in, unless the state dict is a local one."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         return
     for key, dtype in contents.buffers.items():
@@ -250,10 +258,10 @@ def _finish_buffers(state_dict: dict[str, Any], contents: _Contents, kind: State
             state_dict[key] = state_dict[key].to(dtype)
 
 
-def _bring_to_host(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> None:
+def _bring_to_host(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> None:
     for key in (*contents.parameters, *contents.buffers, prefix + FLAT_PARAM):
         value: Any = state_dict.get(key)
-        # Not a ShardedTensor, which was made of tensors on the host, and warns if it is asked anything.
+        # A ShardedTensor was made of tensors on the host, and warns whenever an attribute of it is read.
         is_ours = type(value) is torch.Tensor or isinstance(value, DTensor | nn.Parameter)
         if is_ours and value.device.type != "cpu":
             state_dict[key] = value.cpu()
@@ -264,15 +272,15 @@ def _bring_to_host(state_dict: dict[str, Any], unit: Unit, contents: _Contents, 
 
 def _before_load(
     wrapper: nn.Module,
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     prefix: str,
-    local_metadata: Any,
+    local_metadata: object,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Make of what is given what the modules below look for. `state_dict` is nn.Module's own copy."""
+    """Turn keys and values into what the modules below look for. `state_dict` is nn.Module's own copy."""
     state = state_of(wrapper)
     state.begin_load(error_msgs)
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -287,8 +295,8 @@ def _before_load(
 
 
 def _taken_up(state: WrapperState, record: ShardedParameter, given: Any) -> Any:
-    """Legacy values whole, and of a tensor-parallel parameter what lies otherwise on the same axes as the shard does,
-    gathered over the data-parallel ones alone; anything else as it is."""
+    """Returns a `ShardedTensor` unsharded, and a value of a tensor-parallel parameter with the shard's layout if it has
+    another layout on the same mesh; any other value as it is."""
     extensions, spec = state.extensions, record.shard_spec
     if is_sharded_tensor(given):
         inner, shards = extensions.pre_load_state_dict_transform(given)
@@ -304,17 +312,17 @@ def _taken_up(state: WrapperState, record: ShardedParameter, given: Any) -> Any:
 
 
 def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
-    """Whether `given`, on the same mesh as the shard, lies as that does on the axes that are not data parallel."""
+    """Whether `given`, on the shard's mesh, has the shard's placements on the axes that are not data parallel."""
     names, own = given.device_mesh.mesh_dim_names or (), record.mesh.mesh.mesh_dim_names or ()
     pairs = zip(names, given.placements, record.shard_spec.placements, strict=True)
     return all(theirs == ours for name, theirs, ours in pairs if name not in own)
 
 
-def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> None:
-    """Cut a flat parameter into the shards that it stands for, views of it.
+def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> None:
+    """Replace a flat parameter by the shards that it stands for, which are views of it.
 
     Raises:
-        PlacementError: it is that of a unit that is wrapped otherwise, or of another number of ranks.
+        PlacementError: it comes from another wrapping, or from another number of ranks.
     """
     flat = unit.parameters[0].flat if unit.parameters else None
     if flat is None or prefix + FLAT_PARAM not in state_dict:
@@ -340,7 +348,7 @@ def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, pref
 
 
 def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:
-    """Say clean names where something did not fit."""
+    """Put clean names into the report of what did not fit."""
     for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
         keys[:] = map(plain_name, keys)
     state_of(wrapper).end_load()
@@ -352,10 +360,10 @@ def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:
 def named_for_checkpointing(
     wrapper: nn.Module, own: Iterator[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Returns the parameters that torch's checkpointing is to find on `wrapper`, which has `own`: in the place of a
-    flat one those that it stands for.
+    """Returns the parameters that torch's checkpointing finds on `wrapper`: its `own`, with a flat parameter replaced
+    by the parameters that it stands for.
 
-    It walks over modules to learn which names there are, and what a value under each of them is distributed like.
+    Checkpointing walks over modules to learn the names, and how the value under each name is distributed.
     """
     unit = state_of(wrapper).unit
     if not any(each.shows_flat_parameter for each in (unit, *unit.companions)):

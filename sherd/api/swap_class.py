@@ -40,7 +40,7 @@ def _new_of_the_original(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.
     return plain
 
 
-def _refuse_copy(self: nn.Module, memo_or_protocol: Any) -> NoReturn:
+def _refuse_copy(self: nn.Module, memo_or_protocol: object) -> NoReturn:
     raise ModuleError(
         f"{type(self).__name__} is sharded and cannot be deep-copied or pickled (torch.save): it would be of process "
         "groups, and of one rank's shards. Save its state_dict(); for a copy, copy the module before fully_shard, or "

@@ -1,6 +1,7 @@
-"""`FullyShardedDataParallel`: a wrapper around a module that makes one unit of it. FSDP1's front end, same engine.
+"""`FullyShardedDataParallel`: a wrapper around a module that makes one unit of it. FSDP1's front end on sherd's engine.
 
-The wrapper has one child, the user's module. Its arguments are read in `fsdp1.py`; the engine knows nothing of it.
+The wrapper has one child, the user's module. `fsdp1.py` reads its arguments; the engine does not know that wrappers
+exist.
 """
 
 from __future__ import annotations
@@ -38,21 +39,22 @@ from sherd.errors import ModuleError, PolicyTypeError, UnsupportedError, Wrapper
 class FullyShardedDataParallel(FSDPModule, nn.Module):
     """Shards the parameters of `module` over the data-parallel ranks; gathers them for its forward and backward.
 
-    Each instance is one unit: of the parameters below `module` that no nested instance has. Arguments, attributes and
-    methods are those of torch 2.13's class of this name; it runs on CPU and gloo without being told. It is an
-    `FSDPModule` as well, so all methods of those are there too.
+    Each instance is one unit, of the parameters below `module` that no nested instance has. Arguments, attributes and
+    methods are those of torch 2.13's class of this name (Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
+    Sharded Data Parallel", VLDB 2023); on CPU and gloo it needs no argument more. It is an `FSDPModule` too, with all
+    methods of that class.
 
     Args:
         module: the module to wrap.
-        process_group: the ranks that shard; for hybrid strategies a pair: those that shard, and those that hold copies.
-            None: all ranks.
+        process_group: the ranks that shard; for hybrid strategies a pair, the ranks that shard and the ranks that hold
+            copies. None: all ranks.
         sharding_strategy: what is sharded, and when unsharded parameters are freed. None: `FULL_SHARD`. Beyond torch:
             `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
         backward_prefetch: when to gather the next unit in backward; None: when it is needed.
         mixed_precision: dtypes of compute, of reduction and of buffers.
-        ignored_modules: modules whose parameters stay as they are, with all below them.
+        ignored_modules: modules whose parameters stay as they are, with all modules below them.
         param_init_fn: called with each module that has parameters or buffers on the meta device, to give them memory
             and values; None: `to_empty`, then `reset_parameters()`.
         device_id: the device to move the module to before it is sharded.
@@ -136,7 +138,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self._sherd_prepare = dynamo_disabled(before_forward)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither a deep copy nor a pickle: it would be of process groups, and of one rank's shards."""
+        """Raise, as a deep copy or a pickle would be of process groups, and of one rank's shards."""
         raise ModuleError(
             f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be deep-copied or pickled; copy or "
             "pickle the module before it is wrapped, or build a second one and load this one's state_dict()"
@@ -147,14 +149,14 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without wrappers of activation checkpointing around it."""
-        found: Any = self._modules[WRAPPED]
+        found = self.get_submodule(WRAPPED)
         while not isinstance(found, FullyShardedDataParallel) and WRAPPED in found._modules:
-            found = found._modules[WRAPPED]
-        return found  # type: ignore[no-any-return]
+            found = found.get_submodule(WRAPPED)
+        return found
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that shard, or under `NO_SHARD` those that hold copies."""
+        """The ranks that shard, or under `NO_SHARD` the ranks that hold copies."""
         return self._sherd_state.process_group
 
     @property
@@ -173,13 +175,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return self._sherd_own_unit.mesh.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward; parameters are whole inside."""
+        """Call the wrapped module's forward, with unsharded parameters."""
         self._sherd_prepare(self)
         wrapped: Any = self._modules[WRAPPED]
         return wrapped(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have, the wrapped module is asked for."""
+        """Returns the wrapped module's attribute where the wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -189,8 +191,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             return getattr(wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As nn.Module's; but a tensor in the place of a parameter of the wrapped module goes there, as reading does.
-        `torch.func.functional_call` sets what is given for a nested wrapper's parameters in this way."""
+        """As nn.Module's, but a tensor with the name of a parameter of the wrapped module is set there, where reading
+        finds it. `torch.func.functional_call` sets the parameters of a nested wrapper in this way."""
         found = self.__dict__.get("_modules", {}).get(WRAPPED) if isinstance(value, torch.Tensor) else None
         while found is not None and WRAPPED in found._modules:
             found = found._modules[WRAPPED]
@@ -218,11 +220,11 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """As nn.Module's, with the names that the user's own model has."""
         return ((plain_name(name), each) for name, each in super().named_buffers(*args, **kwargs))
 
-    # Which instances there are
+    # Instances
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The instances at and below `module`, outermost first; only those that are in no other if `root_only`."""
+        """Returns the instances at and below `module`, outermost first; with `root_only` only those in no other."""
         found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -230,7 +232,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return [each for each in found if id(each) not in nested]
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost unit. Asked before the first forward, it is until a unit above runs."""
+        """Whether this is the outermost unit. Before the first forward that is so until a unit above it runs."""
         return self._sherd_own_runtime.root is self._sherd_own_unit
 
     # Unsharded parameters
@@ -245,7 +247,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """`sherd.unsharded`, refused where FSDP1 refuses it.
+        """As `sherd.unsharded`, with an error where FSDP1 has one.
 
         Raises:
             UnsupportedError: `with_grads` for a unit with a flat parameter, or with `offload_to_cpu`; `writeback` with
@@ -269,7 +271,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As nn.Module's: `fn` sees each module with its parameters whole, and what it changes is kept."""
+        """As nn.Module's: `fn` sees each module with unsharded parameters, and its changes are kept."""
         if self._sherd_own_unit.lent is not None:
             raise WrapperStateError(
                 "apply() inside an unshard context that lends this unit's parameters; call it outside, or on "
@@ -282,7 +284,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Backwards inside do not reduce: gradients are kept unsharded and added up, until a backward outside.
+        """Let backwards in this context not reduce: gradients are added up unsharded until a backward outside.
 
         Raises:
             RuntimeError: on an instance that is not the root (a `StateError`).
@@ -316,13 +318,15 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return norm
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients with `hook`: `hook(state, gradient)` for `NO_SHARD`, in place; otherwise `hook(state,
-        whole_gradient, shard)`, which fills `shard`. Both 1-D, in the reduce dtype, padding included, of which the
-        gradient is 0; the hook divides, too. `sherd.comm_hooks` has ready-made ones.
+        """Reduce gradients with `hook`, in the form of DDP's communication hooks; `sherd.comm_hooks` has some.
+
+        Under `NO_SHARD` `hook(state, gradient)` reduces in place; otherwise `hook(state, gradient, shard)` fills
+        `shard`. Both tensors are 1-D, in the reduce dtype, and include padding, which is 0 in `gradient`. The hook
+        divides too.
 
         Raises:
             PolicyError: not callable, a hybrid strategy, or a unit of several dtypes.
-            WrapperStateError: registered before, or on an instance that is not the root.
+            WrapperStateError: there is a hook already, or this instance is not the root.
         """
         self._sherd_require_root("register_comm_hook")
         wrappers = self.fsdp_modules(self)
@@ -346,7 +350,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with the names that the user's own model has, of the kind that `set_state_dict_type` says.
 
-        Values of other ranks are gathered where the kind wants them: all ranks must call it.
+        All ranks must call it, as some kinds gather values of other ranks.
 
         Raises:
             StateError: in the middle of a forward or backward.
@@ -357,7 +361,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             self._sherd_state.hide_names()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, of any kind of state dict; flat parameters are registered again if it raises too."""
+        """As nn.Module's, for any kind of state dict. Flat parameters are registered again also if it raises."""
         try:
             return super().load_state_dict(state_dict, strict, assign)
         finally:
