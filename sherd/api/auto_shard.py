@@ -210,7 +210,7 @@ def _tied_embeddings(model: nn.Module) -> Counter[int]:
 
 
 def _reaches_in(module: nn.Module, tied: Counter[int]) -> bool:
-    """Whether `module` has a tied embedding's weight that is registered outside of `module` too."""
+    """Returns whether `module` has a tied embedding's weight that is registered outside of `module` too."""
     inside = Counter(id(each) for below in module.modules() for each in _own(below) if id(each) in tied)
     return any(places < tied[key] for key, places in inside.items())
 

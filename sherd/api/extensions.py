@@ -1,4 +1,4 @@
-"""What a wrapper does with parameters that are DTensors over other axes than its own (tensor parallelism).
+"""The treatment of parameters that are DTensors over other axes than the wrapper's (tensor parallelism).
 
     moment                        method                          what DTensorExtensions does
     a parameter is sharded        pre_flatten_transform           takes the part that the other axes leave to this rank
@@ -86,7 +86,7 @@ class FSDPExtensions(ABC):
 
 
 class DTensorExtensions(FSDPExtensions):
-    """What a wrapper does by default: tensor-parallel parameters, on any number of axes beside its own.
+    """The default treatment of tensor-parallel parameters, on any number of axes beside its own.
 
     A subclass overrides the methods that it wants to change, or to observe.
     """
@@ -239,7 +239,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def has_own(extensions: FSDPExtensions, method: str) -> bool:
-    """Whether `extensions` override `method` of `DTensorExtensions`."""
+    """Returns whether `extensions` override `method` of `DTensorExtensions`."""
     return getattr(type(extensions), method) is not getattr(DTensorExtensions, method)
 
 

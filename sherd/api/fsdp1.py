@@ -48,7 +48,7 @@ FAKE_REDUCE = "FSDP_USE_FAKE_REDUCE"
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, and over which ranks.
+    """The strategies: which tensors are sharded, and over which ranks.
 
     `FULL_SHARD` is ZeRO-3 and `SHARD_GRAD_OP` ZeRO-2 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
     Trillion Parameter Models", SC 2020); the hybrid strategies are those of Zhao et al., "PyTorch FSDP: Experiences on
@@ -68,12 +68,12 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are both shards and copies."""
+        """Returns whether there are both shards and copies."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether unsharded parameters are freed between forward and backward."""
+        """Returns whether unsharded parameters are freed between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
@@ -122,7 +122,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards, gradients and optimizer state are kept in host memory between uses."""
+    """Offloading: `offload_params` keeps shards, gradients and optimizer state in host memory between uses."""
 
     offload_params: bool = False
 
@@ -252,7 +252,7 @@ class Choices:
 
     @property
     def notices_replaced(self) -> bool:
-        """Whether each gather first looks for tensors that the user put in the place of shards."""
+        """Returns whether each gather first looks for tensors that the user put in the place of shards."""
         return not _is_on(SKIP_WRITEBACK_CHECK)
 
     def mesh(self, has_policy: bool) -> DataMesh:

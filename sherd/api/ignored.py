@@ -16,7 +16,7 @@ from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 
 @dataclass(frozen=True)
 class Ignored:
-    """What a wrapper ignores.
+    """The ignored modules, parameters and buffers of a wrapper.
 
     Args:
         modules: the ignored modules and all modules below them, apart from units, which are sharded already.

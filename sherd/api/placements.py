@@ -177,7 +177,7 @@ EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks
 
 
 def is_cut(value: Any) -> bool:
-    """Whether `value` says how to cut a parameter."""
+    """Returns whether `value` says how to cut a parameter."""
     # The class `Flat` has all methods of a placement, so that `placement=Flat` would be taken for one.
     return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
 

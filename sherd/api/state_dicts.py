@@ -46,7 +46,7 @@ from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 StateDict: TypeAlias = dict[str, Any]
 
 FLAT_PARAM = "_flat_param"
-"""What a wrapper calls its flat parameter, in itself and in a local state dict."""
+"""The name of a flat parameter, in its wrapper and in a local state dict."""
 
 
 def install(wrapper: nn.Module) -> None:
@@ -163,7 +163,7 @@ def _kind_of(state: WrapperState) -> StateDictType:
 
 
 def _lends_elsewhere(unit: Unit) -> bool:
-    """Whether the unsharded copies are on rank 0 only, and this is another rank. Rank 0 may be alone in asking then."""
+    """Returns whether the unsharded copies are on rank 0 only, and this is another rank."""
     return unit.lent is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
 
 
@@ -312,7 +312,7 @@ def _taken_up(state: WrapperState, record: ShardedParameter, given: Any) -> Any:
 
 
 def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
-    """Whether `given`, on the shard's mesh, has the shard's placements on the axes that are not data parallel."""
+    """Returns whether `given`, on the shard's mesh, has the shard's placements on axes that are not data parallel."""
     names, own = given.device_mesh.mesh_dim_names or (), record.mesh.mesh.mesh_dim_names or ()
     pairs = zip(names, given.placements, record.shard_spec.placements, strict=True)
     return all(theirs == ours for name, theirs, ours in pairs if name not in own)

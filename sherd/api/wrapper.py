@@ -78,7 +78,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         sharding_strategy: ShardingStrategy | Placements | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Any = None,
@@ -137,7 +137,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         # As with hooks: a compiled wrapper is to find no Python of ours to trace.
         self._sherd_prepare = dynamo_disabled(before_forward)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise, as a deep copy or a pickle would be of process groups, and of one rank's shards."""
         raise ModuleError(
             f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be deep-copied or pickled; copy or "
@@ -232,7 +232,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return [each for each in found if id(each) not in nested]
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost unit. Before the first forward that is so until a unit above it runs."""
+        """Returns whether this is the outermost unit. Before the first forward it is, until a unit above runs."""
         return self._sherd_own_runtime.root is self._sherd_own_unit
 
     # Unsharded parameters

@@ -1,4 +1,4 @@
-"""`WrapperState`: what a `FullyShardedDataParallel` keeps beside its unit, in one record under one attribute."""
+"""`WrapperState`: all that a `FullyShardedDataParallel` keeps beside its unit, in one record under one attribute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sherd.errors import ModuleError, UnsupportedError
 
 @dataclass(eq=False)
 class WrapperState:
-    """What a wrapper keeps beside its unit.
+    """The record that a wrapper keeps beside its unit.
 
     Args:
         unit: the unit that the wrapper made.

@@ -1,4 +1,4 @@
-"""What the making of a wrapper does to a module: it wraps modules below by a policy, and makes the unit."""
+"""The making of a wrapper: modules below are wrapped by a policy, and the module becomes a unit."""
 
 from __future__ import annotations
 
