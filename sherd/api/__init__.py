@@ -1,1 +1,1 @@
-"""What users call: the two front ends."""
+"""The functions and classes that users call: the two front ends."""

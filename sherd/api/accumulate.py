@@ -1,4 +1,4 @@
-"""How does a user say that several backwards make one step? `accumulate`, for both front ends."""
+"""`accumulate`: several backwards that make one optimizer step, for both front ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sherd.policy import require_int
 
 @contextmanager
 def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
-    """The next `num_backwards` backwards of `model` make one optimizer step; communicate no more than that needs.
+    """Let the next `num_backwards` backwards of `model` make one optimizer step, and communicate only what that needs.
 
         with sherd.accumulate(model, len(micro_batches)):
             for micro_batch in micro_batches:
                 (loss_of(model, micro_batch) / len(micro_batches)).backward()
         optimizer.step()
 
-    Backwards before the last reduce over the axes only over which gradients are sharded: with HSDP each reduces within
-    a replica, and the last one over the replicas; with ZeRO-1 and DDP only the last one reduces at all
-    (`Placements.gradient`). Parameters that are kept unsharded, or of which replicas own pieces, are brought up to date
-    once; outside this context that is done at every forward, as somebody may have written them. Sums over replicas wait
-    in the parameters' dtype, whatever the reduce dtype. Losses are not divided: that is the caller's choice.
+    A backward before the last one reduces only over axes over which gradients are sharded (`Placements.gradient`). With
+    HSDP each backward reduces within a replica, and the last one over the replicas; with ZeRO-1 and DDP only the last
+    one reduces. Parameters that are kept unsharded, or of which replicas own pieces, are updated once; outside this
+    context they are updated at every forward, as the program may have written to them. Gradients that wait for the
+    replicas have the parameters' dtype, whatever the reduce dtype. Losses are not divided: the caller divides them.
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.
@@ -35,8 +35,8 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
     Raises:
         ModuleError: nothing below `model` is sharded.
         PolicyError: `num_backwards` below 1; `PolicyTypeError` if it is no int.
-        StateError: within another such context; a further backward; on leaving, there were fewer. On leaving with any
-            exception, what was not yet reduced is dropped.
+        StateError: inside another such context, at a backward after the last one, or on leaving after fewer backwards.
+            On leaving with any exception, gradients that were not yet reduced are dropped.
     """
     require_int("accumulate(num_backwards={})", num_backwards, 1)
     units = units_below(model)
@@ -56,7 +56,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
                 "gradients wait for a reduction that has not come; run as many as announced, of the outermost module"
             )
     except BaseException:
-        # Half a step's sums would get into the next one: an optimizer's zero_grad does not see them.
+        # The sums of half a step would be added to the next step's: an optimizer's zero_grad does not see them.
         for unit in units:
             unit.backward.drop_unreduced()
         raise

@@ -1,5 +1,5 @@
-"""Warnings that the wrapper gives where FSDP1 does: of programs that work and are probably not meant, and of deprecated
-names. Conditions and categories are those of torch 2.13."""
+"""Warnings that the wrapper gives where FSDP1 does: about programs that work and are probably a mistake, and about
+deprecated names. Conditions and categories are those of torch 2.13."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def of_containers(module: nn.Module) -> None:
-    """A list or a dict of modules is wrapped by itself: its forward, which would gather, is never called."""
+    """Warn if a list or a dict of modules is wrapped by itself: it has no forward that would gather."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         _warn(
             f"a {type(module).__name__} was wrapped, which has no forward, so nothing gathers the parameters in it; "
@@ -20,7 +20,7 @@ def of_containers(module: nn.Module) -> None:
 
 
 def of_one_rank(num_ranks: int, strategy: str) -> None:
-    """There are no other ranks, and something else than `NO_SHARD` was chosen."""
+    """Warn if there is one rank only, and the strategy is not `NO_SHARD`."""
     if num_ranks == 1 and strategy != "NO_SHARD":
         _warn(
             f"sharding_strategy {strategy} on one rank alone, the world size being 1, shards nothing; it trains as "
@@ -29,17 +29,18 @@ def of_one_rank(num_ranks: int, strategy: str) -> None:
 
 
 def of_the_host(tensors: Collection[torch.Tensor], computes_on: torch.device) -> None:
-    """The module was left in host memory, though it will compute on an accelerator."""
+    """Warn if the module is in host memory and will compute on an accelerator."""
     first = next(iter(tensors), None)
     if first is not None and first.device.type == "cpu" and computes_on.type != "cpu":
         _warn(
             f"the module to wrap is on the CPU and computes on {computes_on}, so it is sharded in host memory, slower "
-            "than on the device; pass device_id, or move it there before it is wrapped"
+            "than on the device; pass device_id, or move it there before it is wrapped",
+            frames=1,
         )
 
 
 def of_precise_modules(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
-    """Mixed precision and an auto-wrap policy were chosen for a module with some of these classes in it."""
+    """Warn if there are modules of `classes`, where mixed precision and an auto-wrap policy were given."""
     found = sorted({type(each).__name__ for each in root.modules() if isinstance(each, classes)})
     if found:
         _warn(
@@ -51,7 +52,7 @@ def of_precise_modules(root: nn.Module, classes: tuple[type[nn.Module], ...]) ->
 
 
 def of_no_gradients(rank: int, dtype: torch.dtype) -> None:
-    """Gradients were to be clipped where there are none."""
+    """Warn that gradients were to be clipped on a rank that has none."""
     _warn(
         f"clip_grad_norm_() found no gradients on rank {rank}, so its norm is of other ranks' alone, in {dtype}; "
         "call it after a backward that reduces, and before zero_grad()",
@@ -60,7 +61,7 @@ def of_no_gradients(rank: int, dtype: torch.dtype) -> None:
 
 
 def of_many_copies() -> None:
-    """Unsharded parameters were asked for in host memory, of every rank."""
+    """Warn that every rank of a host copies all unsharded parameters into host memory."""
     _warn(
         "offload_to_cpu=True with rank0_only=False: every rank of a host copies all unsharded parameters into the "
         "memory that they share; pass rank0_only=True if one copy is enough",
@@ -69,7 +70,7 @@ def of_many_copies() -> None:
 
 
 def of_state_dict_type(for_a_while: bool) -> None:
-    """The kind of state dict was set, in FSDP1's way; `for_a_while`: in a `with` statement."""
+    """Warn of FSDP1's way to set the kind of state dict. `for_a_while`: it is set by a `with` statement."""
     _warn_of_old(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in torch: get_state_dict() and "
         "set_state_dict() of torch.distributed.checkpoint.state_dict serve both front ends",
@@ -78,7 +79,7 @@ def of_state_dict_type(for_a_while: bool) -> None:
 
 
 def of_old_name(old: str, new: str) -> None:
-    """A method was called which has a successor."""
+    """Warn that the method `old` was called, whose successor is `new`."""
     _warn_of_old(f"FullyShardedDataParallel.{old} is deprecated, as in torch, and {new} stands for it")
 
 
@@ -89,7 +90,7 @@ def of_optim_input(optim_input: object) -> None:
 
 
 def _warn(text: str, frames: int = 0) -> None:
-    """`frames`: how many of ours there are between the method that was called and the one that gives advice."""
+    """Warn at the user's line. `frames` counts sherd's calls between the user's call and the function of this file."""
     warnings.warn(text, stacklevel=4 + frames)
 
 

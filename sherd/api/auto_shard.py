@@ -1,5 +1,4 @@
-"""`auto_shard`: `fully_shard` on every module that a policy, or else the model's own description of itself, makes a
-unit."""
+"""`auto_shard`: `fully_shard` on every module that a policy, or else the model's description of itself, chooses."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from sherd.engine.run.seal import unit_of
 from sherd.engine.state.ownership import belongings
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import WrapPolicy, choose, is_container, post_order
+from sherd.wrap.walks import Kwargs
 
 _log = logging.getLogger("sherd")
 
@@ -32,12 +32,12 @@ def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard
         model: what to shard, in place.
         policy: one of `sherd.wrap`, one of torch's, or a function `policy(module, recurse, nonwrapped_numel) -> bool`.
             The arguments that a `CustomPolicy` gives a module go over `fully_shard_args`. Containers without a forward
-            are passed over: what they hold is sharded with the unit above, where it is not a unit itself. None: the
-            model says it itself, as Hugging Face's do. Instances of the classes in `_no_split_modules`, of the model
-            and of models in it, are units, and so are the modules that `_fsdp_plan` names: "free_full_weight" means
-            `reshard_after_forward=True`, "keep_full_weight" False, unless `fully_shard_args` say otherwise. A plan's
-            last norm and `lm_head` are one unit; its rules that match no module are passed over; and what holds an
-            embedding whose weight is used outside too (tied to `lm_head`) is left to the root. Of a model that says
+            are passed over: their modules are sharded with the unit above, unless they are units. None: the model
+            describes itself, as Hugging Face's models do. Instances of the classes in `_no_split_modules`, of the
+            model and of models in it, are units, and so are the modules that `_fsdp_plan` names: "free_full_weight"
+            means `reshard_after_forward=True`, "keep_full_weight" False, unless `fully_shard_args` say otherwise. A
+            plan's last norm and `lm_head` are one unit; its rules that match no module are passed over; and a module
+            with an embedding whose weight is used outside too (tied to `lm_head`) is left to the root. If a model has
             neither, the units are the blocks that it repeats: the modules in its largest lists of one class
             (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which.
         fully_shard_args: arguments of `fully_shard`, for every unit.
@@ -46,10 +46,10 @@ def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard
         `model`.
 
     Raises:
-        PolicyError: no policy, and a model that neither describes itself nor repeats blocks, or whose description asks
-            for what there is not.
-            `PolicyTypeError` for something that is no policy, and for arguments that `fully_shard` does not take.
-        ModuleError: `model` or a chosen module is sharded already. What `fully_shard` raises.
+        PolicyError: no policy, and a model that neither describes itself nor repeats blocks, or whose description names
+            an unknown strategy.
+        PolicyTypeError: something that is no policy, or an argument that `fully_shard` does not take.
+        ModuleError: `model` or a chosen module is sharded already. Other errors are those of `fully_shard`.
     """
     if not isinstance(model, nn.Module):
         raise PolicyTypeError(f"auto_shard expects a module, got a {type(model).__name__}")
@@ -66,11 +66,11 @@ class _Unit:
     """One call of `fully_shard`: its modules and the arguments."""
 
     modules: list[nn.Module]
-    arguments: dict[str, Any]
+    arguments: Kwargs
 
 
-def _chosen(model: nn.Module, policy: WrapPolicy, arguments: dict[str, Any]) -> list[_Unit]:
-    """What `policy` chooses."""
+def _chosen(model: nn.Module, policy: WrapPolicy, arguments: Kwargs) -> list[_Unit]:
+    """Returns the units that `policy` chooses."""
     chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
     for name, module in post_order(model):
         if module in chosen:
@@ -84,8 +84,8 @@ RESHARDS = {"free_full_weight": True, "keep_full_weight": False}
 TAIL = {"norm", "lm_head"}
 
 
-def _described(model: nn.Module, arguments: dict[str, Any]) -> list[_Unit]:
-    """What the model's `_fsdp_plan` and `_no_split_modules` make units."""
+def _described(model: nn.Module, arguments: Kwargs) -> list[_Unit]:
+    """Returns the units that the model's `_fsdp_plan` and `_no_split_modules` describe, or else its repeated blocks."""
     unit_of_module: dict[nn.Module, _Unit] = {}
     for owner, plan in _outermost_plans(model):
         for planned in _planned(owner, plan, arguments):
@@ -104,7 +104,7 @@ def _described(model: nn.Module, arguments: dict[str, Any]) -> list[_Unit]:
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model that says nothing of itself."""
+    """Returns the blocks of a model that does not describe itself."""
     found = repeated_blocks(model)
     if found:
         _log.info("auto_shard: %s does not say what its units are: they are %s", type(model).__name__, in_words(found))
@@ -112,7 +112,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, _Unit]) -> list[_Unit]:
-    """Each unit once, after all that is below its modules, without those that belong to the root."""
+    """Returns each unit once, after the units below its modules, without units that are left to the root."""
     tied = _tied_embeddings(model)
     waiting = Counter(id(unit) for unit in unit_of_module.values())
     units = []
@@ -127,7 +127,7 @@ def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, _Unit]) -> list
 
 
 def _no_split_classes(model: nn.Module) -> set[str]:
-    """The names of classes in every `_no_split_modules` at and below `model`."""
+    """Returns the names of classes in every `_no_split_modules` at and below `model`."""
     found: set[str] = set()
     for module in model.modules():
         names = getattr(module, "_no_split_modules", None) or ()
@@ -140,8 +140,8 @@ def _no_split_classes(model: nn.Module) -> set[str]:
 
 
 def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """The plans at and below `module`, each with the module it is about. Models take the plans of models inside them
-    into their own, so there is no need to look below one that has a plan."""
+    """Returns the plans at and below `module`, each with its module. A model's plan includes the plans of models inside
+    it, so modules below one that has a plan are not looked at."""
     plan = getattr(module, "_fsdp_plan", None)
     if plan is not None:
         yield module, plan
@@ -150,9 +150,9 @@ def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         yield from _outermost_plans(child)
 
 
-def _planned(owner: nn.Module, plan: Any, arguments: dict[str, Any]) -> list[_Unit]:
-    """The units of one plan: a dict from names below `owner`, `*` for a number, to a strategy; a tuple of names is one
-    unit."""
+def _planned(owner: nn.Module, plan: Any, arguments: Kwargs) -> list[_Unit]:
+    """Returns the units of one plan: a dict from names below `owner` to strategies. In a name `*` stands for a number;
+    a tuple of names is one unit."""
     if not isinstance(plan, Mapping):
         raise PolicyTypeError(
             f"{type(owner).__name__}._fsdp_plan is {plan!r}; expected a dict from names to strategies"
@@ -177,8 +177,8 @@ def _planned(owner: nn.Module, plan: Any, arguments: dict[str, Any]) -> list[_Un
 
 
 def _with_one_tail(plan: Mapping[Any, str]) -> dict[Any, str]:
-    """`plan` with the last norm and the head as one rule, if it keeps these two: they run one after the other, and one
-    gather serves both."""
+    """Returns `plan` with the last norm and the head as one rule, if it keeps both: they run one after the other, so
+    one gather serves both."""
     kept = [rule for rule, strategy in plan.items() if strategy == "keep_full_weight" and isinstance(rule, str)]
     if len(kept) != len(TAIL) or {rule.rpartition(".")[2] for rule in kept} != TAIL:
         return dict(plan)
@@ -188,7 +188,7 @@ def _with_one_tail(plan: Mapping[Any, str]) -> dict[Any, str]:
 
 
 def _matching(rule: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The modules that a plan's rule names: "layers.*" is every numbered module of `layers`."""
+    """Returns the modules that a plan's rule names: "layers.*" is every numbered module of `layers`."""
     pattern = re.compile(re.escape(rule).replace(r"\*", r"\d+"))
     return [module for name, module in modules.items() if pattern.fullmatch(name)]
 
@@ -204,14 +204,14 @@ def _check_no_container(owner: nn.Module, unit: _Unit) -> None:
 
 
 def _tied_embeddings(model: nn.Module) -> Counter[int]:
-    """By id, in how many places the weight of an embedding hangs, for those with more than one."""
+    """Returns the number of places where the weight of an embedding is registered, by its id, if there are several."""
     hang_on = Counter(id(each) for module in model.modules() for each in _own(module))
     of_embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return Counter({key: places for key, places in hang_on.items() if places > 1 and key in of_embeddings})
 
 
 def _reaches_in(module: nn.Module, tied: Counter[int]) -> bool:
-    """Whether `module` holds a tied embedding's weight that hangs on places outside too."""
+    """Returns whether `module` has a tied embedding's weight that is registered outside of `module` too."""
     inside = Counter(id(each) for below in module.modules() for each in _own(below) if id(each) in tied)
     return any(places < tied[key] for key, places in inside.items())
 

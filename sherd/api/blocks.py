@@ -10,15 +10,15 @@ from torch import nn
 from sherd.wrap import is_container
 
 WORTH = 10
-"""A list counts if it has at least one part in this many of the largest list's parameters."""
+"""A list counts if the largest list has at most this many times its parameters."""
 
 Blocks = dict[str, list[nn.Module]]
-"""By the name of a list, what is in it."""
+"""The modules of each list, by the list's name."""
 
 
 def repeated_blocks(model: nn.Module) -> Blocks:
-    """The lists below `model` (`nn.ModuleList`, `nn.Sequential`) whose modules are of one class and have parameters and
-    a forward: the largest, and those that are not much smaller; none that is inside a block of another."""
+    """Returns the lists below `model` (`nn.ModuleList`, `nn.Sequential`) whose modules are of one class and have
+    parameters and a forward: the largest list, and lists that are not much smaller. Lists in blocks do not count."""
     found = dict(_lists(model, ""))
     sizes = {name: _numel(blocks) for name, blocks in found.items()}
     largest = max(sizes.values(), default=0)
@@ -26,7 +26,7 @@ def repeated_blocks(model: nn.Module) -> Blocks:
 
 
 def in_words(blocks: Blocks) -> str:
-    """For a message: "3 Layer of encoder.layers, 2 Block of head"."""
+    """Returns the blocks in words: "3 Layer of encoder.layers, 2 Block of head"."""
     return ", ".join(f"{len(each)} {type(each[0]).__name__} of {name or 'the model'}" for name, each in blocks.items())
 
 

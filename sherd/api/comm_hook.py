@@ -1,10 +1,13 @@
-"""How does a user's communication hook take the place of a unit's reduction? In the form that DDP and FSDP1 share.
+"""A user's communication hook in the place of a unit's reduction, in the form that DDP and FSDP1 share.
 
     rows that are sent     | gradient | padding | flags |     one part a rank
     what the hook sees     | gradient |    0    |             in memory of its own, which it may write
 
-The flags tell a parameter without a gradient here from one that other ranks have no gradient of either. They are no
-gradients, and a hook would scale or compress them, so they are summed beside it.
+The flags tell whether any rank has a gradient of a parameter that has none here. A hook would scale or compress them as
+if they were gradients, so they are summed apart from it.
+
+The form of hooks is that of DDP (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020).
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ class _Hooked(ReduceScatter):
     gradient)`."""
 
     def __init__(self, unit: Unit, state: object, hook: Hook, in_place: bool) -> None:
-        self._unit = weakref.ref(unit)  # whose policy holds this
+        self._unit = weakref.ref(unit)  # weak, as the unit's policy holds this
         self._state = state
         self._hook = hook
         self._in_place = in_place
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The usual memory."""
+        """Returns ordinary memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -47,7 +50,7 @@ class _Hooked(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Done when it returns."""
+        """Reduce; the work is done when this returns."""
         reduced = _reduced_group(self._unit)
         numel = reduced.shard_numel
         # The rows are used again, or are autograd's own gradient, which others may still read: the hook gets a copy.
@@ -67,7 +70,7 @@ class _Hooked(ReduceScatter):
 
 
 def _all_reduce(unit: Unit, state: object, hook: Hook) -> Callable[[torch.Tensor], None]:
-    """An all-reduce done by `hook(state, gradient)`."""
+    """Returns an all-reduce done by `hook(state, gradient)`."""
     this = weakref.ref(unit)
 
     def run(sums: torch.Tensor) -> None:
@@ -76,7 +79,7 @@ def _all_reduce(unit: Unit, state: object, hook: Hook) -> Callable[[torch.Tensor
         gradient = sums[:numel]
         _clear_gaps(reduced, 0, gradient)
         hook(state, gradient)
-        if gradient.data_ptr() != sums.data_ptr():  # the hook has given it other memory, of another dtype say
+        if gradient.data_ptr() != sums.data_ptr():  # the hook gave the tensor other memory, as one of another dtype has
             sums[:numel].copy_(gradient)
         _add_flags(sums[numel:], reduced.mesh.replicate_group)
 
@@ -84,7 +87,7 @@ def _all_reduce(unit: Unit, state: object, hook: Hook) -> Callable[[torch.Tensor
 
 
 def _reduced_group(this: weakref.ref[Unit]) -> Group:
-    """The one group of a unit that has gradients."""
+    """Returns the one group of the unit that has gradients."""
     unit = this()
     assert unit is not None, "its gradients are being reduced"
     (group,) = _trainable(unit)
@@ -97,7 +100,7 @@ def _trainable(unit: Unit) -> list[Group]:
 
 
 def _clear_gaps(group: Group, rank: int, part: torch.Tensor) -> None:
-    """Padding holds whatever was there, and a hook that takes a norm would see it."""
+    """Set padding to 0: it holds whatever was there, and a hook that takes a norm would count it."""
     for gap in group.packing.gaps_of(rank):
         part[gap.start : gap.stop].zero_()
 
@@ -108,12 +111,12 @@ def _add_flags(flags: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place: Sequence[bool]) -> None:
-    """Reduce the gradients of all `modules`, wrappers, with `hook`, which divides them as well. `in_place`: for which
-    of them it is called with a gradient only.
+    """Reduce the gradients of `modules`, which are wrappers, with `hook`, which divides them as well. `in_place` says
+    for each module whether the hook takes the gradient alone.
 
     Raises:
-        PolicyTypeError: it cannot be called.
-        WrapperStateError: there is one already (an AssertionError, as in FSDP1).
+        PolicyTypeError: `hook` cannot be called.
+        WrapperStateError: a unit has a hook already (an AssertionError, as in FSDP1).
         PolicyError: a unit both shards and replicates, or has parameters of several dtypes.
     """
     if not callable(hook):

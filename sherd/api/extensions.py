@@ -1,14 +1,14 @@
-"""What is a wrapper to do with parameters that are DTensors already, over axes that are not its own (tensor parallel)?
+"""The treatment of parameters that are DTensors over other axes than the wrapper's (tensor parallelism).
 
-    moment                        asked                           what DTensorExtensions does
+    moment                        method                          what DTensorExtensions does
     a parameter is sharded        pre_flatten_transform           takes the part that the other axes leave to this rank
-    it is whole again             post_unflatten_transform        makes a DTensor around that part, uncopied
+    it is unsharded again         post_unflatten_transform        makes a DTensor around that part, uncopied
     a state dict of rows is made  chunk_dtensor, chunk_tensor     cuts each part into rows, on all axes
     a sharded one is loaded       all_gather_dtensor              gathers the part over the wrapper's axes
                                   pre_load_state_dict_transform   finds the ShardedTensor of the part
 
-Names, arguments and meanings are those of torch 2.13's `FSDPExtensions`. The engine itself knows how a DTensor is
-sharded; a wrapper needs a subclass only to do more than that.
+Names, arguments and meanings are those of torch 2.13's `FSDPExtensions`. The engine itself shards DTensors; a
+wrapper needs a subclass only to do more than that.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from sherd.checkpoint.relayout import around, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.tensor_parallel import beside, own_spec
 from sherd.errors import PlacementError, PolicyTypeError, UnsupportedError
+from sherd.layout import placement
 from sherd.layout.placement import Cut
-from sherd.layout.placement import Replicate as Copies
-from sherd.layout.placement import Shard as ReduceBuffer
 from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, local_part
 
 
 class FSDPExtensions(ABC):
-    """What a wrapper asks about parameters that are more than plain tensors: `FullyShardedDataParallel(...,
-    extensions=...)`, nested wrappers of an `auto_wrap_policy` included. All ranks are asked in the same order."""
+    """The methods that a wrapper calls for parameters that are more than plain tensors: `FullyShardedDataParallel(...,
+    extensions=...)`. Nested wrappers of an `auto_wrap_policy` share the object. All ranks call in the same order."""
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """Asked for each parameter, before it is sharded.
+        """Called for each parameter, before it is sharded.
 
         Returns:
             The plain tensor to be sharded, of the shape of the DTensor's local tensor, and what
-            `post_unflatten_transform` needs to make the parameter of it. None there: the parameter is sharded as it is.
+            `post_unflatten_transform` needs to make the parameter of it; None if the parameter is sharded as it is.
         """
 
     @abstractmethod
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """Of `tensor`, all of what `pre_flatten_transform` returned, the parameter: with the same memory, as the next
-        gather refills it. Asked when an unsharded buffer is made, and for each state dict."""
+        """Returns the parameter made of `tensor`: what `pre_flatten_transform` returned, but gathered. It must have
+        the same memory, which the next gather refills. Called for each unsharded buffer, and for each state dict."""
 
     @abstractmethod
     def chunk_tensor(
@@ -62,40 +61,42 @@ class FSDPExtensions(ABC):
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> Any:
-        """Of an unsharded parameter what `rank`, of the `world_size` in `pg`, has in a sharded state dict of the form
-        `SHARDED_TENSOR`. `tensor` is a DTensor if the parameter was one."""
+        """Returns the part of an unsharded parameter that `rank`, of the `world_size` in `pg`, has in a sharded state
+        dict of the form `SHARDED_TENSOR`. `tensor` is a DTensor if the parameter was one."""
 
     @abstractmethod
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """The same of the form `ROWS`. `device_mesh` is the wrapper's: `(shard,)` or `(replicate, shard)`, and `rank`
-        counts along its shard axis."""
+        """Returns the part of `rank` in a sharded state dict of the form `ROWS`. `device_mesh` is the wrapper's:
+        `(shard,)` or `(replicate, shard)`, and `rank` counts along its shard axis."""
 
     @abstractmethod
     def pre_load_state_dict_transform(self, tensor: Any) -> tuple[Any, list[Any]]:
-        """Of a `ShardedTensor` that is loaded: the one to load from, over the wrapper's ranks, and its shards on this
-        rank."""
+        """Returns the `ShardedTensor` over the wrapper's ranks that is in `tensor`, and its shards on this rank."""
 
     @abstractmethod
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """Of a DTensor over all axes, which are `parent_mesh`: gathered over the wrapper's, this rank's local tensor.
+        """Gather a DTensor, which is on all axes of `parent_mesh`, over the wrapper's axes.
 
-        Asked when one is loaded that lies otherwise than the parameter; and when a full state dict is made, if it is
-        not that of `DTensorExtensions`: without it, those of one unit are gathered in one collective.
+        Called when a loaded DTensor has another layout than the parameter. Called for full state dicts only if it is
+        overridden; otherwise the parameters of one unit are gathered in one collective.
+
+        Returns:
+            This rank's local tensor on the other axes.
         """
 
 
 class DTensorExtensions(FSDPExtensions):
-    """What a wrapper does by itself: tensor-parallel parameters, on any number of axes beside its own.
+    """The default treatment of tensor-parallel parameters, on any number of axes beside its own.
 
-    A subclass overrides what it wants to do otherwise, or to see.
+    A subclass overrides the methods that it wants to change, or to observe.
     """
 
     def __init__(self) -> None:
         self._parallel_axes: set[str] = set()
-        """The axes that parameters were found on: what is gathered is gathered over the others."""
+        """The axes that parameters were found on. Tensors are gathered over the other axes."""
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """A DTensor's local tensor, and its spec; anything else as it is."""
+        """Returns a DTensor's local tensor and its spec; any other tensor as it is, and None."""
         if not isinstance(tensor, DTensor):
             return tensor, None
         spec = spec_of(tensor)
@@ -103,7 +104,7 @@ class DTensorExtensions(FSDPExtensions):
         return local_tensor(tensor), spec
 
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """A DTensor around `tensor`, in its dtype."""
+        """Returns a DTensor around `tensor`, in the tensor's dtype."""
         return around(tensor, param_extension)
 
     def chunk_tensor(
@@ -115,10 +116,10 @@ class DTensorExtensions(FSDPExtensions):
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> Any:
-        """A `ShardedTensor` of rows; a scalar as it is.
+        """Returns a `ShardedTensor` of rows; a scalar as it is.
 
         Raises:
-            UnsupportedError: it is a DTensor.
+            UnsupportedError: `tensor` is a DTensor.
         """
         if isinstance(tensor, DTensor):
             raise UnsupportedError(
@@ -129,7 +130,7 @@ class DTensorExtensions(FSDPExtensions):
         return sharded_tensor_of_rows(tensor, pg) if tensor.dim() else tensor
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
-        """Rows, cut as `torch.chunk` does, as a DTensor of torch's own. On the axes of both, if it was a DTensor:
+        """Returns rows, cut as `torch.chunk` does, as a stock DTensor; if `tensor` is one, on the axes of both meshes:
         `[_StridedShard(0, split_factor=2), Shard(0)]` for `Shard(0)` over tp of 2, on the mesh (dp, tp)."""
         mesh = DataMesh(device_mesh, device_mesh.ndim - 1, 0 if device_mesh.ndim > 1 else None)
         tensor = tensor.detach()
@@ -142,7 +143,7 @@ class DTensorExtensions(FSDPExtensions):
         return around(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
 
     def pre_load_state_dict_transform(self, tensor: Any) -> tuple[Any, list[Any]]:
-        """Of torch's nested ones the inner one: this rank's part under tensor parallelism."""
+        """Returns the inner one of two nested tensors, a part under tensor parallelism, and its shards on this rank."""
         shards = tensor.local_shards()
         if len(shards) == 1 and type(shards[0].tensor) is type(tensor):
             tensor = shards[0].tensor
@@ -150,7 +151,7 @@ class DTensorExtensions(FSDPExtensions):
         return tensor, shards
 
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """What the axes of tensor parallelism leave to this rank.
+        """Returns this rank's part on the axes of tensor parallelism.
 
         Raises:
             PlacementError: `tensor` is on another mesh than `parent_mesh`.
@@ -162,17 +163,17 @@ class DTensorExtensions(FSDPExtensions):
         if isinstance(tensor, RaggedDTensor):
             return gather_part(local_tensor(tensor), layout_of(spec_of(tensor)))
         names = tensor.device_mesh.mesh_dim_names or ()
-        # As torch has it, where nobody has told: the last axis.
+        # Without a parameter that told which axes stay, the last axis does, as in torch.
         stay = self._parallel_axes & set(names) or set(names[-1:])
         wanted = [each if name in stay else Replicate() for name, each in zip(names, tensor.placements, strict=True)]
         return local_tensor(tensor.redistribute(placements=wanted))
 
 
 def extensions_given(given: FSDPExtensions | None) -> FSDPExtensions:
-    """What a wrapper asks: what the user has given, or `DTensorExtensions`.
+    """Returns the user's extensions, or `DTensorExtensions`.
 
     Raises:
-        PolicyTypeError: something else was given.
+        PolicyTypeError: `given` is no instance of `FSDPExtensions`.
     """
     if given is None:
         return DTensorExtensions()
@@ -185,11 +186,14 @@ def extensions_given(given: FSDPExtensions | None) -> FSDPExtensions:
 
 
 def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) -> Any | None:
-    """Ask what of `parameter` is sharded, and put that into its place; what restores it, None for one that stays.
+    """Call `pre_flatten_transform` for `parameter`, and copy the tensor that is to be sharded into its memory.
+
+    Returns:
+        What `post_unflatten_transform` needs; None if the parameter is sharded as it is.
 
     Raises:
-        PlacementError: what is to be sharded has another shape, or is not plain.
-        UnsupportedError: a parameter that is no DTensor is to be restored.
+        PlacementError: the tensor to be sharded has another shape, or is not plain.
+        UnsupportedError: there is an extension for a parameter that is no DTensor.
     """
     plain, extension = extensions.pre_flatten_transform(parameter)
     if extension is None:
@@ -215,10 +219,10 @@ def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) ->
 def restored(
     extensions: FSDPExtensions, extension: Any, whole: DTensorSpec, name: str, plain: torch.Tensor
 ) -> torch.Tensor:
-    """The parameter that lies as `unsharded` says, around `plain`, as the user's extensions make it.
+    """Returns the parameter that the user's extensions make around `plain`, of which the spec is `whole`.
 
     Raises:
-        PlacementError: it lies otherwise, or in other memory.
+        PlacementError: the parameter has another layout or other memory.
     """
     made = extensions.post_unflatten_transform(plain, extension)
     if not isinstance(made, DTensor) or not lies_as(made, whole) or not _same_memory(local_tensor(made), plain):
@@ -235,10 +239,12 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def has_own(extensions: FSDPExtensions, method: str) -> bool:
-    """Whether `method` is another one than that of `DTensorExtensions`."""
+    """Returns whether `extensions` override `method` of `DTensorExtensions`."""
     return getattr(type(extensions), method) is not getattr(DTensorExtensions, method)
 
 
 def _rows(shape: tuple[int, ...], num_ranks: int) -> Cut:
     name = "a parameter of a state dict"
-    return ReduceBuffer(0).cut(shape, num_ranks, name) if shape else Copies().cut(shape, num_ranks, name)
+    return (
+        placement.Shard(0).cut(shape, num_ranks, name) if shape else placement.Replicate().cut(shape, num_ranks, name)
+    )

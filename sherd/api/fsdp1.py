@@ -1,4 +1,4 @@
-"""What a user of FSDP1 chooses, and what that means in the engine's terms.
+"""The arguments of FSDP1, and what they mean in the engine's terms.
 
     process_group, device_mesh, sharding_strategy     which ranks shard and which hold copies: a `DataMesh`
     sharding_strategy                                 `reshard_after_forward`
@@ -48,12 +48,17 @@ FAKE_REDUCE = "FSDP_USE_FAKE_REDUCE"
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, and over which ranks."""
+    """The strategies: which tensors are sharded, and over which ranks.
+
+    `FULL_SHARD` is ZeRO-3 and `SHARD_GRAD_OP` ZeRO-2 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+    Trillion Parameter Models", SC 2020); the hybrid strategies are those of Zhao et al., "PyTorch FSDP: Experiences on
+    Scaling Fully Sharded Data Parallel", VLDB 2023.
+    """
 
     FULL_SHARD = auto()
     """Parameters, gradients and optimizer state; unsharded parameters are freed after forward and after backward."""
     SHARD_GRAD_OP = auto()
-    """The same, but unsharded parameters are kept from forward to backward."""
+    """As `FULL_SHARD`, but unsharded parameters are kept from forward to backward."""
     NO_SHARD = auto()
     """Nothing: every rank holds everything, gradients are all-reduced, as in `DistributedDataParallel`."""
     HYBRID_SHARD = auto()
@@ -63,12 +68,12 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are both shards and copies."""
+        """Returns whether there are both shards and copies."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether unsharded parameters are freed between forward and backward."""
+        """Returns whether unsharded parameters are freed between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
@@ -76,28 +81,28 @@ class BackwardPrefetch(Enum):
     """When the parameters of the next unit of backward are gathered."""
 
     BACKWARD_PRE = auto()
-    """Before the present unit's gradients are computed: most overlap."""
+    """Before the current unit's gradients are computed: most overlap."""
     BACKWARD_POST = auto()
-    """After the present unit's parameters were freed: less memory."""
+    """After the current unit's parameters are freed: less memory."""
 
 
 @dataclass
 class MixedPrecision:
-    """Dtypes of a unit; None leaves each tensor's own.
+    """The dtypes of a unit. None leaves each tensor in its own dtype.
 
     Args:
-        param_dtype: of gathered parameters, hence of compute.
-        reduce_dtype: in which gradients are reduced; None takes `param_dtype`.
-        buffer_dtype: of floating-point buffers; a state dict has them in their own.
+        param_dtype: the dtype of gathered parameters, hence of compute.
+        reduce_dtype: the dtype in which gradients are reduced; None takes `param_dtype`.
+        buffer_dtype: the dtype of floating-point buffers; a state dict has them in their original dtype.
         keep_low_precision_grads: leave gradients in `param_dtype`; under `NO_SHARD` in the dtype they were reduced in.
         cast_forward_inputs: cast the inputs of each unit's forward to `param_dtype`.
-        cast_root_forward_inputs: cast those of the root's forward, whatever is done with other units'.
+        cast_root_forward_inputs: cast the inputs of the root's forward, also where `cast_forward_inputs` is False.
         _module_classes_to_ignore: modules of these classes become units of their own, in full precision, when there
             is an `auto_wrap_policy`.
 
     Raises:
-        PolicyTypeError: a dtype by a string, say; a switch that is no bool.
-        PolicyError: an integer dtype, or bool.
+        PolicyTypeError: a dtype that is no `torch.dtype`, or a switch that is no bool.
+        PolicyError: an integer or bool dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -117,7 +122,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards, gradients and so the optimizer's state rest in host memory."""
+    """Offloading: `offload_params` keeps shards, gradients and optimizer state in host memory between uses."""
 
     offload_params: bool = False
 
@@ -161,7 +166,7 @@ class Choices:
 
     @property
     def strategy(self) -> ShardingStrategy:
-        """`FULL_SHARD` unless another one was chosen; for placements the one that uses the same groups."""
+        """Returns the chosen strategy, by default `FULL_SHARD`; for `Placements`, the strategy with the same groups."""
         chosen = self.sharding_strategy
         if isinstance(chosen, Placements):
             if len(chosen.levels) > 1:
@@ -171,10 +176,10 @@ class Choices:
 
     @property
     def placement(self) -> ShardSpec | RunPlacement:
-        """How parameters are cut: to the element, unless placements say otherwise.
+        """Returns how parameters are cut: as `Flat()`, unless `Placements` say otherwise.
 
         Raises:
-            PolicyError: they do, for a flat parameter.
+            PolicyError: `Placements` say otherwise for a flat parameter.
         """
         cut = self._placements.cut if self._placements is not None else None
         if not self.use_orig_params:
@@ -192,19 +197,19 @@ class Choices:
 
     @property
     def policy(self) -> UnitPolicy:
-        """What a unit does, and when."""
+        """Returns the policy of the unit: what it does, and when."""
         levels = None if self._placements is None else self._placements.levels
         chosen = Strategy(levels, None).policy(self.reshard_after_forward, self.prefetch)
         return replace(chosen, notices_replaced=self.notices_replaced)
 
     @property
     def reshard_after_forward(self) -> bool | None:
-        """As `fully_shard` takes it: None frees all but the root's."""
+        """Returns what `fully_shard` calls so: None frees the parameters of all units but the root."""
         return None if self.strategy.frees_after_forward or self._placements is not None else False
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
-        """The dtypes, full precision in eval included."""
+        """Returns the dtypes, with the environment's switch for full precision in eval."""
         chosen = self.mixed_precision if self.mixed_precision is not None else MixedPrecision()
         return MixedPrecisionPolicy(
             param_dtype=chosen.param_dtype,
@@ -217,23 +222,23 @@ class Choices:
 
     @property
     def precise_classes(self) -> tuple[type[nn.Module], ...]:
-        """What becomes units of their own, in full precision, below an `auto_wrap_policy`."""
+        """Returns the classes of modules that become units in full precision below an `auto_wrap_policy`."""
         return () if self.mixed_precision is None else tuple(self.mixed_precision._module_classes_to_ignore)
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:
-        """What floating-point buffers are cast to; None leaves them."""
+        """Returns the dtype that floating-point buffers are cast to; None leaves them as they are."""
         return None if self.mixed_precision is None else self.mixed_precision.buffer_dtype
 
     @property
     def offload(self) -> OffloadPolicy:
-        """Where shards rest."""
+        """Returns where shards are kept between uses."""
         offloads = self.cpu_offload is not None and self.cpu_offload.offload_params
         return CPUOffloadPolicy() if offloads else OffloadPolicy()
 
     @property
     def prefetch(self) -> PrefetchPolicy:
-        """How far gathers run ahead. `limit_all_gathers` has no counterpart: they never run further than this."""
+        """Returns how far gathers run ahead. `limit_all_gathers` is not needed: gathers never run further than this."""
         return PrefetchPolicy(
             forward_depth=int(self.forward_prefetch),
             backward_depth=int(self.backward_prefetch is not None),
@@ -242,20 +247,20 @@ class Choices:
 
     @property
     def comm(self) -> CommPolicy:
-        """How bytes travel, or do not: the switches for ablation."""
+        """Returns how bytes are sent. The switches of the environment leave collectives out, for ablations."""
         return CommPolicy(fake_all_gather=_is_on(FAKE_ALL_GATHER), fake_reduce=_is_on(FAKE_REDUCE))
 
     @property
     def notices_replaced(self) -> bool:
-        """Whether values that the user puts in the place of shards are looked for before each gather."""
+        """Returns whether each gather first looks for tensors that the user put in the place of shards."""
         return not _is_on(SKIP_WRITEBACK_CHECK)
 
     def mesh(self, has_policy: bool) -> DataMesh:
-        """The ranks that shard and those that hold copies. `has_policy`: units are made by an auto-wrap policy.
+        """Returns the ranks that shard and the ranks that hold copies. `has_policy`: there is an auto-wrap policy.
 
         Raises:
             MeshError: groups or axes that do not fit the strategy.
-            PolicyError: a flat parameter, with nothing sharded over any of two axes.
+            PolicyError: a flat parameter, with nothing sharded over either of two axes.
         """
         mesh = self._mesh(has_policy)
         if self._placements is None or self.strategy is ShardingStrategy.NO_SHARD:
@@ -321,7 +326,7 @@ class Choices:
         return self._mesh_of_nodes()
 
     def _mesh_of_nodes(self) -> DataMesh:
-        """Shards within each node, copies on the others."""
+        """Returns a mesh that shards within each node and has a copy on each node."""
         world = dist.get_world_size(default_group())
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or _devices_here() or world
         if world % per_node:

@@ -1,5 +1,7 @@
-"""`fully_shard`: make a module, or several, into one unit. The composable front end; signature and meaning as torch
-2.13's."""
+"""`fully_shard`, the composable front end: one call makes a module, or several modules, into one unit.
+
+Its signature and its meaning are those of torch 2.13.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.api.module import FSDPModule, checked_reshard, require_divides, swap_class
+from sherd.api.module import FSDPModule, checked_reshard, require_divides
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
+from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, data_mesh
 from sherd.engine.build.build import is_taken, make_unit
 from sherd.engine.build.sharding import ShardingRequest
@@ -78,10 +81,13 @@ def fully_shard(
     """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
     right after.
 
-    Each call makes one unit of all parameters below `module` that no earlier call took: call it on the blocks first and
-    on the model last. The module keeps its object and its attributes; its class becomes a subclass of `FSDPModule` and
-    of its own, and its parameters become DTensors, which the optimizer is to be built from. An optimizer built before
-    is adopted at its first step.
+    This is ZeRO-3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+    2020); over a 2-D mesh it is HSDP (Zhao et al., "PyTorch FSDP", VLDB 2023).
+
+    Each call makes one unit of all parameters below `module` that no earlier call took, so call it on the blocks first
+    and on the model last. The module keeps its object and its attributes; its class becomes a subclass of `FSDPModule`
+    and of its own, and its parameters become DTensors, from which the optimizer is built. An optimizer that was built
+    before is adopted at its first step.
 
     Args:
         module: a module, or a list of modules to be gathered and freed as one unit.
@@ -94,7 +100,8 @@ def fully_shard(
             `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for
             `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs.
-        offload_policy: where shards rest; `CPUOffloadPolicy()` keeps them, and the optimizer's state, in host memory.
+        offload_policy: where shards are kept; with `CPUOffloadPolicy()` they and the optimizer's state are in host
+            memory.
         ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
         dp_mesh_dims: `mesh` is a larger mesh, and these of its named axes are the data-parallel ones; parameters that
             are DTensors on it keep their placement on the other axes.
@@ -155,7 +162,7 @@ def fully_shard(
 
 
 def state(module: nn.Module) -> Unit | None:
-    """The unit that `module` belongs to as one of its own modules; None if `fully_shard` was not called on it."""
+    """Returns the unit that `fully_shard(module)` made; None if `fully_shard` was not called on `module`."""
     return unit_of(module)
 
 
@@ -193,7 +200,7 @@ def _check_types(**arguments: tuple[Any, Any]) -> None:
 
 
 class _Wishes:
-    """How the user wants each parameter of a unit sharded; every mesh is looked at once."""
+    """How the user wants each parameter of a unit sharded. Every mesh is checked once."""
 
     def __init__(
         self,
@@ -210,11 +217,12 @@ class _Wishes:
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: Found) -> ShardingRequest:
-        """What is wanted of one parameter.
+        """Returns how one parameter is to be sharded.
 
         Raises:
-            PlacementError: the function has returned something else. `MeshError`, `PolicyError` for a mesh that does
-                not fit.
+            PlacementError: `shard_placement_fn` returned something else.
+            MeshError: the parameter's mesh has ranks that the unit's mesh does not have.
+            PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
         """
         asked: Any = None if self._chosen_by is None else self._chosen_by(found.parameter)
         mesh = self.mesh

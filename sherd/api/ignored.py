@@ -1,4 +1,4 @@
-"""What does a wrapper leave alone? The modules and parameters that a user named, in either of FSDP1's two arguments."""
+"""The modules and parameters that a wrapper ignores, given by either of FSDP1's two arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 
 @dataclass(frozen=True)
 class Ignored:
-    """`modules` with all below them, but for units, which are sharded already; `parameters`, theirs included;
-    `buffers`, theirs."""
+    """The ignored modules, parameters and buffers of a wrapper.
+
+    Args:
+        modules: the ignored modules and all modules below them, apart from units, which are sharded already.
+        parameters: the ignored parameters, with all parameters of `modules`.
+        buffers: the buffers of `modules`.
+    """
 
     modules: frozenset[nn.Module]
     parameters: frozenset[nn.Parameter]
@@ -25,10 +30,11 @@ class Ignored:
 
     @classmethod
     def read(cls, root: nn.Module, modules: Any, states: Any) -> Ignored:
-        """`ignored_modules` and `ignored_states` of a wrapper around `root`.
+        """Returns what `ignored_modules` and `ignored_states` of a wrapper around `root` mean.
 
         Raises:
-            PolicyError: both were given, or one holds something else than it should.
+            PolicyError: both were given, or one has an element of another type.
+            PolicyTypeError: one of them is not iterable.
             ModuleError: one of the modules is a unit.
         """
         if modules is not None and states is not None:
@@ -62,7 +68,7 @@ class Ignored:
 
 
 def _outside_units(tops: Iterable[nn.Module]) -> set[nn.Module]:
-    """These modules and all below them, but for units and what is below those."""
+    """Returns `tops` and all modules below them, apart from units and modules below units."""
     found: set[nn.Module] = set()
     waiting = list(tops)
     while waiting:

@@ -1,9 +1,9 @@
-"""How does a module get what a wrapper needs: memory, the right device, equal values on all ranks, buffer dtypes?"""
+"""Gives a module what a wrapper needs: memory, the right device, equal values on all ranks, buffer dtypes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd._torch import attributes_of
+from sherd.api import advice
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
 from sherd.comm.failures import named
@@ -22,7 +23,7 @@ from sherd.tensor.ragged import local_part
 
 
 def _modules(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
-    """Breadth first: those at and below `root` that are in no unit yet and not ignored."""
+    """Returns the modules at and below `root`, breadth first, that are in no unit yet and not ignored."""
     queue, seen = [root], {root}
     while queue:
         module = queue.pop(0)
@@ -39,21 +40,37 @@ def _own(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
     yield from (each for each in module.buffers(recurse=False) if each not in ignored.buffers)
 
 
-def states(root: nn.Module, ignored: Ignored) -> list[torch.Tensor]:
-    """The parameters and buffers at and below `root` that are to be one unit's."""
-    return [each for module in _modules(root, ignored) for each in _own(module, ignored)]
-
-
-def give_memory(
-    root: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: Ignored
+def prepare(
+    root: nn.Module,
+    mesh: DataMesh,
+    ignored: Ignored,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device_id: int | str | torch.device | None,
+    sync_module_states: bool,
 ) -> None:
-    """Give what is on the meta device memory and values: by `param_init_fn(module)` for each module of `root`, or by
-    `to_empty` and the module's own `reset_parameters()`.
+    """Give what is to be one unit, at and below `root`, memory and values, the device, and rank 0's values.
 
     Raises:
         PolicyTypeError: `param_init_fn` cannot be called.
-        ModuleError: there is no such method, or something is on the meta device still.
+        ModuleError: a module on the meta device stays there, or has no `reset_parameters()`.
     """
+    _give_memory(root, mesh.device, param_init_fn, ignored)
+    tensors = [tensor for module in _modules(root, ignored) for tensor in _own(module, ignored)]
+    if device_id is None:
+        advice.of_the_host(tensors, mesh.device)
+    else:
+        for module in _modules(root, ignored):
+            if any(tensor.device != torch.device(device_id) for tensor in _own(module, ignored)):
+                module._apply(lambda tensor: tensor.to(device_id), recurse=False)
+    if sync_module_states:
+        _take_from_rank0(root, mesh, ignored)
+
+
+def _give_memory(
+    root: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: Ignored
+) -> None:
+    """Give what is on the meta device memory and values: by `param_init_fn(module)` for each module of `root`, or by
+    `to_empty` and the module's own `reset_parameters()`."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise PolicyTypeError(
             f"param_init_fn={param_init_fn!r}: Expected it to be callable but got a {type(param_init_fn)}"
@@ -89,20 +106,11 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def move(root: nn.Module, device_id: int | str | torch.device | None, ignored: Ignored) -> None:
-    """Bring parameters and buffers to `device_id`, if one was given."""
-    if device_id is None:
-        return
-    for module in _modules(root, ignored):
-        if any(each.device != torch.device(device_id) for each in _own(module, ignored)):
-            module._apply(lambda each: each.to(device_id), recurse=False)
-
-
 @torch.no_grad()
-def take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
-    """Let all ranks have the parameters and buffers of rank 0: along the replicate axis, then along the shard axis.
+def _take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
+    """Send the parameters and buffers of rank 0 to all ranks: along the replicate axis, then along the shard axis.
 
-    Of a DTensor its part, which the ranks of the other axes have others of.
+    Of a DTensor only this rank's part is sent, as ranks along the other axes of its mesh have other parts.
     """
     tensors = {id(each): each for module in _modules(root, ignored) for each in _own(module, ignored)}
     for group in (mesh.replicate_group, mesh.shard_group):
@@ -118,9 +126,12 @@ def take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
 
 
 def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """Give the unit's floating-point buffers the dtype that was chosen; what they had before, by module and name.
+    """Cast the unit's floating-point buffers to the dtype that was chosen.
 
-    `root` is the wrapper, a unit itself; nested units see to their own.
+    `root` is the wrapper, a unit itself; nested units cast their own.
+
+    Returns:
+        The dtype that each buffer had, by its module and its name there.
     """
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
     wanted = choices.buffer_dtype
@@ -134,8 +145,8 @@ def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tu
     return before
 
 
-def recast_buffers(before: dict[tuple[nn.Module, str], torch.dtype], wanted: torch.dtype | None) -> None:
-    """Give the buffers that `cast_buffers` has cast the dtype `wanted`, or that which they had `before` it (None)."""
+def recast_buffers(before: Mapping[tuple[nn.Module, str], torch.dtype], wanted: torch.dtype | None) -> None:
+    """Cast the buffers that `cast_buffers` cast to `wanted`; None casts them back to what they were `before`."""
     for (module, name), dtype in before.items():
         buffer = module._buffers.get(name)
         if buffer is not None and buffer.dtype != (wanted or dtype):
@@ -143,7 +154,7 @@ def recast_buffers(before: dict[tuple[nn.Module, str], torch.dtype], wanted: tor
 
 
 def compute_in_full_precision(module: nn.Module) -> None:
-    """Cast what goes into `module` to float32, and what comes out back to what went in."""
+    """Cast the inputs of `module` to float32, and its outputs back to the dtype of its first floating-point input."""
     dtypes: list[torch.dtype | None] = []
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:

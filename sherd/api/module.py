@@ -1,12 +1,10 @@
-"""What a module can do once it is a unit: the methods that `fully_shard` adds, and the class that carries them."""
+"""`FSDPModule`: the methods that a module has once it is a unit."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from sherd.engine.run.methods import BoundForward
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import runtime_of, unit_of, units_below
 from sherd.engine.run.unit import Unit
-from sherd.errors import ModuleError, PolicyError, PolicyTypeError, ShardedAccessError, StateError
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.policy import AllGather, ReduceScatter, require_bool, require_int
 
 
@@ -28,9 +26,9 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Go on only with the unsharded parameters in place; they are shown on the module.
+        """Wait for the unsharded parameters and show them on the module.
 
-        Nothing is left to wait for once a forward has done so, or `reshard()` has given the gather up.
+        Does nothing if a forward has waited already, or `reshard()` has given up the gather.
         """
         unit, self._unit = self._unit, None
         runtime = None if unit is None else runtime_over(unit)
@@ -45,16 +43,16 @@ else:
 
 
 class FSDPModule(_Module):
-    """The base that `fully_shard` puts in front of a module's class. Not to be made by hand.
+    """The base class that `fully_shard` puts in front of a module's class. It is not constructed by hand.
 
-    Setters replace one field of the unit's policy; what they change holds from the next forward or backward on. Those
-    that take `recurse` change every unit at and below the module.
+    A setter replaces one field of the unit's policy, from the next forward or backward on. A setter with `recurse`
+    changes every unit at and below the module.
     """
 
-    # Whole and shard, by hand
+    # Gather and free by hand
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather this unit's parameters, not those of units below it.
+        """All-gather this unit's parameters; units below it stay as they are.
 
         Args:
             async_op: return a handle at once; the unit's next forward waits for it too.
@@ -67,16 +65,16 @@ class FSDPModule(_Module):
         return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
-        """Free this unit's unsharded parameters and show the shards; not those of units below it."""
+        """Free this unit's unsharded parameters and show the shards; units below it stay as they are."""
         unit = self._sherd_own_unit
         runtime = runtime_over(unit)
         if runtime is not None:
             runtime.reshard(unit)
 
     def reset_iter_state(self) -> None:
-        """Give up a forward or backward that raised: everything back to shards, gradients not yet reduced are lost.
+        """Give up a forward or backward that raised: modules show shards, and gradients not yet reduced are dropped.
 
-        The next forward of the root does the same by itself; call it to free memory at once.
+        The root's next forward does so by itself; this method frees the memory at once.
 
         Raises:
             StateError: called on a unit that is not the root.
@@ -89,19 +87,19 @@ class FSDPModule(_Module):
     # Gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last before the optimizer step; until then reductions may stay in flight."""
+        """Set whether the next backward is the last before the step. Until then, reductions may stay in flight."""
         require_bool("set_is_last_backward({})", is_last_backward)
         self._sherd_own_runtime.expect_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they are kept unsharded, in the reduce dtype, and added up."""
+        """Set whether backward reduces gradients. If not, they are added up unsharded, in the reduce dtype."""
         require_bool("set_requires_gradient_sync({})", requires_gradient_sync)
         self._sherd_change(
             recurse, reduce_gradients=requires_gradient_sync, all_reduce_gradients=requires_gradient_sync
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward sums over the replicate axis. If not, gradients are added up as shards."""
+        """Set whether backward sums over the replicate axis. If not, gradients are added up as shards."""
         require_bool("set_requires_all_reduce({})", requires_all_reduce)
         self._sherd_change(recurse, all_reduce_gradients=requires_all_reduce)
 
@@ -118,21 +116,21 @@ class FSDPModule(_Module):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for torch's sake: sherd always sums, and scales on the way in."""
+        """Do nothing; torch has this setter. sherd always sums, and scales gradients before they are sent."""
         require_bool("set_force_sum_reduction_for_comms({})", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters that got no gradient here take part with zeros, because other ranks may have one."""
+        """Set whether parameters without a gradient on this rank are reduced as zeros, as other ranks may have one."""
         require_bool("set_reduce_scatter_unused_params({})", reduce_scatter_unused_params)
         self._sherd_change(recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many units' gradients may be in reduction at once, for overlap. The largest of all units' holds."""
+        """Set how many units' gradients may be in reduction at once, for overlap. The largest of all units holds."""
         require_int("set_reduce_scatter_max_input_buffers({})", max_input_buffers, 1)
         self._sherd_change(recurse, reduce_buffers=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce-scatter on a process group of its own, beside the all-gathers. Collective over the shard axis."""
+        """Reduce-scatter on a second process group, concurrently with all-gathers. Collective over the shard axis."""
         require_bool("set_separate_reduce_scatter_group({})", enable)
         for unit in self._sherd_units(recurse):
             for mesh in unit.meshes if enable else ():
@@ -141,10 +139,13 @@ class FSDPModule(_Module):
             unit.change(separate_reduce_group=enable)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook(reduced)` on this unit's reduced gradients (1-D, all of a group's shards), on `stream` if given.
+        """Call `hook(reduced)` on this unit's reduced gradients, on `stream` if given. `reduced` is 1-D, in the
+        gradients' dtype, and has this rank's shards of the group.
 
         Raises:
-            PolicyError: several groups, so that the hook would run several times; or `stream` on a mesh with replicas.
+            PolicyError: the unit has several groups, for each of which the hook would run; or `stream` is given on a
+                mesh with replicas.
+            PolicyTypeError: `hook` cannot be called.
         """
         if not callable(hook):
             raise PolicyTypeError(f"set_all_reduce_hook({hook!r}): expected a function of one tensor")
@@ -159,7 +160,7 @@ class FSDPModule(_Module):
     # Parameters
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
-        """Set what becomes of unsharded parameters after forward, as `fully_shard(reshard_after_forward=...)` does."""
+        """Set whether parameters are freed after forward, as `fully_shard(reshard_after_forward=...)` does."""
         value = checked_reshard(reshard_after_forward)
         if value is None:
             raise PolicyTypeError("set_reshard_after_forward(None): expected a bool or an int")
@@ -169,25 +170,25 @@ class FSDPModule(_Module):
         self._sherd_change(recurse, reshard_after_forward=value)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters are freed after backward; if not, the next forward needs no all-gather."""
+        """Set whether unsharded parameters are freed after backward; if not, the next forward needs no all-gather."""
         require_bool("set_reshard_after_backward({})", reshard_after_backward)
         self._sherd_change(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit's backward needs its parameters; an embedding's does not."""
+        """Set whether this unit's backward needs its parameters; that of an embedding does not."""
         require_bool("set_unshard_in_backward({})", unshard_in_backward)
         self._sherd_change(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """All-gather these behind this unit's forward, in this order, instead of what the learnt order says."""
+        """All-gather `modules` behind this unit's forward, in this order, instead of the order learnt."""
         self._sherd_change(False, forward_prefetch=_unit_ids(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """All-gather these behind this unit's backward, in this order, instead of what the learnt order says."""
+        """All-gather `modules` behind this unit's backward, in this order, instead of the order learnt."""
         self._sherd_change(False, backward_prefetch=_unit_ids(modules))
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward's all-gathers wait for `event`, recorded after the optimizer step, and for nothing later."""
+        """Let the next forward's all-gathers wait for `event`, recorded after the optimizer step, and nothing later."""
         self._sherd_own_runtime.gathers_follow(event)
 
     # Collectives
@@ -200,7 +201,7 @@ class FSDPModule(_Module):
         """Reduce this unit's gradients with `comm`. Raises `PolicyError` if the unit has several groups."""
         self._sherd_take_comm("set_custom_reduce_scatter", ReduceScatter, "reduce_scatter", comm)
 
-    def _sherd_take_comm(self, method: str, kind: type, field: str, comm: Any) -> None:
+    def _sherd_take_comm(self, method: str, kind: type, field: str, comm: object) -> None:
         if not isinstance(comm, kind):
             raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
         unit = self._sherd_own_unit
@@ -245,7 +246,7 @@ class FSDPModule(_Module):
         super().zero_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module's, on the shards, which then go back into one buffer."""
+        """Like nn.Module's, on the shards, which are then copied back into one buffer."""
         unit = self._sherd_own_unit
         unit.show_shards()
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -263,11 +264,11 @@ class FSDPModule(_Module):
 
     @property
     def _sherd_own_runtime(self) -> Runtime:
-        """The runtime of its unit; if there is none yet, this is a root."""
+        """Returns the runtime of the module's unit; if there is none yet, the module becomes a root."""
         return runtime_of(self._sherd_own_unit, self)
 
     def _sherd_units(self, recurse: bool) -> list[Unit]:
-        """This module's unit, and those below it if `recurse`, each once."""
+        """Returns this module's unit, and the units below it if `recurse`, each once."""
         return units_below(self) if recurse else [self._sherd_own_unit]
 
     def _sherd_change(self, recurse: bool, **fields: Any) -> None:
@@ -303,17 +304,17 @@ def _require_own_comms(unit: Unit, method: str) -> None:
             )
 
 
-def checked_reshard(value: Any) -> bool | int | None:
-    """`reshard_after_forward` as a user may give it; None is the default. Raises `PolicyTypeError`."""
-    if value is not None and not isinstance(value, int):
-        raise PolicyTypeError(
-            f"reshard_after_forward={value!r}: expected a bool, or an int that divides the ranks of the shard axis"
-        )
-    return value
+def checked_reshard(value: object) -> bool | int | None:
+    """Returns `reshard_after_forward` if a user may give it; None is the default. Raises `PolicyTypeError`."""
+    if value is None or isinstance(value, int):
+        return value
+    raise PolicyTypeError(
+        f"reshard_after_forward={value!r}: expected a bool, or an int that divides the ranks of the shard axis"
+    )
 
 
 def require_divides(reshard: bool | int | None, mesh: DataMesh) -> None:
-    """Raise `PolicyError` if parameters cannot be resharded over groups of so many ranks of `mesh`."""
+    """Raise `PolicyError` if parameters cannot be resharded over groups of `reshard` ranks of `mesh`."""
     if reshard is None or isinstance(reshard, bool):
         return
     num_shards = mesh.num_shards
@@ -338,79 +339,10 @@ def _unit_ids(modules: Sequence[FSDPModule]) -> tuple[int, ...]:
     return tuple(module._sherd_own_unit.id for module in modules)
 
 
-# The class
-
-_classes: dict[type, type] = {}
-
-
-def swap_class(module: nn.Module) -> None:
-    """Make `module` an `FSDPModule` too, in place: its class becomes one that has both."""
-    original = type(module)
-    if original not in _classes:
-        members: dict[str, Any] = {
-            "__new__": _new_of_the_original,
-            "__deepcopy__": _refuse_copy,
-            "__reduce_ex__": _refuse_copy,
-            "__module__": original.__module__,
-        }
-        members |= {name: _explained(name, method) for name, method in _public_methods(original)}
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
-    module.__class__ = _classes[original]
-
-
-def _new_of_the_original(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """An instance of the original class: a sharded `Sequential[1:]` builds a plain `Sequential`."""
-    original = cls.__mro__[2]
-    plain: nn.Module = original.__new__(original, *args, **kwargs)
-    plain.__init__(*args, **kwargs)  # type: ignore[misc]  # Python does it only for instances of `cls`
-    return plain
-
-
-def _refuse_copy(self: nn.Module, memo_or_protocol: Any) -> NoReturn:
-    raise ModuleError(
-        f"{type(self).__name__} is sharded and cannot be deep-copied or pickled (torch.save): it would be of process "
-        "groups, and of one rank's shards. Save its state_dict(); for a copy, copy the module before fully_shard, or "
-        "build a second one and load this one's state_dict()"
-    )
-
-
-def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
-    """The methods that the user's own classes add to nn.Module's, forward apart."""
-    found: dict[str, Callable[..., Any]] = {}
-    known = set(dir(nn.Module)) | set(dir(FSDPModule))
-    for cls in original.__mro__:
-        if cls.__module__.startswith("torch."):
-            continue
-        for name, value in vars(cls).items():
-            if inspect.isfunction(value) and not name.startswith("_") and name not in known:
-                found.setdefault(name, value)
-    return list(found.items())
-
-
-def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, with an error that says what to do when it finds shards where it needs unsharded parameters."""
-
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error, StateError) or "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            unit = unit_of(self)
-            raise ShardedAccessError(
-                f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are "
-                f"sharded, outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or "
-                "module.unshard() before and module.reshard() after"
-            ) from error
-
-    return call
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Run `module.method_name(...)` as a forward: parameters whole inside, resharded after as their policy says.
+    """Run `module.method_name(...)` as a forward: parameters are unsharded inside, and freed as their policy says.
 
-    Does nothing on a module that is not sharded, so that a program may call it either way.
+    Does nothing on a module that is not sharded, so that a program may call it in both cases.
 
     Raises:
         ModuleError: there is no such method.
@@ -425,10 +357,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let several models, pipeline stages say, use the same communication streams. In sherd those on one device always
-    do.
+    """Let several models, such as pipeline stages, share communication streams. In sherd all models on one device do.
 
     Raises:
-        PolicyError: one of them is not sharded.
+        PolicyError: a module is not sharded.
     """
     _unit_ids(modules)

@@ -1,6 +1,6 @@
 """The wrapper's static methods for optimizer state: FSDP1's names and signatures for `sherd.checkpoint`.
 
-Which form a state has is said by the wrappers' `set_state_dict_type`; a model without wrappers has FSDP1's default, the
+`set_state_dict_type` of the wrappers says which form a state has; a model without wrappers has FSDP1's default, the
 full state on all ranks in host memory. All ranks must call each of these.
 """
 
@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api import advice
+from sherd.api.state_dict_settings import get_state_dict_type
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     StateDictType,
-    get_state_dict_type,
 )
 from sherd.checkpoint import loading, rekeying, saving
 
@@ -26,7 +26,7 @@ StateDict = dict[str, Any]
 
 
 def _settings(model: nn.Module) -> tuple[bool, OptimStateDictConfig]:
-    """Whether the model's wrappers give full states, and how states are given."""
+    """Returns whether the model's wrappers give full states, and their config."""
     settings = get_state_dict_type(model)
     if settings is None or settings.optim_state_dict_config is None:
         return True, FullOptimStateDictConfig()
@@ -43,19 +43,19 @@ def optim_state_dict(
     optim_state_dict: StateDict | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """The state of `optim` by the names of the user's own model, full or sharded as `set_state_dict_type` says.
+    """Returns the state of `optim` by the names of the user's own model, full or sharded as `set_state_dict_type` says.
 
-    Full: plain whole tensors. Sharded and local: DTensors that lie as the parameters do, sharing the optimizer's memory
-    if that is where they are wanted; `Shard(0)` with `_use_dtensor`.
+    A full state has plain unsharded tensors. A sharded or local state has DTensors with the parameters' layout, in the
+    optimizer's own memory unless they are offloaded; with `_use_dtensor` they are `Shard(0)`.
 
     Args:
         model: sharded by wrappers, by `fully_shard`, by both, or not at all.
         optim: any optimizer of some or all of its parameters.
-        optim_state_dict: what `optim.state_dict()` has returned, if it is not to be asked.
-        group: the ranks that are numbered where rank 0 alone gets the state. None: all.
+        optim_state_dict: what `optim.state_dict()` returned; None calls it.
+        group: the ranks whose rank 0 gets the state, where rank 0 alone gets it. None: all ranks.
 
     Raises:
-        OptimStateError: the optimizer has a parameter that the model has not, or ranks have different states.
+        OptimStateError: the optimizer has a parameter that is not the model's, or ranks have different states.
     """
     full, config = _settings(model)
     return saving.optim_state_dict(
@@ -78,21 +78,21 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """What `optim.load_state_dict` takes on this rank, of a state by names: full, or sharded in any way.
+    """Turn a state by names, full or sharded in any way, into what `optim.load_state_dict` takes on this rank.
 
-    It may have been saved under another wrapping, another front end, or on another number of ranks. With full states of
-    rank 0 alone (`set_state_dict_type`) only that rank's is looked at.
+    The state may come from another wrapping, another front end, or another number of ranks. If rank 0 alone gets full
+    states (`set_state_dict_type`), only rank 0's state is read.
 
     Args:
         model: as for `optim_state_dict`.
-        optim: the optimizer it is for.
-        optim_state_dict: what `optim_state_dict` has returned.
+        optim: the optimizer that is to load it.
+        optim_state_dict: what `optim_state_dict` returned.
         is_named_optimizer: the optimizer keys its own state by `model.named_parameters()`.
-        load_directly: load it, too.
-        group: the ranks that rank 0 sends to. None: all.
+        load_directly: call `optim.load_state_dict` too.
+        group: the ranks that rank 0 sends to. None: all ranks.
 
     Raises:
-        OptimStateError: it does not fit the model (a ValueError).
+        OptimStateError: the state does not fit the model (a ValueError).
     """
     full, config = _settings(model)
     return loading.optim_state_dict_to_load(
@@ -109,30 +109,30 @@ def optim_state_dict_to_load(
 def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
-    optim_input: Any = None,
+    optim_input: object = None,
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """`optim_state_dict` in its full form, in host memory, whatever the model is set to; for rank 0 unless told
-    otherwise. `optim_input` is not needed."""
+    """Returns the full state in host memory, whatever the model is set to; on rank 0 only, unless `rank0_only=False`.
+    `optim_input` is not needed."""
     advice.of_old_name("full_optim_state_dict", "optim_state_dict")
     advice.of_optim_input(optim_input)
     return saving.optim_state_dict(model, optim, full=True, rank0_only=rank0_only, group=group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
-    """`optim_state_dict` in its sharded form, whatever the model is set to."""
+    """Returns the sharded state, whatever the model is set to."""
     advice.of_old_name("sharded_optim_state_dict", "optim_state_dict")
     return saving.optim_state_dict(model, optim, full=False, offload_to_cpu=False, group=group)
 
 
 def shard_full_optim_state_dict(
-    full_optim_state_dict: StateDict, model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
+    full_optim_state_dict: StateDict, model: nn.Module, optim_input: object = None, optim: Optimizer | None = None
 ) -> StateDict:
-    """What an optimizer's `load_state_dict` takes on this rank, of a full state that every rank has.
+    """Turn a full state, which every rank has, into what an optimizer's `load_state_dict` takes on this rank.
 
     Args:
-        full_optim_state_dict: as `full_optim_state_dict` has returned it.
+        full_optim_state_dict: what `full_optim_state_dict` returned.
         model: the model.
         optim_input: what the optimizer was built from, if it is not given: parameters, or dicts with "params", in any
             iterable. None: all parameters of the model, in order.
@@ -150,7 +150,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
-    """What `optim.load_state_dict` takes on this rank, of a sharded state. Raises as `optim_state_dict_to_load`."""
+    """Turn a sharded state into what `optim.load_state_dict` takes on this rank, as `optim_state_dict_to_load` does."""
     advice.of_old_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return loading.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
@@ -158,11 +158,11 @@ def flatten_sharded_optim_state_dict(
 def scatter_full_optim_state_dict(
     full_optim_state_dict: StateDict | None,
     model: nn.Module,
-    optim_input: Any = None,
+    optim_input: object = None,
     optim: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """As `shard_full_optim_state_dict`, of a full state that rank 0 of `group` has; the others pass None."""
+    """As `shard_full_optim_state_dict`, for a full state that rank 0 of `group` has; other ranks pass None."""
     advice.of_old_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     advice.of_optim_input(optim_input)
     return loading.optim_state_dict_to_load(
@@ -174,9 +174,9 @@ def rekey_optim_state_dict(
     optim_state_dict: StateDict,
     optim_state_key_type: rekeying.OptimStateKeyType,
     model: nn.Module,
-    optim_input: Any = None,
+    optim_input: object = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """As `sherd.checkpoint.rekeying` does it."""
+    """Call `sherd.checkpoint.rekeying.rekey_optim_state_dict`, where it is described."""
     advice.of_optim_input(optim_input)
     return rekeying.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)

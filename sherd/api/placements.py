@@ -1,4 +1,4 @@
-"""What of parameters, gradients and optimizer state is sharded over which data-parallel axis: strategies as values."""
+"""Strategies as values: what of parameters, gradients and optimizer state is sharded over each data-parallel axis."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ PRESETS: dict[str, tuple[Level, ...]] = {
     "hfsdp": (Level.OPTIMIZER, Level.PARAMETERS),
     "zero1_across_zero2_within": (Level.OPTIMIZER, Level.GRADIENTS),
 }
-"""By name: the level over each axis, the outer one first. One for a single axis is meant for all axes of a mesh."""
+"""The level over each axis, the outer axis first, by the strategy's name. A single level holds for all axes."""
 
 
 @dataclass(frozen=True)
 class Placements:
     """How parameters, gradients and optimizer state are placed over each data-parallel axis.
 
-    Each is one placement, or a sequence of one per axis in the mesh's order (the outer, replicate axis first); torch's
-    `Replicate()`, or how everything is cut: `Shard(dim)`, `Flat()`, `Blocks(rows)`, `Owned()`, the same wherever it is
-    not `Replicate()`. What may stand together over one axis:
+    Each argument is one placement, or one per axis in the mesh's order (the replicate axis first). A placement is
+    torch's `Replicate()`, or one of `Shard(dim)`, `Flat()`, `Blocks(rows)` and `Owned()`, the same one wherever it is
+    not `Replicate()`. Over one axis these combinations exist:
 
         parameter   gradient    optimizer                                              over one axis, alone
         Replicate   Replicate   Replicate   gradients all-reduced                      DDP
@@ -47,15 +47,17 @@ class Placements:
         Replicate   Shard       Shard       reduced at every backward                  ZeRO-2
         Shard       Shard       Shard       and parameters gathered for use            ZeRO-3
 
-    Over two axes: HSDP is DDP across and ZeRO-3 within, HFSDP ZeRO-1 across and ZeRO-3 within.
+    Over two axes, HSDP is DDP across replicas and ZeRO-3 within a replica; HFSDP is ZeRO-1 across and ZeRO-3 within.
+    The stages are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    SC 2020; HSDP is that of Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
     Args:
         parameter: where parameters are between two uses.
         gradient: where gradients are while micro-batches are added up.
-        optimizer: where the parameters that the optimizer steps are, and its state.
+        optimizer: where the optimizer's state is, and the parameters that it steps.
 
     Raises:
-        PlacementError: they do not stand together, or cut in different ways.
+        PlacementError: the combination does not exist, or the placements cut in different ways.
         PolicyError: sequences of different lengths, or of more than two.
         PolicyTypeError: something that is no placement.
     """
@@ -82,10 +84,10 @@ class Placements:
 
     @classmethod
     def preset(cls, name: str, placement: ShardSpec | RunPlacement | None = None) -> Placements:
-        """A strategy by name (`PRESETS`), with everything that it shards cut as `placement`; None is `Shard(0)`.
+        """Returns the strategy of this name (`PRESETS`), which cuts as `placement` says; None is `Shard(0)`.
 
         Raises:
-            PolicyError: there is none of that name.
+            PolicyError: there is no strategy of that name.
         """
         if name not in PRESETS:
             raise PolicyError(f"placements={name!r}: expected one of {', '.join(PRESETS)}, or a Placements(...)")
@@ -98,12 +100,12 @@ class Placements:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """What is sharded, axis by axis."""
+        """Returns what is sharded over each axis."""
         return tuple(_level(axis, *kinds) for axis, kinds in enumerate(zip(*self._kinds, strict=True)))
 
     @property
     def cut(self) -> ShardSpec | RunPlacement | None:
-        """How everything is cut that is not replicated; None if nothing is."""
+        """Returns how everything is cut that is not replicated; None if everything is."""
         cuts = (each for kind in self._kinds for each in kind if not isinstance(each, Replicate))
         return next(cuts, None)
 
@@ -138,9 +140,9 @@ def _level(axis: int, parameter: AxisPlacement, gradient: AxisPlacement, optimiz
 class OnMesh:
     """An answer of `shard_placement_fn`: shard this parameter over another mesh than the rest of its unit.
 
-    Routed experts, say, of which each rank of an expert axis has others, so that fewer ranks share one. Its gradient is
-    summed over `mesh` and divided by what the unit's other gradients are, the number of ranks of the unit's mesh: each
-    of these has its own batch, whose tokens have come to the expert.
+    An example is a routed expert: each rank of an expert axis has other experts, so fewer ranks share one. The gradient
+    is summed over `mesh`, and divided by the number of ranks of the unit's mesh, as the unit's other gradients are:
+    each of these ranks has its own batch, and tokens of all these batches came to the expert.
 
     Args:
         mesh: as `fully_shard`'s: 1-D, `(replicate, shard)`, or larger with `dp_mesh_dims`.
@@ -165,7 +167,7 @@ class OnMesh:
 
 
 def rule_of(cut: ShardSpec | RunPlacement | None, parameter: nn.Parameter) -> AnyPlacement | None:
-    """What a user's word for a cut means for `parameter` in the engine's terms. A scalar has no dim to cut."""
+    """Returns how the engine cuts `parameter`; None for a scalar, which has no dim to cut."""
     if isinstance(cut, ShardSpec):
         return Shard(cut.dim) if parameter.dim() else None
     return cut
@@ -175,23 +177,25 @@ EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks
 
 
 def is_cut(value: Any) -> bool:
-    """Whether `value` says how to cut a parameter."""
-    # The class itself has all that makes a placement, but is none: `placement=Flat`.
+    """Returns whether `value` says how to cut a parameter."""
+    # The class `Flat` has all methods of a placement, so that `placement=Flat` would be taken for one.
     return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What `placements` and `placement` of one call mean together: levels over axes, how to cut, what is kept when.
+    """What `placements` and `placement` of one call mean together.
 
-    `levels` None is the default, which the mesh decides.
+    Args:
+        levels: what is sharded over each axis; None leaves that to the mesh.
+        cut: how parameters are cut; None is the default.
     """
 
     levels: tuple[Level, ...] | None
     cut: ShardSpec | RunPlacement | None
 
     def arranged(self, mesh: DataMesh) -> DataMesh:
-        """`mesh`, used so. Raises `MeshError` if it has fewer axes."""
+        """Returns `mesh` with these levels. Raises `MeshError` if it has fewer axes."""
         return mesh if self.levels is None else arranged(mesh, self.levels)
 
     @property
@@ -199,10 +203,10 @@ class Strategy:
         return Level.PARAMETERS if self.levels is None else max(self.levels)
 
     def policy(self, reshard_after_forward: bool | int | None, prefetch: PrefetchPolicy) -> UnitPolicy:
-        """What follows for a unit.
+        """Returns the policy of a unit.
 
         Raises:
-            PolicyError: parameters are to be resharded that are not sharded.
+            PolicyError: `reshard_after_forward` is given, and parameters are not sharded.
         """
         lowest = Level.COPIES if self.levels is None else min(self.levels)
         if self._highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):
@@ -219,10 +223,10 @@ class Strategy:
 
 
 def strategy_of(placements: Placements | str | None, cut: ShardSpec | RunPlacement | None) -> Strategy:
-    """The strategy that a user has named, or spelt out.
+    """Returns the strategy that a user named or spelt out.
 
     Raises:
-        PolicyError: there is none of that name, or `cut` is given beside placements that say it.
+        PolicyError: there is no strategy of that name, or `cut` contradicts `placements`.
     """
     if placements is None:
         return Strategy(None, cut)

@@ -48,9 +48,10 @@ def replicate(
 ) -> Any:
     """Keep a copy of the parameters below `module` on every rank and all-reduce their gradients in backward.
 
-    It is `fully_shard(..., placements="ddp")`: the unit computes with the very memory that the optimizer steps, where
-    `mp_policy` asks for no other dtype; its gradients are reduced as one, behind the backward of units before it. Call
-    it on blocks first and on the model last, for overlap. All copies must start equal: it does not broadcast.
+    It is `fully_shard(..., placements="ddp")`, data parallelism as in DDP (Li et al., "PyTorch Distributed: Experiences
+    on Accelerating Data Parallel Training", VLDB 2020). The unit computes with the memory that the optimizer steps,
+    unless `mp_policy` asks for another dtype; its gradients are reduced together, behind the backward of units before
+    it. Call it on blocks first and on the model last, for overlap. All copies must start equal: it does not broadcast.
 
     Args:
         module: a module, or a list of modules that make one unit.

@@ -1,11 +1,11 @@
-"""What does a wrapper's `state_dict()` give, and what does its `load_state_dict()` take?
+"""The hooks around `state_dict()` and `load_state_dict()` of a wrapper.
 
-Both go through nn.Module's own machinery, which finds shards where parameters hang. Around it:
+Both methods go through nn.Module's own machinery, which finds shards where parameters are registered. Around it:
 
     before      parameters of a unit with a flat parameter are registered under their own names; for a load, clean names
                 become the modules' paths, and legacy values DTensors or whole tensors
-    after       paths become clean names, shards what was asked for (`state_dict_type.py`); the flat parameter is the
-                registered one again
+    after       paths become clean names, and shards become the kind that was asked for (`state_dict_type.py`); the flat
+                parameter is registered again
 
 `sherd/engine/between/load.py` cuts whole tensors, and shards of other layouts, on the way in.
 """
@@ -13,11 +13,12 @@ Both go through nn.Module's own machinery, which finds shards where parameters h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -30,116 +31,71 @@ from sherd._torch import (
 )
 from sherd.api.extensions import FSDPExtensions, has_own
 from sherd.api.fsdp1 import ShardingStrategy
-from sherd.api.state_dict_type import (
-    SETTINGS,
-    FullStateDictConfig,
-    ShardedForm,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    default_settings,
-    settings_of,
-)
+from sherd.api.state_dict_type import FullStateDictConfig, ShardedForm, ShardedStateDictConfig, StateDictType
+from sherd.api.wrapper_state import WrapperState, find_state, state_of
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
 from sherd.checkpoint.relayout import around, full_of, lies_as, on_mesh_device
 from sherd.comm.mesh import DataMesh, permuted
 from sherd.engine.between.unsharded import unsharded_copies
-from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter, plain_name
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 
-FLAT_PARAM = "_flat_param"
-"""What a wrapper calls its flat parameter, in itself and in a local state dict."""
+StateDict: TypeAlias = dict[str, Any]
 
-_SHOWING = "_sherd_showing_names"
-_ERRORS = "_sherd_load_errors"
+FLAT_PARAM = "_flat_param"
+"""The name of a flat parameter, in its wrapper and in a local state dict."""
 
 
 def install(wrapper: nn.Module) -> None:
-    """Let `wrapper` have state dicts: full ones, until told otherwise."""
-    wrapper.__dict__[SETTINGS] = default_settings()
+    """Register the hooks by which `wrapper` gives and takes state dicts."""
     wrapper.register_state_dict_pre_hook(_before_save)
     wrapper.register_state_dict_post_hook(_after_save)
     wrapper.register_load_state_dict_pre_hook(_before_load)
     wrapper.register_load_state_dict_post_hook(_after_load)
 
 
-# Names instead of a flat parameter
-
-
-def _unit(wrapper: nn.Module) -> Unit:
-    unit = unit_of(wrapper)
-    assert unit is not None, "a wrapper is a unit from its making on"
-    return unit
-
-
-def _show_names(wrapper: nn.Module) -> None:
-    """Register the parameters of the wrapper's unit, and those of others that hang here too, under their names.
-
-    Raises:
-        StateError: in the middle of a forward or backward.
-    """
-    unit = _unit(wrapper)
-    unit.show_shards()
-    settle(wrapper)
-    switched = [each for each in (unit, *unit.companions) if not _shows_names(each)]
-    for each in switched:
-        each.shards.register(True)
-    wrapper.__dict__[_SHOWING] = switched
-
-
-def _shows_names(unit: Unit) -> bool:
-    return all(place.registered for record in unit.parameters for place in record.places)
-
-
-def settle(wrapper: nn.Module) -> None:
-    """Have flat parameters registered again, if a state dict, ended or broken off, has left the names."""
-    for each in wrapper.__dict__.pop(_SHOWING, ()):
-        each.shards.register(each.lent is not None)
-
-
-# Whose is what
+# What belongs to one wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What of a wrapper's state dict is not a nested wrapper's, by key: records, and buffers with their dtype."""
+    """The part of a state dict that is not a nested wrapper's: parameters by key, and the original dtype of buffers."""
 
     parameters: dict[str, ShardedParameter]
     buffers: dict[str, torch.dtype | None]
 
     @classmethod
     def of(cls, wrapper: nn.Module, prefix: str) -> _Contents:
-        unit = _unit(wrapper)
+        state = state_of(wrapper)
         hanging = {
             (place.module_id, place.attribute): record
-            for each in (unit, *unit.companions)
-            for record in each.parameters
+            for unit in (state.unit, *state.unit.companions)
+            for record in unit.parameters
             for place in record.places
         }
         found = cls({}, {})
-        dtypes = wrapper.__dict__["_sherd_buffers"]
         for path, module in _own_modules(wrapper, prefix):
             for name in module._parameters:
                 record = hanging.get((id(module), name))
                 if record is not None:
                     found.parameters[path + name] = record
             for name in module._buffers:
-                found.buffers[path + name] = dtypes.get((module, name))
+                found.buffers[path + name] = state.buffer_dtypes.get((module, name))
         return found
 
 
 def _own_modules(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules below `wrapper` in no nested one, with what their keys begin with; a shared one each time it occurs."""
+    """Returns the modules below `wrapper` that are in no nested wrapper, each with the prefix of its keys. A module
+    that occurs in several places is returned once for each of them."""
     stack = [("", wrapper)]
     while stack:
         path, module = stack.pop()
         yield prefix + plain_name(path), module
         for name, child in module._modules.items():
-            if child is not None and SETTINGS not in child.__dict__:
+            if child is not None and find_state(child) is None:
                 stack.append((f"{path}{name}.", child))
 
 
@@ -147,30 +103,31 @@ def _own_modules(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _before_save(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _show_names(wrapper)
+    state_of(wrapper).show_names()
 
 
 @torch.no_grad()
-def _after_save(wrapper: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_metadata: object) -> None:
     """Give the keys clean names and the values the kind that was asked for."""
     _strip(state_dict, prefix)
-    unit, contents, settings = _unit(wrapper), _Contents.of(wrapper, prefix), settings_of(wrapper)
+    state, contents = state_of(wrapper), _Contents.of(wrapper, prefix)
+    unit, config = state.unit, state.settings.state_dict_config
     _keep_lent_shards(state_dict, contents)
     if asked_by_checkpointing():
         # It gathers or offloads by itself what it is given; told nothing, it would be given whole tensors.
         return
-    config, kind = settings.state_dict_config, _kind_of(unit, wrapper, settings)
+    kind = _kind_of(state)
     assert config is not None, "a wrapper has a config"
     hidden: set[str] = set()
     if kind is StateDictType.FULL_STATE_DICT:
         rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-        shown = not _lends_elsewhere(unit) and (not rank0_only or wrapper.rank == 0)
-        _put_full(state_dict, wrapper, contents, shown, config.offload_to_cpu)
+        shown = not _lends_elsewhere(unit) and (not rank0_only or dist.get_rank(state.process_group) == 0)
+        _put_full(state_dict, state, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
     elif kind is StateDictType.LOCAL_STATE_DICT:
         hidden = _put_flat(state_dict, unit, contents, prefix)
     elif isinstance(config, ShardedStateDictConfig) and config.wanted is not ShardedForm.RUNS:
-        _put_rows(state_dict, wrapper, contents, config.wanted, config.offload_to_cpu)
+        _put_rows(state_dict, state, contents, config.wanted, config.offload_to_cpu)
     for key in hidden:
         state_dict.pop(key, None)
     _finish_buffers(state_dict, contents, kind)
@@ -178,8 +135,9 @@ def _after_save(wrapper: Any, state_dict: dict[str, Any], prefix: str, local_met
         _bring_to_host(state_dict, unit, contents, prefix)
 
 
-def _strip(state_dict: dict[str, Any], prefix: str) -> None:
-    """Take the child's name out of the keys below `prefix`, in their order: they are the last ones by now."""
+def _strip(state_dict: StateDict, prefix: str) -> None:
+    """Take the wrapped module's name out of the keys that start with `prefix`. The order stays, as they are the last
+    keys by now."""
     inner = f"{prefix}{WRAPPED}."
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict.pop(key)
@@ -191,13 +149,13 @@ def _strip(state_dict: dict[str, Any], prefix: str) -> None:
             metadata.setdefault(plain_name(path), metadata[path])
 
 
-def _kind_of(unit: Unit, wrapper: Any, settings: StateDictSettings) -> StateDictType:
-    """The kind that was asked for, or a full one where nothing is sharded, as in FSDP1."""
-    kind = settings.state_dict_type
+def _kind_of(state: WrapperState) -> StateDictType:
+    """Returns the kind that was asked for, or a full one where nothing is sharded, as in FSDP1."""
+    kind = state.settings.state_dict_type
     assert kind is not None, "a wrapper has a kind"
-    if kind is not StateDictType.FULL_STATE_DICT and wrapper.sharding_strategy is ShardingStrategy.NO_SHARD:
+    if kind is not StateDictType.FULL_STATE_DICT and state.choices.strategy is ShardingStrategy.NO_SHARD:
         warnings.warn(
-            f"unit {unit.name} is NO_SHARD, so a full state dict is given, though {kind.name} was asked for",
+            f"unit {state.unit.name} is NO_SHARD, so a full state dict is given, though {kind.name} was asked for",
             stacklevel=4,
         )
         return StateDictType.FULL_STATE_DICT
@@ -205,36 +163,33 @@ def _kind_of(unit: Unit, wrapper: Any, settings: StateDictSettings) -> StateDict
 
 
 def _lends_elsewhere(unit: Unit) -> bool:
-    """Whether the parameters are lent on rank 0 only, and this is another one: rank 0 may be alone in asking."""
+    """Returns whether the unsharded copies are on rank 0 only, and this is another rank."""
     return unit.lent is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
 
 
-def _put_full(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, shown: bool, on_host: bool) -> None:
-    """Whole tensors in the place of shards. Collective over the shard axis, if the parameters are not lent; under
-    tensor parallelism over its axes too."""
-    unit = _unit(wrapper)
-    fulls = _unsharded_copies(unit, contents, shown, on_host)
-    if has_own(wrapper._sherd_extensions, "all_gather_dtensor") and unit.lent is None:
-        for record in wrapper._sherd_extended:
-            gathered = _gathered(wrapper, record, record.shard.detach())
+def _put_full(state_dict: StateDict, state: WrapperState, contents: _Contents, shown: bool, on_host: bool) -> None:
+    """Put unsharded tensors in the place of shards. Collective over the shard axis and the axes of tensor parallelism,
+    unless a user works with unsharded copies already."""
+    fulls = _unsharded_copies(state.unit, contents, shown, on_host)
+    if has_own(state.extensions, "all_gather_dtensor") and state.unit.lent is None:
+        for record in state.extended:
+            gathered = _gathered(state, record, record.shard.detach())
             fulls.update({record: gathered} if shown else {})
     plain = {each: full_of(its) if isinstance(its, DTensor) else its for each, its in fulls.items()}
     _put(state_dict, contents, plain)
 
 
-def _put(state_dict: dict[str, Any], contents: _Contents, values: Mapping[ShardedParameter, Any]) -> None:
-    """The value of each parameter under all its names."""
+def _put(state_dict: StateDict, contents: _Contents, values: Mapping[ShardedParameter, object]) -> None:
+    """Put the value of each parameter under all its names."""
     for key, record in contents.parameters.items():
         if key in state_dict and record in values:
             state_dict[key] = values[record]
 
 
-def _gathered(wrapper: Any, record: ShardedParameter, shards: Any) -> torch.Tensor:
-    """A tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
-    extensions = wrapper._sherd_extensions
-    part = extensions.all_gather_dtensor(shards, record.shard_spec.mesh)
-    full: torch.Tensor = extensions.post_unflatten_transform(part, wrapper._sherd_extended[record])
-    return full
+def _gathered(state: WrapperState, record: ShardedParameter, shards: Any) -> torch.Tensor:
+    """Returns a tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
+    part = state.extensions.all_gather_dtensor(shards, record.shard_spec.mesh)
+    return state.extensions.post_unflatten_transform(part, state.extended[record])
 
 
 def _unsharded_copies(
@@ -246,22 +201,26 @@ def _unsharded_copies(
         fulls = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}
     for record in dict.fromkeys(contents.parameters.values()):
         if record.owner is not unit:
-            # Another wrapper's, used here too; all ranks go through them in one order.
+            # It belongs to another wrapper and is used here too. All ranks gather these in the same order.
             shard: Any = record.shard.detach()
             fulls[record] = shard.full_tensor() if record.lent is None else record.lent.detach().clone()
     return fulls
 
 
-def _keep_lent_shards(state_dict: dict[str, Any], contents: _Contents) -> None:
-    """This rank's parts of parameters that are lent, as shards: what is in the shards themselves may be out of date."""
+def _keep_lent_shards(state_dict: StateDict, contents: _Contents) -> None:
+    """Put this rank's parts of unsharded copies in the place of shards, whose values may be out of date meanwhile."""
     for key, record in contents.parameters.items():
         if record.lent is not None and key in state_dict:
             part = record.part_of(local_part(record.lent)).detach().clone()
             state_dict[key] = as_dtensor(part, record.shard_spec)
 
 
-def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> set[str]:
-    """The flat parameter ahead of the rest; returns the names that it stands for. Of a unit without one, nothing."""
+def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> set[str]:
+    """Put the flat parameter, if the unit has one, before the unit's other keys.
+
+    Returns:
+        The keys of the parameters that it stands for.
+    """
     if not unit.parameters or unit.parameters[0].flat is None:
         return set()
     flat: Any = unit.parameters[0].optimizer_param
@@ -271,10 +230,12 @@ def _put_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefi
     return {key for key, record in contents.parameters.items() if record.flat is not None}
 
 
-def _put_rows(state_dict: dict[str, Any], wrapper: Any, contents: _Contents, form: ShardedForm, on_host: bool) -> None:
-    """Rows of each parameter, cut as `torch.chunk` does. Collective over the shard axis."""
-    mesh, extensions = _unit(wrapper).mesh, wrapper._sherd_extensions
-    fulls = _unsharded_copies(_unit(wrapper), contents, True, on_host)
+def _put_rows(
+    state_dict: StateDict, state: WrapperState, contents: _Contents, form: ShardedForm, on_host: bool
+) -> None:
+    """Put rows of each parameter, cut as `torch.chunk` does, in the place of shards. Collective over the shard axis."""
+    mesh, extensions = state.unit.mesh, state.extensions
+    fulls = _unsharded_copies(state.unit, contents, True, on_host)
     _put(state_dict, contents, {each: _rows_of(its, mesh, extensions, form) for each, its in fulls.items()})
 
 
@@ -288,8 +249,8 @@ def _rows_of(full: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, for
     return extensions.chunk_dtensor(full, mesh.shard_rank, rows_over)
 
 
-def _finish_buffers(state_dict: dict[str, Any], contents: _Contents, kind: StateDictType) -> None:
-    """Buffers in the dtype that the user's model has them in; in a local state dict as they are."""
+def _finish_buffers(state_dict: StateDict, contents: _Contents, kind: StateDictType) -> None:
+    """Cast buffers back to the dtype that the user's model has them in, unless the state dict is a local one."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         return
     for key, dtype in contents.buffers.items():
@@ -297,10 +258,10 @@ def _finish_buffers(state_dict: dict[str, Any], contents: _Contents, kind: State
             state_dict[key] = state_dict[key].to(dtype)
 
 
-def _bring_to_host(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> None:
+def _bring_to_host(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> None:
     for key in (*contents.parameters, *contents.buffers, prefix + FLAT_PARAM):
         value: Any = state_dict.get(key)
-        # Not a ShardedTensor, which was made of tensors on the host, and warns if it is asked anything.
+        # A ShardedTensor was made of tensors on the host, and warns whenever an attribute of it is read.
         is_ours = type(value) is torch.Tensor or isinstance(value, DTensor | nn.Parameter)
         if is_ours and value.device.type != "cpu":
             state_dict[key] = value.cpu()
@@ -311,58 +272,57 @@ def _bring_to_host(state_dict: dict[str, Any], unit: Unit, contents: _Contents, 
 
 def _before_load(
     wrapper: nn.Module,
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     prefix: str,
-    local_metadata: Any,
+    local_metadata: object,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Make of what is given what the modules below look for. `state_dict` is nn.Module's own copy."""
-    _show_names(wrapper)
-    wrapper.__dict__[_ERRORS] = error_msgs
-    unit = _unit(wrapper)
+    """Turn keys and values into what the modules below look for. `state_dict` is nn.Module's own copy."""
+    state = state_of(wrapper)
+    state.begin_load(error_msgs)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + plain_name(key[len(prefix) :])] = state_dict.pop(key)
     contents = _Contents.of(wrapper, prefix)
-    _take_flat(state_dict, unit, contents, prefix)
+    _take_flat(state_dict, state.unit, contents, prefix)
     for key, record in contents.parameters.items():
         if key in state_dict:
-            state_dict[key] = _taken_up(wrapper, record, state_dict[key])
+            state_dict[key] = _taken_up(state, record, state_dict[key])
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-def _taken_up(wrapper: Any, record: ShardedParameter, given: Any) -> Any:
-    """Legacy values whole, and of a tensor-parallel parameter what lies otherwise on the same axes as the shard does,
-    gathered over the data-parallel ones alone; anything else as it is."""
-    extensions, spec = wrapper._sherd_extensions, record.shard_spec
+def _taken_up(state: WrapperState, record: ShardedParameter, given: Any) -> Any:
+    """Returns a `ShardedTensor` unsharded, and a value of a tensor-parallel parameter with the shard's layout if it has
+    another layout on the same mesh; any other value as it is."""
+    extensions, spec = state.extensions, record.shard_spec
     if is_sharded_tensor(given):
         inner, shards = extensions.pre_load_state_dict_transform(given)
-        full = full_of_sharded_tensor(inner, record.mesh.device, shards)
-        is_part = inner is not given and record in wrapper._sherd_extended
-        return extensions.post_unflatten_transform(full, wrapper._sherd_extended[record]) if is_part else full
-    if record not in wrapper._sherd_extended or not isinstance(given, DTensor) or lies_as(given, spec):
+        full: Any = full_of_sharded_tensor(inner, record.mesh.device, shards)
+        is_part = inner is not given and record in state.extended
+        return extensions.post_unflatten_transform(full, state.extended[record]) if is_part else full
+    if record not in state.extended or not isinstance(given, DTensor) or lies_as(given, spec):
         return given
     if given.shape != spec.shape or given.device_mesh != spec.mesh or not _same_beside(given, record):
         return given
-    full = _gathered(wrapper, record, on_mesh_device(given))
+    full = _gathered(state, record, on_mesh_device(given))
     return around(record.part_of(local_part(full)).detach().clone(), spec)
 
 
 def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
-    """Whether `given`, on the same mesh as the shard, lies as that does on the axes that are not data parallel."""
+    """Returns whether `given`, on the shard's mesh, has the shard's placements on axes that are not data parallel."""
     names, own = given.device_mesh.mesh_dim_names or (), record.mesh.mesh.mesh_dim_names or ()
     pairs = zip(names, given.placements, record.shard_spec.placements, strict=True)
     return all(theirs == ours for name, theirs, ours in pairs if name not in own)
 
 
-def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, prefix: str) -> None:
-    """Cut a flat parameter into the shards that it stands for, views of it.
+def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> None:
+    """Replace a flat parameter by the shards that it stands for, which are views of it.
 
     Raises:
-        PlacementError: it is that of a unit that is wrapped otherwise, or of another number of ranks.
+        PlacementError: it comes from another wrapping, or from another number of ranks.
     """
     flat = unit.parameters[0].flat if unit.parameters else None
     if flat is None or prefix + FLAT_PARAM not in state_dict:
@@ -388,15 +348,10 @@ def _take_flat(state_dict: dict[str, Any], unit: Unit, contents: _Contents, pref
 
 
 def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:
-    """Say clean names where something did not fit."""
-    _clean(incompatible_keys.missing_keys, plain_name)
-    _clean(incompatible_keys.unexpected_keys, plain_name)
-    _clean(wrapper.__dict__.pop(_ERRORS, []), lambda text: text.replace(f"{WRAPPED}.", ""))
-    settle(wrapper)
-
-
-def _clean(texts: list[str], cleaned: Callable[[str], str]) -> None:
-    texts[:] = [cleaned(text) for text in texts]
+    """Put clean names into the report of what did not fit."""
+    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+        keys[:] = map(plain_name, keys)
+    state_of(wrapper).end_load()
 
 
 # torch's checkpointing
@@ -405,12 +360,12 @@ def _clean(texts: list[str], cleaned: Callable[[str], str]) -> None:
 def named_for_checkpointing(
     wrapper: nn.Module, own: Iterator[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Returns the parameters that torch's checkpointing is to find on `wrapper`, which has `own`: in the place of a
-    flat one those that it stands for.
+    """Returns the parameters that torch's checkpointing finds on `wrapper`: its `own`, with a flat parameter replaced
+    by the parameters that it stands for.
 
-    It walks over modules to learn which names there are, and what a value under each of them is distributed like.
+    Checkpointing walks over modules to learn the names, and how the value under each name is distributed.
     """
-    unit = _unit(wrapper)
+    unit = state_of(wrapper).unit
     if not any(each.shards.shows_flat_parameter for each in (unit, *unit.companions)):
         yield from own
         return

@@ -1,4 +1,4 @@
-"""How does a user work with unsharded parameters outside forward and backward? `unsharded`, for both front ends."""
+"""`unsharded`: a user's work with unsharded parameters outside forward and backward, for both front ends."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within this context the parameters below `module` are whole, in full precision, and the modules' own.
+    """Show unsharded parameters, in full precision, on the modules at and below `module` within this context.
 
-    All ranks must enter it together. The parameters are copies: after the context modules show shards again, with what
-    was changed if `writeback`, also when the body raises. Contexts may be nested; the outermost that lends a unit's
-    parameters is the one that writes them back. No forward of a unit whose parameters are lent may run inside, and no
-    optimizer may step them; forwards of other units may. Changing parameters between a forward and its backward makes
-    the backward raise, as it does for plain parameters that are changed in place.
+    All ranks must enter it together. The parameters are copies. After the context, also when its body raises, modules
+    show shards again, with all changes if `writeback`. Contexts may be nested; the outermost context of a unit writes
+    its parameters back. Inside, the unit's forward may not run, and no optimizer may step its parameters; forwards of
+    other units may run. If parameters are changed between a forward and its backward, the backward raises, as it does
+    for plain parameters that are changed in place.
 
     Args:
         module: any module: a unit, one that contains units, or neither.
-        recurse: the units below too; False lends only the parameters of the unit that `module` is. Units that own a
-            tied parameter of these are lent with them.
+        recurse: include units below `module`; False means only the unit that `module` is. Units that own a tied
+            parameter of an included unit are included too.
         writeback: keep changes: values, replaced parameters of the same shape (`module.weight = nn.Parameter(...)`),
             `requires_grad`, and, with `with_grads`, gradients.
-        rank0_only: only rank 0 of the shard axis sees unsharded parameters, others see their shards.
-        offload_to_cpu: the unsharded parameters are in host memory, one unit at a time on its way there.
-        with_grads: `.grad` of each parameter is whole too; None where it has none. Otherwise it is None inside.
+        rank0_only: only rank 0 of the shard axis sees unsharded parameters, other ranks see their shards.
+        offload_to_cpu: the unsharded parameters are in host memory; only one unit at a time is gathered on the device.
+        with_grads: `.grad` of each parameter is unsharded too, or None if there is no gradient. Otherwise `.grad` is
+            None inside.
 
     Raises:
         UnsupportedError: `rank0_only` with `writeback`, which would leave ranks with different values; `offload_to_cpu`
             with `with_grads`.
-        StateError: one of the units is in the middle of a forward or backward, is lent by a context around this one
-            that gives less, or has gradients that wait for a reduction and were asked for. Nothing is lent then.
+        StateError: a unit is in the middle of a forward or backward, or is in a context around this one with fewer
+            arguments set, or has gradients that wait for a reduction while `with_grads` asks for gradients. Nothing
+            is changed then.
         PlacementError: on leaving with `writeback`, a parameter has another shape.
     """
     terms = UnshardTerms(writeback, rank0_only, offload_to_cpu, with_grads)
@@ -59,7 +61,7 @@ def unsharded(
             to_lend.append(unit)
         else:
             require_covers(unit, terms)
-    with ExitStack() as lent:  # takes each back, even if another one cannot be
+    with ExitStack() as lent:  # ends all copies, even if the end of one of them raises
         for unit in to_lend:
             lent.callback(UnshardedCopies(unit, terms).end)
         yield
@@ -83,7 +85,7 @@ def _check(module: nn.Module, terms: UnshardTerms, **flags: Any) -> None:
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """Those at and below `module`, and those that own tied parameters of theirs: each once, outermost first."""
+    """Returns the units at and below `module`, and the owners of their tied parameters, each once, outermost first."""
     own = unit_of(module)
     found = units_below(module) if recurse else [] if own is None else [own]
     owners = [owner for unit in found for owner in unit.companions]

@@ -1,14 +1,13 @@
-"""`FullyShardedDataParallel`: a wrapper around a module that makes one unit of it. FSDP1's front end, same engine.
+"""`FullyShardedDataParallel`: a wrapper around a module that makes one unit of it. FSDP1's front end on sherd's engine.
 
-The wrapper has one child, the user's module. Its arguments are read in `fsdp1.py`; the engine knows nothing of it.
+The wrapper has one child, the user's module. `fsdp1.py` reads its arguments; the engine does not know that wrappers
+exist.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,46 +20,41 @@ from sherd._torch import (
     dynamo_disabled,
     gradients_of,
     in_functional_call,
-    is_tensor_parallel,
-    steps_in_backward,
 )
-from sherd.api import advice, comm_hook, materialize, optim_states, state_dict_type, state_dicts
-from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
+from sherd.api import advice, comm_hook, materialize, optim_states, state_dict_settings, state_dicts
+from sherd.api.extensions import FSDPExtensions, extensions_given
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.ignored import Ignored
 from sherd.api.module import FSDPModule
-from sherd.api.placements import Placements, rule_of
+from sherd.api.placements import Placements
 from sherd.api.unsharded import unsharded
+from sherd.api.wrapper_state import before_forward, find_state
+from sherd.api.wrapping import make_wrappers_unit, wrap_below
 from sherd.clip import clip_grad_norm_
-from sherd.comm.mesh import DataMesh
-from sherd.engine.build.build import is_taken, make_unit
-from sherd.engine.build.sharding import ShardingRequest
 from sherd.engine.run.runtime import runtime_over
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.ownership import Belongings, belongings
 from sherd.engine.state.parameter import WRAPPED, plain_name
-from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, UnsupportedError, WrapperStateError
-from sherd.wrap import apply_wraps, check_frozen, check_none_wrapped, choose
+from sherd.errors import ModuleError, PolicyTypeError, UnsupportedError, WrapperStateError
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
     """Shards the parameters of `module` over the data-parallel ranks; gathers them for its forward and backward.
 
-    Each instance is one unit: of the parameters below `module` that no nested instance has. Arguments, attributes and
-    methods are those of torch 2.13's class of this name; it runs on CPU and gloo without being told. It is an
-    `FSDPModule` as well, so all methods of those are there too.
+    Each instance is one unit, of the parameters below `module` that no nested instance has. Arguments, attributes and
+    methods are those of torch 2.13's class of this name (Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
+    Sharded Data Parallel", VLDB 2023); on CPU and gloo it needs no argument more. It is an `FSDPModule` too, with all
+    methods of that class.
 
     Args:
         module: the module to wrap.
-        process_group: the ranks that shard; for hybrid strategies a pair: those that shard, and those that hold copies.
-            None: all ranks.
+        process_group: the ranks that shard; for hybrid strategies a pair, the ranks that shard and the ranks that hold
+            copies. None: all ranks.
         sharding_strategy: what is sharded, and when unsharded parameters are freed. None: `FULL_SHARD`. Beyond torch:
             `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
         backward_prefetch: when to gather the next unit in backward; None: when it is needed.
         mixed_precision: dtypes of compute, of reduction and of buffers.
-        ignored_modules: modules whose parameters stay as they are, with all below them.
+        ignored_modules: modules whose parameters stay as they are, with all modules below them.
         param_init_fn: called with each module that has parameters or buffers on the meta device, to give them memory
             and values; None: `to_empty`, then `reset_parameters()`.
         device_id: the device to move the module to before it is sharded.
@@ -84,7 +78,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         sharding_strategy: ShardingStrategy | Placements | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Any = None,
@@ -127,64 +121,24 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self.backward_prefetch = choices.backward_prefetch
         self.forward_prefetch = choices.forward_prefetch
         self.limit_all_gathers = choices.limit_all_gathers
-        self._sherd_choices = choices
-        self._sherd_extensions = extensions_given(extensions)
+        extended_by = extensions_given(extensions)
         if auto_wrap_policy is not None:
-            # Before anything is wrapped: what no unit can have leaves the module as it was.
-            everything = belongings([module], ignored.parameters, is_taken)
-            _check_parameters(everything, use_orig_params=True)
-            below = {
+            more = {
                 "param_init_fn": param_init_fn,
                 "sync_module_states": sync_module_states,
-                "extensions": self._sherd_extensions,
+                "extensions": extended_by,
             }
-            _wrap_below(module, auto_wrap_policy, choices, mesh, ignored, below)
-        materialize.give_memory(module, mesh.device, param_init_fn, ignored)
-        if device_id is None:
-            advice.of_the_host(materialize.states(module, ignored), mesh.device)
-        materialize.move(module, device_id, ignored)
-        if sync_module_states:
-            materialize.take_from_rank0(module, mesh, ignored)
+            # Before the module itself is touched: an error for what no unit can have leaves it as it was.
+            wrap_below(module, auto_wrap_policy, FullyShardedDataParallel, choices, mesh, ignored, more)
+        materialize.prepare(module, mesh, ignored, param_init_fn, device_id, sync_module_states)
         self.add_module(WRAPPED, module)
-        self._sherd_shard(mesh, ignored)
-        self._sherd_buffers = materialize.cast_buffers(self, choices, ignored)
+        self._sherd_state = make_wrappers_unit(self, choices, extended_by, mesh, ignored)
         state_dicts.install(self)
         # As with hooks: a compiled wrapper is to find no Python of ours to trace.
-        self._sherd_prepare = dynamo_disabled(FullyShardedDataParallel._sherd_before_forward)
+        self._sherd_prepare = dynamo_disabled(before_forward)
 
-    def _sherd_shard(self, mesh: DataMesh, ignored: Ignored) -> None:
-        """Make the unit, and the flat parameter."""
-        choices = self._sherd_choices
-        cut = choices.placement
-        found = belongings([self], ignored.parameters, is_taken)
-        _check_parameters(found, choices.use_orig_params)
-        extended = [flattened(self._sherd_extensions, each.parameter, each.name) for each in found.owned]
-        unit = make_unit(
-            [self],
-            found,
-            mesh,
-            lambda each: ShardingRequest(rule_of(cut, each.parameter), mesh),
-            choices.precision,
-            choices.offload,
-            choices.policy,
-        )
-        self._sherd_is_new = True
-        self._sherd_undistributed = [
-            each for each in found.modules if each._parameters and not is_tensor_parallel(each)
-        ]
-        self._sherd_extended = {
-            record: each for record, each in zip(unit.parameters, extended, strict=True) if each is not None
-        }
-        if has_own(self._sherd_extensions, "post_unflatten_transform"):
-            for record, extension in self._sherd_extended.items():
-                whole = record.unsharded_spec
-                assert whole is not None, "only a DTensor is extended"
-                record.restore_with(partial(restored, self._sherd_extensions, extension, whole, record.name))
-        if found.owned and not choices.use_orig_params:
-            unit.flatten(self, state_dicts.FLAT_PARAM)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither a deep copy nor a pickle: it would be of process groups, and of one rank's shards."""
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise, as a deep copy or a pickle would be of process groups, and of one rank's shards."""
         raise ModuleError(
             f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be deep-copied or pickled; copy or "
             "pickle the module before it is wrapped, or build a second one and load this one's state_dict()"
@@ -195,19 +149,15 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without wrappers of activation checkpointing around it."""
-        found: Any = self._modules[WRAPPED]
+        found = self.get_submodule(WRAPPED)
         while not isinstance(found, FullyShardedDataParallel) and WRAPPED in found._modules:
-            found = found._modules[WRAPPED]
-        return found  # type: ignore[no-any-return]
+            found = found.get_submodule(WRAPPED)
+        return found
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that shard, or under `NO_SHARD` those that hold copies."""
-        mesh = self._sherd_own_unit.mesh
-        copies = self.sharding_strategy is ShardingStrategy.NO_SHARD or mesh.shard_group is None
-        group = mesh.replicate_group if copies else mesh.shard_group
-        assert group is not None, "NO_SHARD has a replicate axis, the others a shard axis"
-        return group
+        """The ranks that shard, or under `NO_SHARD` the ranks that hold copies."""
+        return self._sherd_state.process_group
 
     @property
     def rank(self) -> int:
@@ -225,42 +175,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return self._sherd_own_unit.mesh.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward; parameters are whole inside."""
+        """Call the wrapped module's forward, with unsharded parameters."""
         self._sherd_prepare(self)
         wrapped: Any = self._modules[WRAPPED]
         return wrapped(*args, **kwargs)
 
-    def _sherd_before_forward(self) -> None:
-        """Do all that the wrapper has to before the wrapped module's forward."""
-        state_dicts.settle(self)
-        unit = self._sherd_own_unit
-        if self._sherd_is_new:
-            self._sherd_check_before_first_forward()
-        if self._sherd_buffers and unit.precision.full_precision_in_eval:
-            wanted = None if unit.in_full_precision else self.mixed_precision.buffer_dtype
-            materialize.recast_buffers(self._sherd_buffers, wanted)
-
-    def _sherd_check_before_first_forward(self) -> None:
-        """What was done to the parameters since they were wrapped, and would be passed over without a word. A flat
-        parameter hides them from `parallelize_module`, which would raise at shards."""
-        unit = self._sherd_own_unit
-        for each in self._sherd_undistributed:
-            if is_tensor_parallel(each):
-                raise ModuleError(
-                    f"parallelize_module was applied to a {type(each).__name__} after it was wrapped in "
-                    f"{unit.name}, whose shards it cannot distribute; build the model anew, apply parallelize_module, "
-                    "and wrap it then"
-                )
-        for record in unit.parameters:
-            if steps_in_backward(record.optimizer_param):
-                raise UnsupportedError(
-                    f"{record.name} has optimizers that are to step in backward, from _apply_optimizer_in_backward; "
-                    "nothing would call them: step an optimizer of model.parameters() after the backward"
-                )
-        self._sherd_is_new, self._sherd_undistributed = False, []
-
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have, the wrapped module is asked for."""
+        """Returns the wrapped module's attribute where the wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -270,8 +191,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             return getattr(wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As nn.Module's; but a tensor in the place of a parameter of the wrapped module goes there, as reading does.
-        `torch.func.functional_call` sets what is given for a nested wrapper's parameters in this way."""
+        """As nn.Module's, but a tensor with the name of a parameter of the wrapped module is set there, where reading
+        finds it. `torch.func.functional_call` sets the parameters of a nested wrapper in this way."""
         found = self.__dict__.get("_modules", {}).get(WRAPPED) if isinstance(value, torch.Tensor) else None
         while found is not None and WRAPPED in found._modules:
             found = found._modules[WRAPPED]
@@ -299,11 +220,11 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """As nn.Module's, with the names that the user's own model has."""
         return ((plain_name(name), each) for name, each in super().named_buffers(*args, **kwargs))
 
-    # Which instances there are
+    # Instances
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The instances at and below `module`, outermost first; only those that are in no other if `root_only`."""
+        """Returns the instances at and below `module`, outermost first; with `root_only` only those in no other."""
         found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -311,7 +232,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return [each for each in found if id(each) not in nested]
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost unit. Asked before the first forward, it is until a unit above runs."""
+        """Returns whether this is the outermost unit. Before the first forward it is, until a unit above runs."""
         return self._sherd_own_runtime.root is self._sherd_own_unit
 
     # Unsharded parameters
@@ -326,14 +247,14 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """`sherd.unsharded`, refused where FSDP1 refuses it.
+        """As `sherd.unsharded`, with an error where FSDP1 has one.
 
         Raises:
             UnsupportedError: `with_grads` for a unit with a flat parameter, or with `offload_to_cpu`; `writeback` with
                 `rank0_only`; `offload_to_cpu` under `NO_SHARD`.
         """
         within = module.modules() if recurse else (module,)
-        for choices in (each._sherd_choices for each in within if isinstance(each, FullyShardedDataParallel)):
+        for choices in (state.choices for state in map(find_state, within) if state is not None):
             if with_grads and (offload_to_cpu or not choices.use_orig_params):
                 raise UnsupportedError(
                     f"with_grads={with_grads}, use_orig_params={choices.use_orig_params}, offload_to_cpu="
@@ -350,7 +271,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As nn.Module's: `fn` sees each module with its parameters whole, and what it changes is kept."""
+        """As nn.Module's: `fn` sees each module with unsharded parameters, and its changes are kept."""
         if self._sherd_own_unit.lent is not None:
             raise WrapperStateError(
                 "apply() inside an unshard context that lends this unit's parameters; call it outside, or on "
@@ -363,7 +284,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Backwards inside do not reduce: gradients are kept unsharded and added up, until a backward outside.
+        """Let backwards in this context not reduce: gradients are added up unsharded until a backward outside.
 
         Raises:
             RuntimeError: on an instance that is not the root (a `StateError`).
@@ -397,13 +318,15 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return norm
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients with `hook`: `hook(state, gradient)` for `NO_SHARD`, in place; otherwise `hook(state,
-        whole_gradient, shard)`, which fills `shard`. Both 1-D, in the reduce dtype, padding included, of which the
-        gradient is 0; the hook divides, too. `sherd.comm_hooks` has ready-made ones.
+        """Reduce gradients with `hook`, in the form of DDP's communication hooks; `sherd.comm_hooks` has some.
+
+        Under `NO_SHARD` `hook(state, gradient)` reduces in place; otherwise `hook(state, gradient, shard)` fills
+        `shard`. Both tensors are 1-D, in the reduce dtype, and include padding, which is 0 in `gradient`. The hook
+        divides too.
 
         Raises:
             PolicyError: not callable, a hybrid strategy, or a unit of several dtypes.
-            WrapperStateError: registered before, or on an instance that is not the root.
+            WrapperStateError: there is a hook already, or this instance is not the root.
         """
         self._sherd_require_root("register_comm_hook")
         wrappers = self.fsdp_modules(self)
@@ -427,7 +350,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, with the names that the user's own model has, of the kind that `set_state_dict_type` says.
 
-        Values of other ranks are gathered where the kind wants them: all ranks must call it.
+        All ranks must call it, as some kinds gather values of other ranks.
 
         Raises:
             StateError: in the middle of a forward or backward.
@@ -435,19 +358,19 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         try:
             return super().state_dict(*args, **kwargs)
         finally:
-            state_dicts.settle(self)
+            self._sherd_state.hide_names()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, of any kind of state dict; flat parameters are registered again if it raises too."""
+        """As nn.Module's, for any kind of state dict. Flat parameters are registered again also if it raises."""
         try:
             return super().load_state_dict(state_dict, strict, assign)
         finally:
             for each in self.fsdp_modules(self):
-                state_dicts.settle(each)
+                each._sherd_state.hide_names()
 
-    set_state_dict_type = staticmethod(state_dict_type.set_state_dict_type)
-    get_state_dict_type = staticmethod(state_dict_type.get_state_dict_type)
-    state_dict_type = staticmethod(state_dict_type.state_dict_type)
+    set_state_dict_type = staticmethod(state_dict_settings.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_dict_settings.get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_settings.state_dict_type)
 
     # Optimizer state
 
@@ -459,66 +382,3 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_states.scatter_full_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
-
-
-def _wrap_below(
-    module: nn.Module, policy: Any, choices: Choices, mesh: DataMesh, ignored: Ignored, more: dict[str, Any]
-) -> None:
-    """Wrap the modules below `module` that `policy` chooses."""
-    check_none_wrapped(module, lambda each: isinstance(each, FullyShardedDataParallel))
-    kwargs = {
-        **{each.name: getattr(choices, each.name) for each in dataclasses.fields(choices)},
-        **more,
-        "ignored_states": ignored.parameters,
-    }
-    if choices.strategy.is_hybrid and choices.device_mesh is None:
-        # One mesh for all, made once; a unit that makes its own would make groups of its own too.
-        kwargs.update(process_group=None, device_mesh=mesh.mesh)
-    precise = choices.precise_classes
-    advice.of_precise_modules(module, precise)
-    apart_kwargs = {"mixed_precision": None}
-    chosen = choose(
-        module, policy, ignored.modules, ignored.parameters, kwargs, apart=precise, apart_kwargs=apart_kwargs
-    )
-    if not choices.use_orig_params:
-        check_frozen(module, chosen, ignored.parameters)
-    apply_wraps(module, chosen, lambda each, its: _wrapped(each, its, precise))
-
-
-def _wrapped(module: nn.Module, kwargs: dict[str, Any], precise: tuple[type[nn.Module], ...]) -> nn.Module:
-    if isinstance(module, precise):
-        materialize.compute_in_full_precision(module)
-    return FullyShardedDataParallel(module, **kwargs)
-
-
-def _check_parameters(found: Belongings, use_orig_params: bool) -> None:
-    """Raise for what cannot be cut as one line of numbers."""
-    for borrowed in found.borrowed:
-        if isinstance(borrowed.place.shown, FlatParameter):
-            raise PlacementError(
-                f"Cannot flatten a `FlatParameter`: {borrowed.place.attribute} is another wrapper's; leave it there"
-            )
-    for each in found.owned:
-        dtype = each.parameter.dtype
-        if isinstance(each.parameter, FlatParameter):
-            raise PlacementError(
-                f"Cannot flatten a `FlatParameter`: {each.name} is one already; wrap the module it came from only once"
-            )
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise PlacementError(
-                f"Cannot flatten integer dtype tensors: {each.name} is {dtype}; make it a buffer, or put it into "
-                "ignored_states"
-            )
-    if use_orig_params:
-        return
-    for what, values in (
-        ("dtype", {each.name: each.parameter.dtype for each in found.owned}),
-        ("`requires_grad`", {each.name: each.parameter.requires_grad for each in found.owned}),
-    ):
-        if len(set(values.values())) > 1:
-            first = next(iter(values))
-            other = next(name for name in values if values[name] != values[first])
-            raise PolicyError(
-                f"Must flatten tensors with uniform {what} when `use_orig_params=False`: {first} has {values[first]}, "
-                f"{other} has {values[other]}; pass use_orig_params=True, or wrap them apart"
-            )

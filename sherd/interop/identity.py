@@ -1,11 +1,11 @@
-"""How do sherd's modules become instances of torch's `FSDPModule`, for packages that ask by isinstance?
+"""sherd's modules as instances of torch's `FSDPModule`, for packages that test with `isinstance`.
 
-The classes that `fully_shard` makes, and the wrapper's, get one more base, the last of all:
+The classes that `fully_shard` makes, and the wrapper's class, get one more base, after all others:
 
     FSDPLinear ─▶ sherd's FSDPModule ─▶ Linear ─▶ Module ─▶ TorchFace ─▶ torch's FSDPModule
 
-so every method stays ours, and what torch's has beyond them is in `TorchFace`. A class stays the same object: modules
-sharded before are instances too, and nothing that was compiled for them is compiled again.
+so every method stays sherd's, and `TorchFace` has torch's further methods. A class stays the same object: modules that
+were sharded before are instances too, and nothing that was compiled for them is compiled again.
 
 Nothing of torch's FSDP is imported before the first call.
 """
@@ -30,12 +30,11 @@ from sherd.policy import require_bool
 class torch_fsdp_identity:
     """Make sherd's modules instances of `torch.distributed.fsdp.FSDPModule`, or no longer.
 
-    It takes effect when it is called, on all modules sharded before or after; used in a `with` statement, what was in
-    force before is in force again at the end. `fully_shard.state(module)` of torch's then gives what torch's pipeline
-    stages read from it.
+    It takes effect when it is called, on all modules, sharded before or after. In a `with` statement, the end restores
+    what was in force before. torch's `fully_shard.state(module)` then returns what torch's pipeline stages read.
 
     Args:
-        enabled: False: no longer.
+        enabled: False takes the base away again.
 
     Raises:
         PolicyTypeError: `enabled` is no bool.
@@ -56,14 +55,14 @@ class torch_fsdp_identity:
 
 
 def lend_identity(borrower: object, classes: Iterable[type]) -> None:
-    """Let `classes`, of sharded modules, be subclasses of torch's `FSDPModule` for as long as `borrower` exists."""
+    """Make `classes`, of sharded modules, subclasses of torch's `FSDPModule` for as long as `borrower` exists."""
     for cls in classes:
         _identity.give(cls)
         weakref.finalize(borrower, _identity.take_back, cls)
 
 
 class _Identity:
-    """Who has torch's base, and why: all classes, or those that somebody asked for."""
+    """The classes that have torch's base: all classes, or the classes that a borrower asked for."""
 
     def __init__(self) -> None:
         self.for_all = False
@@ -71,7 +70,7 @@ class _Identity:
         self._undo: list[Callable[[], None]] = []
 
     def give_to_all(self, enabled: bool) -> None:
-        """Every class that is there, and every one that will be made."""
+        """Give the base to every class that exists or will be made, or take it away from them."""
         if enabled == self.for_all:
             return
         self.for_all = enabled
@@ -87,25 +86,25 @@ class _Identity:
             self.show(cls)
 
     def give(self, cls: type) -> None:
-        """One more asks for `cls`."""
+        """Count one more borrower of `cls`."""
         self._asked[cls] += 1
         self.show(cls)
 
     def take_back(self, cls: type) -> None:
-        """One fewer asks for `cls`."""
+        """Count one borrower of `cls` fewer."""
         self._asked[cls] -= 1
         if not self._asked[cls]:
             del self._asked[cls]
         self.show(cls)
 
     def show(self, cls: type) -> None:
-        """Give or take the base, as is due."""
+        """Give `cls` the base, or take it away, as the borrowers say."""
         due = self.for_all or cls in self._asked
         if not due and not issubclass(cls, _faces()):
             return
         others = tuple(base for base in cls.__bases__ if base is not _torch_face())
         if "__new__" not in vars(cls):
-            # The wrapper. Python goes on asking for a `__new__` after the base that had one is gone, so it keeps one.
+            # The wrapper's class. Python keeps looking for a `__new__` after the base that had one is gone.
             cls.__new__ = staticmethod(_new)  # type: ignore[assignment]
         cls.__bases__ = (*others, _torch_face()) if due else others
 
@@ -114,7 +113,7 @@ _identity = _Identity()
 
 
 def _made(cls: Any, /, **options: Any) -> None:
-    """A class is made while all have the identity."""
+    """Give the base to a class that is made while all classes have it."""
     super(FSDPModule, cls).__init_subclass__(**options)  # the user's own class may have one
     _identity.show(cls)
 
@@ -128,10 +127,10 @@ def _torch_face() -> type:
     from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
     class TorchFace(TorchFSDPModule):
-        """The base that makes an instance of torch's `FSDPModule`: what that has beyond sherd's, in sherd's terms."""
+        """The base that makes an instance of torch's `FSDPModule`, with the methods that sherd's class lacks."""
 
         def _set_unshard_async_op(self, async_op: bool) -> None:
-            """sherd's gathers are asynchronous wherever that is of use."""
+            """Do nothing: sherd's gathers are asynchronous wherever that is of use."""
 
         def _get_fsdp_state(self) -> Any:
             return _State(self)
@@ -140,7 +139,7 @@ def _torch_face() -> type:
 
 
 def _faces() -> tuple[type, ...]:
-    """The base, if anybody has asked for it by now."""
+    """Returns the base if it was made by now."""
     return (_torch_face(),) if _torch_face.cache_info().currsize else ()
 
 
@@ -148,24 +147,24 @@ def _faces() -> tuple[type, ...]:
 
 
 class _ParamGroup:
-    """As much of torch's FSDPParamGroup as a pipeline stage uses."""
+    """The part of torch's FSDPParamGroup that a pipeline stage uses."""
 
     def __init__(self, post_backward: Callable[[], None]) -> None:
         self.post_backward = post_backward
 
 
 class _State:
-    """As much of torch's FSDPState as a pipeline stage uses; one for a module, made when asked for."""
+    """The part of torch's FSDPState that a pipeline stage uses, made for a module whenever it is asked for."""
 
     def __init__(self, module: Any) -> None:
         self._units = StageUnits(module, type(module).__name__)
-        self._fsdp_param_group = _ParamGroup(self._units.start_reductions)  # 2.11 asks for one, 2.12 for any number
+        self._fsdp_param_group = _ParamGroup(self._units.start_reductions)  # torch 2.11 reads one group, 2.12 a list
         self._fsdp_param_groups = [self._fsdp_param_group]
         self._state_ctx = self
 
     @property
     def all_states(self) -> list[_State]:
-        """Itself: it speaks for all units below the module."""
+        """Returns itself alone, as it stands for all units below the module."""
         return [self]
 
     def _root_post_backward_final_callback(self) -> None:
@@ -173,7 +172,7 @@ class _State:
 
 
 def _answer_state() -> Callable[[], None]:
-    """Have torch's `fully_shard.state(module)` answer for sherd's modules; returns what undoes it."""
+    """Let torch's `fully_shard.state(module)` answer for sherd's modules. Returns a function that undoes it."""
     from torch.distributed.fsdp import fully_shard
 
     theirs: Any = fully_shard
@@ -188,7 +187,8 @@ def _answer_state() -> Callable[[], None]:
 
 
 def _watch_torchs_stages() -> Callable[[], None]:
-    """Have torch's own pipeline stages show unsharded parameters where they split a backward. Returns its undoing."""
+    """Let torch's own pipeline stages show unsharded parameters where they split a backward. Returns a function that
+    undoes it."""
     from sherd.interop.pipelining import split_backwards_in_torchs_stages
 
     return split_backwards_in_torchs_stages()

@@ -1,4 +1,4 @@
-"""How do torch's pipeline schedules drive sherd's modules? A stage for them: `PipelineStage`, instead of torch's."""
+"""`PipelineStage`, by which torch's pipeline schedules run sherd's modules."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["PipelineStage"]
 class PipelineStage(pipelining.PipelineStage):
     """A stage of a pipeline whose module was sharded by sherd, as a whole, in parts, or not at all.
 
-    Arguments, attributes and methods are those of `torch.distributed.pipelining.PipelineStage`, and so are the
-    schedules that take it. In one step of a schedule
+    Arguments, attributes and methods are those of `torch.distributed.pipelining.PipelineStage`; torch's schedules take
+    it. In one step of a schedule
 
     - parameters are gathered before the stage's first forward, or ahead of it where the schedule says UNSHARD, and kept
       until its last backward, or until the schedule says RESHARD;
-    - gradients of all micro-batches are added up whole and reduced once, in the last backward or after it;
-    - a backward in two parts (zero-bubble schedules) works like any other.
+    - unsharded gradients of all micro-batches are added up and reduced once, in the last backward or after it;
+    - a backward in two parts (zero-bubble schedules) works like any other backward.
 
-    What was chosen for each unit (`reshard_after_forward` and so on) holds again after the step.
+    The policy of each unit (`reshard_after_forward` and so on) holds again after the step.
 
     Raises (in a step):
         ModuleError, OwnershipError, StateError: a unit that is not the stage's alone.
     """
 
     shows_whole_parameters = True
-    """So that the engine knows this kind of stage from torch's (`sherd._torch.splitting_stage`)."""
+    """Tells the engine this class from torch's (`sherd._torch.splitting_stage`)."""
 
     def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(submodule, stage_index, num_stages, *args, **kwargs)
@@ -46,11 +46,11 @@ class PipelineStage(pipelining.PipelineStage):
         self._sherd_earlier: list[tuple[nn.Parameter, torch.Tensor]] | None = None
 
     def clear_runtime_states(self) -> None:
-        """As torch's; a schedule calls it when a step begins."""
+        """As torch's. A schedule calls it when a step begins."""
         super().clear_runtime_states()
         self._sherd_earlier = None
         self._sherd_units.begin()
-        # torch's schedules say UNSHARD and RESHARD to instances of its FSDPModule only.
+        # torch's schedules apply UNSHARD and RESHARD only to instances of torch's FSDPModule.
         classes = {type(unit.modules[0]) for unit in self._sherd_units.units} - self._sherd_lent
         lend_identity(self, classes)
         self._sherd_lent |= classes
@@ -63,9 +63,9 @@ class PipelineStage(pipelining.PipelineStage):
         return output
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """As torch's (2.13), which frees what was gathered to learn the shapes; but it clears all gradients as well.
+        """As torch's (2.13), which frees what was gathered to learn the shapes, but keep the gradients that it clears.
 
-        There are some if shapes are learnt again: an evaluation between a step and the optimizer's.
+        There are gradients if shapes are learnt again, by an evaluation between a step and the optimizer's step.
         """
         self._sherd_units.free()
         gradients = [(each, each.grad) for each in self.submod.parameters()]
@@ -91,8 +91,8 @@ class PipelineStage(pipelining.PipelineStage):
             self.submod = module
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what the micro-batches have added up, as far as the last backward has not, and divide it by
-        `grad_scale_factor`; gradients of earlier steps are added as they are."""
+        """Reduce the sums of micro-batches that the last backward did not reduce, and divide this step's gradients by
+        `grad_scale_factor`. Gradients of earlier steps are then added, undivided."""
         if not self.has_backward:
             return
         self._sherd_set_earlier_aside()
@@ -103,7 +103,7 @@ class PipelineStage(pipelining.PipelineStage):
             optimizer_param.grad = gradient if optimizer_param.grad is None else gradient.add_(optimizer_param.grad)
 
     def _sherd_set_earlier_aside(self) -> None:
-        """Keep gradients that shards have from earlier steps out of this one's scaling."""
+        """Keep the gradients that shards have from earlier steps out of this step's division."""
         if self._sherd_earlier is None:
             optimizer_params = [
                 optimizer_param for unit in self._sherd_units.units for optimizer_param in unit.shards.optimizer_params
@@ -124,7 +124,8 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 def split_backwards_in_torchs_stages() -> Callable[[], None]:
-    """Have torch's own stages show unsharded parameters where they split a backward; returns what undoes it."""
+    """Let torch's own stages show unsharded parameters where they split a backward. Returns a function that undoes
+    it."""
     name = "backward_maybe_with_nosync"
     owner = next(cls for cls in pipelining.PipelineStage.__mro__ if name in vars(cls))
     original = vars(owner)[name]

@@ -1,11 +1,10 @@
-"""What do the units of one pipeline stage do in one step of a schedule? Many micro-batches, one gather, one reduction.
+"""The units of one pipeline stage in one step of a schedule: many micro-batches, one gather, one reduction.
 
     begin ─▶ forward and backward, any number of times and in any order ─▶ (last_backward) ─▶ reduce
       └──▶ forward, any number of times ─▶ end
 
-In between, units keep their unsharded parameters, or give them up when the schedule says so, and add their gradients up
-whole. What the user has chosen for each unit holds again for the last backward, which reduces as it goes then, or else
-at the end.
+In between, units keep their unsharded parameters until the schedule frees them, and add up unsharded gradients. The
+user's policy of each unit holds again for the last backward, which then reduces unit by unit, or else at the end.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ DURING_A_STEP = {
 """Fields of a unit's policy, and their values between micro-batches."""
 
 CHANGED = (*DURING_A_STEP, "all_reduce_gradients")
-"""Fields that a step changes: torch's stage sets the last one too."""
+"""Fields that a step changes; torch's stage sets the last of them."""
 
 
 class StageUnits:
-    """The units at and below `module`, which one pipeline stage runs."""
+    """The units at and below `module`, the module of one pipeline stage."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -46,16 +45,16 @@ class StageUnits:
 
     @property
     def units(self) -> list[Unit]:
-        """Each once, outermost first."""
+        """Returns each unit once, outermost first."""
         return units_below(self.module)
 
     @property
     def runtimes(self) -> list[tuple[Runtime, Unit]]:
-        """Every unit with the runtime it is sealed into; sealed now, if it was not."""
+        """Returns every unit with its runtime. A unit that has none yet is sealed into one."""
         return [(runtime_of(unit, unit.modules[0]), unit) for unit in self.units]
 
     def check(self) -> None:
-        """Raise if the units are not this stage's alone.
+        """Check that the units belong to this stage alone.
 
         Raises:
             ModuleError: a unit has modules outside of the stage.
@@ -93,7 +92,7 @@ class StageUnits:
     # A step
 
     def begin(self) -> None:
-        """A step begins. One that did not end, because it raised, is given up, with its gradients."""
+        """Begin a step. A step that raised, and so did not end, is given up with its gradients."""
         if self._has_begun:
             self._give_up()
         self.check()
@@ -103,40 +102,40 @@ class StageUnits:
             unit.change(**DURING_A_STEP)
 
     def gather(self) -> None:
-        """Make all units whole; every gather is started before the first is waited for."""
+        """Gather all units. Every gather is started before the first one is waited for."""
         missing = [(runtime, unit) for runtime, unit in self.runtimes if unit.live is not Live.UNSHARDED]
         for wait in (False, True):
             for runtime, unit in missing:
                 runtime.unshard(unit, wait)
 
     def free(self) -> None:
-        """Back to shards."""
+        """Free all unsharded parameters."""
         for runtime, unit in self.runtimes:
             runtime.reshard(unit)
 
     def end(self) -> None:
-        """The step has ended, and left no gradients: back to shards, and to what the user has chosen."""
+        """End a step without gradients: free unsharded parameters, and restore the user's policies."""
         self.free()
         self._as_chosen()
         self._has_begun = False
 
     def last_backward(self) -> None:
-        """The backward that comes is the last one: it may reduce, with what the others have left, and free as it goes.
+        """Let the next backward, the last one, reduce all gradients and free parameters unit by unit.
 
-        Not one in two parts: what its second part brings comes after units are passed.
+        Not for a backward in two parts: the second part brings gradients after the first has passed the units.
         """
         self._as_chosen()
 
     def reduce(self) -> None:
-        """The step has ended: back to shards, to which the gradients of all micro-batches are added."""
+        """End a step: free unsharded parameters, and reduce the gradients of all micro-batches into the shards'."""
         self._as_chosen()
         self.start_reductions()
         self.finish_reductions()
         self._has_begun = False
 
     def start_reductions(self) -> None:
-        """Back to shards, and start each unit's reduction, in the order of backward, as far as it is to reduce at all
-        (`set_requires_gradient_sync`)."""
+        """Free unsharded parameters, and start each unit's reduction in backward order, unless the unit is not to
+        reduce (`set_requires_gradient_sync`)."""
         self.free()
         for runtime in self._each_runtime():
             runtime.revise()
@@ -145,7 +144,7 @@ class StageUnits:
                     runtime.on(GradientsReady(index))
 
     def finish_reductions(self) -> None:
-        """The shards have their gradients from here on."""
+        """Finish the reductions; the shards have their gradients afterwards."""
         for runtime in self._each_runtime():
             runtime.expect_last_backward(True)
             runtime.on(EndBackward())
@@ -168,11 +167,11 @@ class StageUnits:
 
     @contextmanager
     def split_backward(self) -> Iterator[None]:
-        """Around half of a backward: for the inputs, or for the parameters, of which torch walks through
-        `module.parameters()` and writes to each one's `.grad` by hand.
+        """Show unsharded parameters during one half of a backward, that for the inputs or that for the parameters.
 
-        So all are whole and among the modules' parameters (those of a flat one are not, else), and what was written is
-        taken up as if backward had brought it.
+        torch walks through `module.parameters()` and writes to each parameter's `.grad` itself. So all parameters, also
+        those of a flat parameter, are unsharded and registered, and gradients that torch wrote are reduced as if
+        backward had brought them.
         """
         self.gather()
         units = self.units
@@ -186,7 +185,7 @@ class StageUnits:
                 unit.shards.register(False)
 
     def _deliver(self, units: list[Unit]) -> None:
-        """Send gradients that lie on unsharded parameters through autograd, whose hooks bring them to where all go."""
+        """Send gradients that were written to unsharded parameters through autograd, whose hooks take all gradients."""
         shown = (record.places[0].shown for unit in units for record in unit.parameters)
         written = [whole for whole in shown if whole is not None and whole.is_leaf and whole.grad is not None]
         gradients = [whole.grad for whole in written]

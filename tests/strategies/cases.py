@@ -93,7 +93,7 @@ def train(model: Any, recipe: Recipe, *, accumulate: bool = False, flatten: bool
 
 
 def _is_flat(model: Any) -> bool:
-    return isinstance(model, FullyShardedDataParallel) and not model._sherd_choices.use_orig_params
+    return isinstance(model, FullyShardedDataParallel) and not model._sherd_state.choices.use_orig_params
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Does the program that `explain_migration` writes train as the wrapper does, and what does it say?"""
+"""What `explain_migration` says trains as the wrapper does, and names every argument and every difference."""
 
 import contextlib
 import functools
@@ -13,6 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import wrap as torch_wrap
+from torch.distributed.tensor import Replicate
 
 import sherd
 from sherd import FullyShardedDataParallel, flatten_optimizer, unsharded
@@ -77,6 +78,12 @@ CASES = {
     "a_policy_with_other_arguments": lambda model, api: {
         "auto_wrap_policy": CustomPolicy(
             lambda each: strategy(api, "SHARD_GRAD_OP") if each is model.blocks[1] else isinstance(each, Block)
+        ),
+        "use_orig_params": True,
+    },
+    "a_policy_with_copies_of_a_block": lambda model, api: {
+        "auto_wrap_policy": CustomPolicy(
+            lambda each: strategy(api, "NO_SHARD") if each is model.blocks[1] else isinstance(each, Block)
         ),
         "use_orig_params": True,
     },
@@ -188,15 +195,51 @@ def trained(model, flat):
     return losses, parameters, {name: each.clone() for name, each in model.named_buffers()}
 
 
+def set_up(text, model, arguments):
+    """Do what the text says: the calls as they stand, the steps around them as the notes tell."""
+    notes = re.sub(r"\n# +", " ", text)
+    given = [*arguments.get("ignored_modules", ()), *arguments.get("ignored_states", ())]
+    ignored = {below for each in given if isinstance(each, nn.Module) for below in each.modules()}
+    modules = [each for each in model.modules() if each not in ignored]
+    kept = {each for module in ignored for each in module.parameters()} or set(given)
+    if "- meta device: before the calls" in notes:
+        for module in modules:
+            arguments["param_init_fn"](module)
+    if "- sync_module_states: before the calls" in notes:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor not in kept:
+                dist.broadcast(tensor.detach(), group_src=0)  # the groups of each mesh here are one rank or all ranks
+    if "- device_id: before the calls" in notes:
+        model.to(arguments["device_id"])
+    names = {**vars(sherd), **vars(sherd.wrap), "functools": functools, "torch": torch, "nn": nn, "Block": Block}
+    names |= {"DeviceMesh": DeviceMesh, "init_device_mesh": init_device_mesh, "model": model, **arguments}
+    # As the notes say: one node of two ranks, and a pair whose shard groups have one rank each.
+    names |= {"ignored_params": kept} if "- ignored_params: the set of" in notes else {}
+    names |= {"num_nodes": 1, "ranks_per_node": 2, "ranks": torch.tensor([[0], [1]])}
+    exec(compile(text, "explained", "exec"), names)
+    if "- meta device: after the calls" in notes:
+        model.to_empty(device="cpu")
+        for module in modules:
+            if "reset_parameters()" not in notes:
+                arguments["param_init_fn"](module)
+            elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                module.reset_parameters()
+    if "- buffer_dtype: after the calls" in notes:
+        precise = arguments["mixed_precision"]._module_classes_to_ignore if "auto_wrap_policy" in arguments else ()
+        for module in modules:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and not isinstance(module, precise):
+                    setattr(module, name, buffer.to(arguments["mixed_precision"].buffer_dtype))
+
+
 def both_ways(name, know_the_module):
-    """Training by the wrapper, and by the program that `explain_migration` writes."""
+    """Training by the wrapper, and by the calls that `explain_migration` writes."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     model = built(name)
     wrapped = trained(FullyShardedDataParallel(model, **CASES[name](model, sherd)), flat=False)
     model = built(name)
-    arguments = CASES[name](model, torch_fsdp if "other_arguments" not in name else sherd)
-    text = explain_migration(model if know_the_module else None, **arguments)
-    exec(compile(text, "explained", "exec"), {"model": model, **arguments})
+    arguments = CASES[name](model, sherd if "a_policy_with_" in name else torch_fsdp)
+    set_up(explain_migration(model if know_the_module else None, **arguments), model, arguments)
     return wrapped, trained(model, flat=not arguments.get("use_orig_params", False))
 
 
@@ -210,7 +253,7 @@ def assert_same(results):
 
 @pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
 @pytest.mark.parametrize("name", CASES)
-def test_the_explained_program_trains_as_the_wrapper_does(world, name):
+def test_the_calls_that_are_explained_train_as_the_wrapper_does(world, name):
     assert_same(world(2).run(both_ways, name, know_the_module=True))
 
 
@@ -219,14 +262,14 @@ WITHOUT_A_MODULE = ("a_policy_by_size", "ignored_parameters", "meta")
 
 
 @pytest.mark.parametrize("name", WITHOUT_A_MODULE)
-def test_the_program_is_the_same_where_the_module_does_not_matter(world, name):
+def test_the_calls_are_the_same_where_the_module_does_not_matter(world, name):
     assert_same(world(2).run(both_ways, name, know_the_module=False))
 
 
 def reset_on_meta():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    exec(explain_migration(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})), {"model": model})
+    set_up(explain_migration(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})), model, {})
     model(torch.ones(1, 4)).sum().backward()
     return [each.full_tensor() for each in model.parameters()]
 
@@ -245,7 +288,7 @@ def said(**arguments):
     return explain_migration(**arguments)
 
 
-def test_the_program_is_printed_and_returned(capsys):
+def test_the_calls_are_printed_and_returned(capsys):
     text = said()
     assert capsys.readouterr().out == text + "\n"
     assert "fully_shard(model, prefetch_policy=PrefetchPolicy(forward_depth=0), placement=Flat())" in text
@@ -299,14 +342,12 @@ def test_torchs_values_are_said_as_sherds_are():
 )
 def test_a_policy_is_written_out_or_called_by_its_argument(policy, source):
     text = said(auto_wrap_policy=policy)
-    names = {"model": nn.Linear(2, 2), "auto_wrap_policy": policy}
-    lines = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
-    exec("\n".join([*lines, f"found = {source}"]), names)
-    assert callable(names["found"])
+    names = {**vars(sherd.wrap), "functools": functools, "nn": nn, "Block": Block, "auto_wrap_policy": policy}
+    assert callable(eval(source, names))
     assert f"model,\n    {source},\n" in text or f"auto_shard(model, {source}, " in text
 
 
-def test_two_classes_of_one_name_are_not_imported_over_each_other():
+def test_two_classes_of_one_name_are_not_mistaken_for_each_other():
     policy = ModuleWrapPolicy({Block, type("Block", (nn.Module,), {"__module__": "__main__"})})
     text = said(auto_wrap_policy=policy)
     assert "auto_shard(model, auto_wrap_policy, " in text
@@ -319,6 +360,20 @@ def test_what_has_no_counterpart_is_told():
     )
     for each in ("limit_all_gathers: nothing to say", "_BatchNorm units of their own", "flatten_optimizer(optimizer)"):
         assert each in text
+
+
+def test_a_call_has_no_lines_above_it_but_those_that_make_its_mesh():
+    text = said(sharding_strategy=sherd.ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=BLOCKS)
+    lines = [line for line in text.splitlines() if line and not line.startswith(("#", " "))]
+    mesh = 'mesh = init_device_mesh("cpu", (num_nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))'
+    assert lines == [mesh, "auto_shard(", ")"]
+    assert "# - ranks_per_node: LOCAL_WORLD_SIZE of the environment" in text
+
+
+def test_placements_are_said_as_they_are():
+    text = said(sharding_strategy=sherd.Placements.preset("zero2", sherd.Flat()), use_orig_params=True)
+    placements = eval(text.partition("placements=")[2].partition(",\n)")[0], {**vars(sherd), "Replicate": Replicate})
+    assert placements == sherd.Placements.preset("zero2", sherd.Flat())
 
 
 def test_switches_of_the_environment_are_said(monkeypatch):

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import sherd
 from sherd.api.fsdp1 import MixedPrecision, ShardingStrategy
+from sherd.api.state_dict_settings import get_state_dict_type, set_state_dict_type, state_dict_type
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -35,9 +36,6 @@ from sherd.api.state_dict_type import (
     ShardedStateDictConfig,
     StateDictSettings,
     StateDictType,
-    get_state_dict_type,
-    set_state_dict_type,
-    state_dict_type,
 )
 from sherd.api.unsharded import unsharded
 from sherd.api.wrapper import FullyShardedDataParallel
@@ -125,7 +123,7 @@ def assert_holds(model, expected, case=""):
     """The model is as the plain one whose state dict is `expected`, and each part of it in its normal state."""
     assert_same(state_of(model, FULL), expected, case)
     shown = [name for name, _ in model.named_parameters()]
-    is_flat = not model._sherd_choices.use_orig_params
+    is_flat = not model._sherd_state.choices.use_orig_params
     assert ("_flat_param" in shown) == is_flat, (case, shown)
     assert ("out.bias" in shown) != is_flat, (case, shown)
 

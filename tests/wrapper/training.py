@@ -85,7 +85,7 @@ def steps_wrapped(model: Any, recipe: Recipe, rank: int, *, no_sync: bool = Fals
                 loss.backward()
             total += loss.item()
         run.losses.append(total)
-        if model._sherd_choices.use_orig_params:
+        if model._sherd_state.choices.use_orig_params:
             run.grads.append({plain(name): each for name, each in whole_grads(model).items()})
         if recipe.max_norm is not None:
             run.norms.append(model.clip_grad_norm_(recipe.max_norm, recipe.norm_type).item())

@@ -32,7 +32,7 @@ from torch import nn
 from sherd._torch import beneath_transforms, dynamo_disabled
 from sherd.engine.moves.saved import source_of
 from sherd.engine.run.runtime import Runtime, runtime_over
-from sherd.engine.run.seal import RUNTIME, UNIT, runtime_of
+from sherd.engine.run.seal import FRONT_END, RUNTIME, UNIT, runtime_of
 from sherd.engine.run.sharded_access import explain
 from sherd.engine.run.structures import map_tensors, tensors_held_by, tensors_in
 from sherd.engine.run.unit import Unit
@@ -41,7 +41,7 @@ from sherd.errors import CommError
 _BORDERS = "sherd_borders"
 """In an autograd node's metadata: a list of `_Border`."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {UNIT, RUNTIME}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {UNIT, RUNTIME, FRONT_END}
 """Parameters, buffers, hooks, and ours: nothing that a forward has left on a module."""
 
 Args = tuple[Any, ...]

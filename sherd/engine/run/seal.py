@@ -21,6 +21,8 @@ from sherd.errors import OwnershipError, StateError
 
 UNIT = "_sherd_unit"
 RUNTIME = "_sherd_runtime"
+FRONT_END = "_sherd_state"
+"""The attribute of a module for what its front end keeps beside the unit."""
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -1,0 +1,81 @@
+"""`swap_class`: a module becomes an `FSDPModule` in place, with its object and its attributes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from sherd.api.module import FSDPModule
+from sherd.engine.run.seal import unit_of
+from sherd.errors import ModuleError, ShardedAccessError, StateError
+
+_classes: dict[type, type] = {}
+"""The class that `swap_class` made of each class: one each, so that two such modules are of one class."""
+
+
+def swap_class(module: nn.Module) -> None:
+    """Make `module` an `FSDPModule` in place: its class becomes a subclass of `FSDPModule` and of its own class."""
+    original = type(module)
+    if original not in _classes:
+        members: dict[str, Any] = {
+            "__new__": _new_of_the_original,
+            "__deepcopy__": _refuse_copy,
+            "__reduce_ex__": _refuse_copy,
+            "__module__": original.__module__,
+        }
+        members |= {name: _explained(name, method) for name, method in _public_methods(original)}
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
+    module.__class__ = _classes[original]
+
+
+def _new_of_the_original(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """Returns an instance of the original class, so that a sharded `Sequential[1:]` is a plain `Sequential`."""
+    original = cls.__mro__[2]
+    plain: nn.Module = original.__new__(original, *args, **kwargs)
+    plain.__init__(*args, **kwargs)  # type: ignore[misc]  # Python does it only for instances of `cls`
+    return plain
+
+
+def _refuse_copy(self: nn.Module, memo_or_protocol: object) -> NoReturn:
+    raise ModuleError(
+        f"{type(self).__name__} is sharded and cannot be deep-copied or pickled (torch.save): it would be of process "
+        "groups, and of one rank's shards. Save its state_dict(); for a copy, copy the module before fully_shard, or "
+        "build a second one and load this one's state_dict()"
+    )
+
+
+def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
+    """Returns the methods that the user's own classes add to nn.Module's; forward is one of nn.Module's."""
+    found: dict[str, Callable[..., Any]] = {}
+    known = set(dir(nn.Module)) | set(dir(FSDPModule))
+    for cls in original.__mro__:
+        if cls.__module__.startswith("torch."):
+            continue
+        for name, value in vars(cls).items():
+            if inspect.isfunction(value) and not name.startswith("_") and name not in known:
+                found.setdefault(name, value)
+    return list(found.items())
+
+
+def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `method` with an error that says what to do where it finds shards and needs unsharded parameters."""
+
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, StateError) or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            unit = unit_of(self)
+            raise ShardedAccessError(
+                f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are "
+                f"sharded, outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or "
+                "module.unshard() before and module.reshard() after"
+            ) from error
+
+    return call
