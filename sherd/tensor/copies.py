@@ -12,11 +12,11 @@ from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.elementwise import wrapped
 from sherd.tensor.gather import piece_of
-from sherd.tensor.operands import WAYS_OUT, layouts_in, local_of, lone_value, mixed, name_of
+from sherd.tensor.operands import WAYS_OUT, layouts_in, local_of, lone_value, mixed
 from sherd.tensor.owned import common_owner, on_owner
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.table import Args, Kwargs, answers
+from sherd.tensor.table import Args, Kwargs, answers, name_of
 
 
 @answers("copy_")

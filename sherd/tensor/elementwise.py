@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import dtensor_of, local_tensor, spec_of
 from sherd.tensor.operands import layouts_in, local_of, lone_value, mixed, unknown
-from sherd.tensor.owned import common_owner, is_in_place, on_owner
+from sherd.tensor.owned import common_owner, on_owner
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.table import Args, Kwargs, answers
+from sherd.tensor.table import Args, Kwargs, answers, is_in_place
 
 # Elementwise too, though torch does not tag them so.
 _ALSO = (

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, dtensor_of, local_tensor, local_tensors, spec_of, specs_of
 from sherd.tensor.operands import layouts_in, local_of, lone_value, mixed
-from sherd.tensor.owned import common_owner, is_in_place
+from sherd.tensor.owned import common_owner
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.table import Args, Kwargs, answers
+from sherd.tensor.table import Args, Kwargs, answers, is_in_place
 
 
 @answers("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")

@@ -14,7 +14,7 @@ from sherd.tensor.gather import gather, piece_of
 from sherd.tensor.placement import Layout, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.replicated import ReplicatedDTensor
-from sherd.tensor.trees import tensors_in
+from sherd.tensor.table import name_of, tensors_among
 
 WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
@@ -25,7 +25,7 @@ WAYS_OUT = (
 def layouts_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Layout]:
     """The layouts of the ragged tensors among the arguments, in order."""
     found = []
-    for each in tensors_in((*args, *kwargs.values())):
+    for each in tensors_among((*args, *kwargs.values())):
         if isinstance(each, RaggedDTensor):
             found.append(layout_of(spec_of(each)))
     return found
@@ -108,8 +108,3 @@ def unknown(func: Any, layout: Layout, why: str = "") -> PlacementError:
         f"{name_of(func)} is not known for a tensor of shape {layout.shape} that is cut as {layout}"
         f"{f' ({why})' if why else ''}; {WAYS_OUT}; {owner}"
     )
-
-
-def name_of(func: Any) -> str:
-    """An operation as users know it."""
-    return str(func.name()).replace("::", ".")

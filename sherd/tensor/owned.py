@@ -18,8 +18,7 @@ from sherd._torch import become_view, dtensor_of, local_tensor, spec_of
 from sherd.tensor.operands import layouts_in, lone_value, mixed, unknown
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.table import Args, Kwargs, answers
-from sherd.tensor.trees import changed, tensors_in
+from sherd.tensor.table import Args, Kwargs, answers, is_in_place, tensors_among, with_changed
 
 
 def common_owner(layouts: Sequence[Layout]) -> int | None:
@@ -45,7 +44,7 @@ def on_owner(func: Any, args: Args, kwargs: Kwargs) -> Any:
     inferred = _inferred(func, args, kwargs, layout)
     result = inferred
     if layout.rank == layout.owner:
-        full_args, full_kwargs = changed((args, kwargs), torch.Tensor, lambda each: _whole(each, layout, func))
+        full_args, full_kwargs = with_changed((args, kwargs), torch.Tensor, lambda each: _whole(each, layout, func))
         result = func(*full_args, **full_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
@@ -58,14 +57,8 @@ def on_owner(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _placed(result, inferred, layout, func)
 
 
-def is_in_place(func: Any) -> bool:
-    """Whether an operation writes to its first argument and returns it: `mul_`, but not `__and__`."""
-    name = str(func.name()).partition(".")[0]
-    return name.endswith("_") and not name.endswith("__")
-
-
 def _inferred(func: Any, args: Args, kwargs: Kwargs, layout: Layout) -> Any:
-    meta_args, meta_kwargs = changed((args, kwargs), torch.Tensor, lambda each: _shape_only(each, layout, func))
+    meta_args, meta_kwargs = with_changed((args, kwargs), torch.Tensor, lambda each: _shape_only(each, layout, func))
     try:
         return func(*meta_args, **meta_kwargs)
     except NotImplementedError as error:
@@ -75,7 +68,7 @@ def _inferred(func: Any, args: Args, kwargs: Kwargs, layout: Layout) -> Any:
 def _no_owner(func: Any, args: Args, kwargs: Kwargs, layouts: list[Layout]) -> Exception:
     """The right error: two tensors that do not meet, or one that is in pieces."""
     first = layouts[0]
-    for each in tensors_in((*args, *kwargs.values())):
+    for each in tensors_among((*args, *kwargs.values())):
         if isinstance(each, RaggedDTensor) and not layout_of(spec_of(each)).same_as(first):
             return mixed(func, first, each)
     return unknown(func, first)

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import dispatches_itself, dtensor, dtensor_of, dtensor_spec, local_tensor, not_traced, spec_of
 from sherd.tensor.placement import Layout
-from sherd.tensor.table import operation_for
-from sherd.tensor.trees import changed, tensors_in
+from sherd.tensor.table import operation_for, tensors_among, with_changed
 
 
 class ReplicatedDTensor(DTensor):
@@ -26,13 +25,13 @@ class ReplicatedDTensor(DTensor):
     ) -> Any:
         """Compute with the values, unless other DTensors take part: then let those answer."""
         kwargs = kwargs or {}
-        tensors = list(tensors_in((*args, *kwargs.values())))
+        tensors = list(tensors_among((*args, *kwargs.values())))
         others = [each for each in tensors if not isinstance(each, ReplicatedDTensor)]
         if all(not isinstance(each, DTensor) and each.ndim == 0 for each in others):
             return _computed(func, args, kwargs, next(each for each in tensors if isinstance(each, ReplicatedDTensor)))
         if any(isinstance(each, DTensor) and type(each) is not DTensor for each in others):
             return operation_for(func)(func, args, kwargs)
-        return func(*changed(args, ReplicatedDTensor, _stock), **changed(kwargs, ReplicatedDTensor, _stock))
+        return func(*with_changed(args, ReplicatedDTensor, _stock), **with_changed(kwargs, ReplicatedDTensor, _stock))
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
@@ -47,12 +46,14 @@ def _stock(value: ReplicatedDTensor) -> DTensor:
 
 
 def _computed(func: Any, args: Any, kwargs: Any, like: ReplicatedDTensor) -> Any:
-    result = func(*changed(args, ReplicatedDTensor, local_tensor), **changed(kwargs, ReplicatedDTensor, local_tensor))
+    result = func(
+        *with_changed(args, ReplicatedDTensor, local_tensor), **with_changed(kwargs, ReplicatedDTensor, local_tensor)
+    )
     if "out" in kwargs:
         return kwargs["out"]
     if isinstance(result, torch.Tensor) and isinstance(args[0], ReplicatedDTensor) and result is local_tensor(args[0]):
         return args[0]
-    return changed(result, torch.Tensor, lambda each: _known(each, like))
+    return with_changed(result, torch.Tensor, lambda each: _known(each, like))
 
 
 def _known(value: torch.Tensor, like: ReplicatedDTensor) -> ReplicatedDTensor:
