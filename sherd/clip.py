@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, device_of, gradients_of, spec_of
+from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
 from sherd.comm.groups import group_of
 from sherd.engine.state.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import layout_of
-from sherd.tensor.ragged import RaggedDTensor, local_part
+from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.reduction_table import Reduction, local_norms, norm_of_order, wide
 
 Tensor = torch.Tensor
@@ -150,10 +150,13 @@ class _Gradients:
     def add(self, grad: Tensor, parameter: Tensor, index: int) -> None:
         """Take what this rank holds of a gradient: the memory itself."""
         groups = self.enter(grad, parameter, index)
-        if grad.is_sparse and not grad.is_coalesced():
-            # An index that is there twice stands for the sum of both.
-            grad = parameter.grad = grad.coalesce()
-        piece = grad.values() if grad.is_sparse else local_part(grad)
+        if isinstance(grad, DTensor):
+            piece = local_tensor(grad)
+        else:
+            if grad.is_sparse and not grad.is_coalesced():
+                # An index that is there twice stands for the sum of both.
+                grad = parameter.grad = grad.coalesce()
+            piece = grad.values() if grad.is_sparse else grad
         self.scaled.append(piece)
         if isinstance(grad, RaggedDTensor):
             self.pieces[groups] += counted_here(piece, layout_of(spec_of(grad)))

@@ -15,7 +15,7 @@ from sherd._torch import dtensor_of, local_tensor, spec_of
 from sherd.layout.runs import Runs
 from sherd.tensor.operands import unknown
 from sherd.tensor.owned import on_owner
-from sherd.tensor.placement import Layout, RaggedShard, layout_of
+from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.table import Args, Kwargs, answers
 
@@ -52,8 +52,5 @@ def as_complex(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _placed(local: torch.Tensor, layout: Layout, cut: Runs, shape: tuple[int, ...]) -> RaggedDTensor:
     """`local`, in the shape that `cut` has it; on the other mesh axes as `layout`."""
-    placements = tuple(
-        RaggedShard(cut, each.stride) if isinstance(each, RaggedShard) else each for each in layout.placements
-    )
-    made = Layout(layout.mesh, placements, shape)
+    made = layout.recut(cut, shape, layout.placements)
     return dtensor_of(RaggedDTensor, local.view(made.local_shape), made.spec(local.dtype), False)

@@ -31,7 +31,7 @@ from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
 from sherd.tensor.gather import gather, gather_part, part_given, piece_of, run_of
 from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
-from sherd.tensor.row_copy import as_asked_for
+from sherd.tensor.row_copy import as_told
 from sherd.tensor.table import operation_for
 from sherd.tensor.vectors import VectorShard
 
@@ -98,7 +98,8 @@ class RaggedDTensor(DTensor):
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             raise PlacementError(f"to_local(grad_placements={grad_placements}): gradients have the tensor's layout")
         if not torch.is_grad_enabled():
-            return as_asked_for(local_tensor(self), layout_of(spec_of(self)))
+            layout = layout_of(spec_of(self))
+            return as_told(local_tensor(self), layout.cut, layout.rank)
         local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]  # of torch
         return local
 
