@@ -14,7 +14,7 @@ from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
 from sherd.checkpoint.catalog import Member, NamedState
 from sherd.engine.state.group import own_view
 from sherd.tensor.gather import gather_part
-from sherd.tensor.optimizer_state import COUNTS
+from sherd.tensor.optimizers import COUNTS
 from sherd.tensor.placement import RaggedShard, is_ragged, layout_of
 from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
 

@@ -247,15 +247,15 @@ class Layout:
             return self
         if cut.shape == self.cut.shape:
             return self.recut(cut, self.shape, self.placements, strides)
-        # Where there is an owner, the other axes have one rank each, so nothing is sharded over them.
+        # Where there is an owner, the other axes shard nothing: a `Shard(dim)` is on an axis of one rank.
         assert self.owner is not None, "the part has one shape"
         return self.recut(cut, cut.shape, (Replicate(),) * self.mesh.ndim, strides)
 
     def recut(
         self, cut: Runs, shape: Shape, others: tuple[Placement, ...], strides: tuple[int, ...] | None = None
     ) -> Layout:
-        """Returns the layout of a tensor of `shape` that is cut as `cut` over the same axes, with placements `others` on
-        the other axes."""
+        """Returns the layout of a tensor of `shape` that is cut as `cut` over the same axes, and has the placements
+        `others` on the other axes."""
         ragged = {axis: RaggedShard(cut, placement.stride) for axis, placement in self.ragged.items()}
         return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
 

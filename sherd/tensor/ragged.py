@@ -206,7 +206,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
-        return _wrapped(grad, ctx.spec)
+        return result_like(grad, ctx.spec)
 
 
 class _ToPart(torch.autograd.Function):
@@ -218,7 +218,7 @@ class _ToPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
         layout = layout_of(ctx.spec)
-        return _wrapped(run_of(grad, layout.cut, layout.rank).clone(), ctx.spec)
+        return result_like(run_of(grad, layout.cut, layout.rank).clone(), ctx.spec)
 
 
 class _ToFull(torch.autograd.Function):
@@ -229,13 +229,19 @@ class _ToFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
-        return _wrapped(piece_of(grad, layout_of(ctx.spec)).clone(), ctx.spec)
+        return result_like(piece_of(grad, layout_of(ctx.spec)).clone(), ctx.spec)
 
 
-def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+def result_like(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+    """Returns a result on this rank's run as a ragged tensor in the layout of `spec`."""
     if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]  # set by dtensor_spec
         spec = layout_of(spec).spec(local.dtype)
     return dtensor_of(RaggedDTensor, local, spec, False)
+
+
+def as_result(local: torch.Tensor, layout: Layout) -> RaggedDTensor:
+    """Returns a result on this rank's run as a ragged tensor in `layout`."""
+    return dtensor_of(RaggedDTensor, local, layout.spec(local.dtype), False)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
 from sherd.tensor.gather import counted_here, gather
-from sherd.tensor.lists import by_kind
-from sherd.tensor.operands import layouts_in, local_of, lone_value, unknown
-from sherd.tensor.owned import on_owner
+from sherd.tensor.operands import layouts_in, local_of, lone_value, on_owner, unknown
+from sherd.tensor.optimizers import by_kind
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.reduction_table import (
