@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,7 @@ SMALLEST = Reduction(_Op.MIN, torch.amin, math.inf, _beside_minus_nan, _nan_agai
 LARGEST_MAGNITUDE = Reduction(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
 
 
+@lru_cache(maxsize=64)
 def norm_of_order(power: float) -> Reduction:
     """Returns the row that makes one norm of the norms of pieces. Of order 0 it is the number of elements that are not
     zero."""
