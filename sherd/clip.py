@@ -1,7 +1,7 @@
-"""How are gradients clipped by the norm of all of them, wherever their pieces lie?
+"""Gradient clipping by the norm of all gradients, wherever their pieces lie.
 
-Each rank reduces what it holds to one number per set of process groups that shard it; each process group then has one
-all-reduce, whatever this rank holds or lacks:
+Each rank reduces what it holds to one number per set of process groups that shard it. Each process group then has one
+all-reduce, even for ranks that hold no gradient:
 
     gradient            lies as                    is joined over
     w   (6, 4)          Shard(0) on dp             dp
@@ -13,7 +13,6 @@ all-reduce, whatever this rank holds or lacks:
 
 from __future__ import annotations
 
-import math
 import types
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
@@ -24,19 +23,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
-from sherd.comm.failures import named
 from sherd.comm.groups import group_of
 from sherd.engine.state.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.reductions import wide
+from sherd.tensor.reduction_table import Reduction, local_norms, norm_of_order, wide
 
 Tensor = torch.Tensor
 Groups = tuple[dist.ProcessGroup, ...]
-Sort = tuple[Hashable, ...]
-"""The mesh, by its id, and the types of the placements, which say what is sharded and what replicated."""
 
 
 @torch.no_grad()
@@ -51,13 +47,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that the norm of all their elements, over all ranks, is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, for any mixture of parameters: DTensors of torch and ragged ones, over several
-    meshes of any number of axes, and plain tensors. What is replicated counts once, and so do plain tensors, which must
-    have the same gradient on all ranks. A collective: each process group that shards a parameter has one all-reduce.
+    As `torch.nn.utils.clip_grad_norm_` (Pascanu et al., 2013), for any mixture of parameters: DTensors of torch and
+    ragged ones, over several meshes of any number of axes, and plain tensors. What is replicated counts once, and so do
+    plain tensors, which must have the same gradient on all ranks. A collective: each process group that shards a
+    parameter has one all-reduce.
 
-    All ranks of a mesh give the same parameters. Who takes part is read off the parameters, so that gradients may be
-    missing on some ranks (they count as zeros there) and pieces may be empty. Only a gradient that is sharded over an
-    axis on which its parameter is not must be there on all ranks.
+    All ranks of a mesh give the same parameters. The parameters alone say which ranks take part, so that gradients may
+    be missing on some ranks (they count as zeros there) and pieces may be empty. Only a gradient that is sharded over
+    an axis on which its parameter is not must be there on all ranks.
 
     Args:
         parameters: one tensor or many. One that is given twice counts once.
@@ -80,23 +77,27 @@ def clip_grad_norm_(
         PolicyError: `norm_type` is negative or nan.
     """
     given = _listed(parameters)
-    order = _Order(_power(norm_type))
-    found = _read(given)
-    total = _total(found, order, foreach is not False, extra_groups)
-    norm = order.norm(total).to(device=found.device, dtype=_dtype(given))
+    power, fused = float(norm_type), foreach is not False
+    if not power >= 0:
+        raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
+    gradients = _read(given)
+    # The parameters decide on the norm's dtype, since a gradient may be missing on one rank only.
+    is_wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in given)
+    norm = _total_norm(gradients, power, fused, extra_groups)
+    norm = norm.to(device=gradients.device, dtype=torch.float64 if is_wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise GradientError(
-            f"the norm of order {order.power} of all gradients is {norm.item()}, so they cannot be clipped; look for "
+            f"the norm of order {power} of all gradients is {norm.item()}, so they cannot be clipped; look for "
             "the loss or layer that overflows, or pass error_if_nonfinite=False to scale by it anyway"
         )
-    _scale(found.scaled, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0), foreach is not False)
+    _scale(gradients.scaled, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0), fused)
     return norm
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(parameters, Tensor):
         return [parameters]
-    listed = list({id(each): each for each in parameters}.values())
+    listed = list({id(parameter): parameter for parameter in parameters}.values())
     if not listed and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "clip_grad_norm_ was given a generator without parameters (used up before?), so nothing is clipped; pass "
@@ -106,44 +107,56 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return listed
 
 
-def _power(norm_type: float) -> float:
-    power = float(norm_type)
-    if not power >= 0:
-        raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
-    return power
-
-
-def _dtype(parameters: Sequence[Tensor]) -> torch.dtype:
-    """What the norm is given in; the parameters decide, since a gradient may be missing on one rank only."""
-    wider = {torch.float64, torch.complex128}
-    return torch.float64 if any(each.dtype in wider for each in parameters) else torch.float32
-
-
 # Where the gradients lie
 
 
 @dataclass(eq=False)
-class _Found:
-    """This rank's pieces of all gradients, as far as the norm counts them here, by the process groups that each is yet
-    to be joined over; and all that is scaled.
+class _Gradients:
+    """This rank's pieces of all gradients.
 
-    `devices`: where each group's collectives work, in the order in which all ranks call them. `device`: the first
-    parameter's.
+    device: the first parameter's.
+    pieces: what the norm counts here, by the process groups over which it is yet to be joined.
+    scaled: all that is to be scaled, also what the norm counts on another rank.
+    devices: where the collectives of each process group work, in the order in which all ranks call them.
     """
 
     device: torch.device
     pieces: dict[Groups, list[Tensor]] = field(default_factory=dict)
     scaled: list[Tensor] = field(default_factory=list)
     devices: dict[dist.ProcessGroup, torch.device] = field(default_factory=dict)
+    groups_of: dict[tuple[Hashable, ...], Groups] = field(default_factory=dict)
 
-    def enter(self, groups: Groups, devices: Sequence[torch.device]) -> None:
-        """Take part in the collectives of `groups`, whether there is a gradient or not."""
-        self.pieces.setdefault(groups, [])
-        for group, device in zip(groups, devices, strict=True):
-            self.devices.setdefault(group, device)
+    def enter(self, tensor: Tensor, parameter: Tensor, index: int) -> Groups:
+        """Take part in the collectives of the process groups that shard `tensor`, the parameter or its gradient.
 
-    def add(self, grad: Tensor, piece: Tensor, groups: Groups) -> None:
-        """Take `piece`, what this rank holds of a gradient."""
+        Returns these groups. They are found once for each mesh and combination of placement types.
+        """
+        if not isinstance(tensor, DTensor):
+            self.pieces.setdefault((), [])
+            return ()
+        spec = spec_of(tensor)
+        key = (id(spec.mesh), *map(type, spec.placements))
+        groups = self.groups_of.get(key)
+        if groups is None:
+            _require_known(spec, "it" if tensor is parameter else "its gradient", parameter, index)
+            mesh, sharded = spec.mesh, [not placement.is_replicate() for placement in spec.placements]
+            groups = tuple(group_of(mesh, axis) for axis in range(mesh.ndim) if sharded[axis] and mesh.size(axis) > 1)
+            self.groups_of[key] = groups
+            self.pieces.setdefault(groups, [])
+            for group in groups:
+                self.devices.setdefault(group, device_of(mesh))
+        return groups
+
+    def add(self, grad: Tensor, parameter: Tensor, index: int) -> None:
+        """Take what this rank holds of a gradient: the memory itself."""
+        groups = self.enter(grad, parameter, index)
+        if isinstance(grad, DTensor):
+            piece = local_tensor(grad)
+        else:
+            if grad.is_sparse and not grad.is_coalesced():
+                # An index that is there twice stands for the sum of both.
+                grad = parameter.grad = grad.coalesce()
+            piece = grad.values() if grad.is_sparse else grad
         self.scaled.append(piece)
         if isinstance(grad, RaggedDTensor):
             self.pieces[groups] += counted_here(piece, layout_of(spec_of(grad)))
@@ -151,166 +164,84 @@ class _Found:
             self.pieces[groups].append(piece)
 
 
-def _read(parameters: Sequence[Tensor]) -> _Found:
-    found = _Found(parameters[0].device if parameters else torch.device("cpu"))
-    groups_of: dict[Sort, Groups] = {}
-    # First all parameters, then the gradients: so the order of the groups does not depend on what is missing here.
-    for index, each in enumerate(parameters):
-        _enter(found, groups_of, each, each, index)
+def _read(parameters: Sequence[Tensor]) -> _Gradients:
+    gradients = _Gradients(parameters[0].device if parameters else torch.device("cpu"))
+    # First all parameters, then the gradients, so that the order of the groups does not depend on what is missing here.
+    for index, parameter in enumerate(parameters):
+        gradients.enter(parameter, parameter, index)
     for index, (parameter, grad) in enumerate(zip(parameters, gradients_of(parameters), strict=True)):
-        if grad is None:
-            continue
-        groups = _enter(found, groups_of, grad, parameter, index)
-        found.add(grad, _piece(grad, parameter), groups)
-    return found
+        if grad is not None:
+            gradients.add(grad, parameter, index)
+    return gradients
 
 
-def _enter(found: _Found, groups_of: dict[Sort, Groups], tensor: Tensor, parameter: Tensor, index: int) -> Groups:
-    """The groups that `tensor`, the parameter or its gradient, is sharded over; read once for each sort of layout."""
-    if not isinstance(tensor, DTensor):
-        found.enter((), ())
-        return ()
-    spec = spec_of(tensor)
-    sort = (id(spec.mesh), *map(type, spec.placements))
-    known = groups_of.get(sort)
-    if known is not None:
-        return known
-    if any(each.is_partial() for each in spec.placements):
-        what = "it" if tensor is parameter else "its gradient"
+def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) -> None:
+    """Check that this rank can know the norm of its piece: `what`, the parameter or its gradient, is not Partial, and
+    this rank is in the mesh."""
+    record = record_of(parameter)
+    name = f"parameter {index}, of shape {tuple(parameter.shape)}" if record is None else record.name
+    if any(placement.is_partial() for placement in spec.placements):
         raise GradientError(
-            f"{_name(parameter, index)}: {what} has placements {spec.placements}, so no rank knows any element of it; "
+            f"{name}: {what} has placements {spec.placements}, so no rank knows any element of it; "
             "reduce it before clipping: p.grad = p.grad.redistribute(placements=p.placements)"
         )
-    axes = _sharding_axes(spec, parameter, index)
-    groups = tuple(group_of(spec.mesh, axis) for axis in axes)
-    found.enter(groups, [device_of(spec.mesh)] * len(groups))
-    groups_of[sort] = groups
-    return groups
-
-
-def _sharding_axes(spec: DTensorSpec, parameter: Tensor, index: int) -> list[int]:
-    mesh = spec.mesh
-    if mesh.get_coordinate() is None:
+    if spec.mesh.get_coordinate() is None:
         raise MeshError(
-            f"{_name(parameter, index)}: rank {dist.get_rank()} is not in its mesh {mesh}, and cannot know the norm of "
+            f"{name}: rank {dist.get_rank()} is not in its mesh {spec.mesh}, and cannot know the norm of "
             "its gradient; give clip_grad_norm_ the parameters of this rank, and in extra_groups the process group "
             "that joins it with the ranks of the others"
         )
-    return [axis for axis, each in enumerate(spec.placements) if not each.is_replicate() and mesh.size(axis) > 1]
-
-
-def _name(parameter: Tensor, index: int) -> str:
-    record = record_of(parameter)
-    return f"parameter {index}, of shape {tuple(parameter.shape)}" if record is None else record.name
-
-
-def _piece(grad: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank holds of a gradient, the memory itself; of a sparse one the values."""
-    if isinstance(grad, DTensor):
-        return local_tensor(grad)
-    if not grad.is_sparse:
-        return grad
-    if not grad.is_coalesced():
-        # An index that is there twice stands for the sum of both.
-        grad = parameter.grad = grad.coalesce()
-    return grad.values()
 
 
 # The norm
 
 
-@dataclass(frozen=True)
-class _Order:
-    """How a norm of order `power` is put together. Part of it: a vector of one element, the sum of powers, or of two
-    for the largest magnitude: it, and whether there is a nan, which a MAX of some backends drops."""
-
-    power: float
-
-    @property
-    def is_max(self) -> bool:
-        return self.power == math.inf
-
-    def part(self, norms: Tensor) -> Tensor:
-        """The part that pieces with these norms make."""
-        if not self.is_max:
-            return (norms if self.power == 0 else norms**self.power).sum().reshape(1)
-        largest = norms.amax()
-        is_nan = largest.isnan()
-        return torch.stack([torch.where(is_nan, torch.zeros_like(largest), largest), is_nan.to(largest.dtype)])
-
-    def nothing(self, device: torch.device) -> Tensor:
-        """The part of a rank that holds no element."""
-        return torch.zeros(1 + self.is_max, dtype=wide(torch.float32, device), device=device)
-
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """Several parts as one."""
-        if len(parts) == 1:
-            return parts[0]
-        stacked = torch.stack(list(parts))
-        return stacked.amax(0) if self.is_max else stacked.sum(0)
-
-    def join(self, parts: Tensor, group: dist.ProcessGroup) -> None:
-        """The same parts of all ranks of `group`, in place."""
-        with named("the norm of the gradients", group):
-            dist.all_reduce(parts, op=dist.ReduceOp.MAX if self.is_max else dist.ReduceOp.SUM, group=group)
-
-    def norm(self, part: Tensor) -> Tensor:
-        """The norm that a part amounts to, without dimensions."""
-        if self.is_max:
-            return torch.where(part[1] > 0, math.nan, part[0])
-        return part[0] if self.power == 0 else part[0] ** (1 / self.power)
-
-
-def _total(found: _Found, order: _Order, foreach: bool, extra_groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    home = next(iter(found.devices.values()), found.device)
-    parts = {groups: _part(pieces, order, foreach, home) for groups, pieces in found.pieces.items()}
-    for group, device in found.devices.items():
+def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Returns the norm of all elements on all ranks, without dimensions."""
+    row, what = norm_of_order(power), "the norm of the gradients"
+    home = next(iter(gradients.devices.values()), gradients.device)
+    parts = {groups: _part(pieces, row, power, fused, home) for groups, pieces in gradients.pieces.items()}
+    for group, device in gradients.devices.items():
         sharded = [groups for groups in parts if group in groups]
         joint = torch.stack([parts[groups] for groups in sharded]).to(device)
-        order.join(joint, group)
+        row.join(joint, [group], what)
         parts.update(zip(sharded, joint.to(home).unbind(), strict=True))
-    total = order.together(list(parts.values()) or [order.nothing(home)])
-    for group in extra_groups:
-        # Their ranks may have other parameters, cut in other ways: only the sum is joined.
-        order.join(total, group)
-    return total
+    total = _together(list(parts.values()) or [_part([], row, power, fused, home)], row)
+    # The ranks of these groups may have other parameters, cut in other ways, so only the total is joined.
+    return row.finish(row.join(total, extra_groups, what))
 
 
-def _part(pieces: Sequence[Tensor], order: _Order, foreach: bool, home: torch.device) -> Tensor:
-    """The part that pieces on this rank make, of any dtypes and devices."""
-    parts = [
-        order.part(torch.stack(_norms(alike, order.power, foreach)).to(device=home, dtype=wide(torch.float32, home)))
-        for alike in _alike(pieces)
-    ]
-    return order.together(parts or [order.nothing(home)])
+def _part(pieces: Sequence[Tensor], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
+    """Returns what this rank sends for its pieces, which have any dtypes and devices."""
+    dtype = wide(torch.float32, home)
+    norms = [torch.stack(local_norms(alike, power, fused)).to(device=home, dtype=dtype) for alike in _alike(pieces)]
+    return _together([row.fold(row.send(each), -1) for each in norms or [row.nothing(dtype, home).reshape(1)]], row)
+
+
+def _together(parts: Sequence[Tensor], row: Reduction) -> Tensor:
+    """Returns several parts as one."""
+    return parts[0] if len(parts) == 1 else row.fold(torch.stack(list(parts), -1), -1)
 
 
 def _alike(pieces: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Those with elements, by device and dtype."""
+    """Returns the pieces that have elements, by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for each in pieces:
-        if each.numel():
-            found.setdefault((each.device, each.dtype), []).append(each)
+    for piece in pieces:
+        if piece.numel():
+            found.setdefault((piece.device, piece.dtype), []).append(piece)
     return found.values()
 
 
-def _norms(pieces: list[Tensor], power: float, foreach: bool) -> list[Tensor]:
-    """The norm of each; halves are added up in float32."""
-    dtype = torch.float32 if pieces[0].dtype.itemsize < 4 else None
-    if foreach:
-        return list(torch._foreach_norm(pieces, power, dtype=dtype))
-    return [torch.linalg.vector_norm(each, power, dtype=dtype) for each in pieces]
-
-
-def _scale(pieces: Sequence[Tensor], factor: Tensor, foreach: bool) -> None:
-    """Multiply all in place; by a factor of 1 too, for to look at it would wait for the device."""
+def _scale(pieces: Sequence[Tensor], factor: Tensor, fused: bool) -> None:
+    """Multiply all pieces in place. A factor of 1 is multiplied by too, since to look at it would wait for the
+    device."""
     for alike in _alike(pieces):
-        # Of the gradients' own type, for which there are fused kernels; but rounded to a half it would be up to 0.4 %
-        # off, all one way.
+        # The factor has the gradients' own type, for which there are fused kernels. Rounded to a half it would be up to
+        # 0.4 % off, in one direction for all elements, so halves are multiplied by the wider factor.
         kind = alike[0].dtype.to_real()
         here = factor.to(device=alike[0].device, dtype=kind if kind.itemsize >= 4 else None)
-        if foreach:
+        if fused:
             torch._foreach_mul_(alike, here)
         else:
-            for each in alike:
-                each.mul_(here)
+            for piece in alike:
+                piece.mul_(here)

@@ -1,4 +1,4 @@
-"""How do all ranks agree that a loss scale was too high, when one rank's shards show it?"""
+"""A gradient scaler whose ranks agree that the loss scale was too high, when the shards of one rank show it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of, local_tensor
-from sherd.comm.failures import named
 from sherd.errors import PolicyTypeError
+from sherd.tensor.reduction_table import ANY
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for gradients that are spread over ranks: all step, or all skip the step.
+    """`torch.amp.GradScaler` (Micikevicius et al., 2018) for gradients that are spread over ranks: all ranks step, or
+    all skip the step.
 
     Gradients may be ragged DTensors, torch's own and plain tensors side by side, in float16 too, on the CPU while the
     loss is on an accelerator, or missing on some ranks. Each `unscale_` (or `step` without it) is one small all-reduce
-    over `process_group`; and if that leaves ranks out, one over each axis of the meshes that the optimizer's
+    over `process_group`; and, if that leaves ranks out, one over each axis of the meshes that the optimizer's
     parameters lie on. So every rank of those calls it, with or without gradients.
 
     Args:
@@ -81,23 +81,21 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale this rank's pieces; the flags, one per device, are those of all ranks.
+        """Unscale this rank's pieces. Returns the flags of all ranks, one per device.
 
         `unscale_` calls it, and `step` for optimizers that unscale by themselves: with an `inv_scale` of 1, for the
         flags. GradScaler has no public place to say this (2.11 to 2.13), and torch's own sharded scaler uses the same:
         test_torch_asks_for_the_flags_in_one_place.
         """
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        here: Any = SimpleNamespace(param_groups=[{"params": [_as_held_here(each) for each in parameters]}])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        here: Any = SimpleNamespace(param_groups=[{"params": [_as_held_here(parameter) for parameter in parameters]}])
         flags = super()._unscale_grads_(here, inv_scale, found_inf, True) or {found_inf.device: found_inf}
-        worst = torch.stack([each.reshape(()).to(found_inf.device) for each in flags.values()]).amax()
+        worst = torch.stack([flag.reshape(()).to(found_inf.device) for flag in flags.values()]).amax()
         for group, device in self._groups(parameters, found_inf.device):
-            on_device = worst.to(device)
-            with named("the comparison of gradients that overflowed", group):
-                dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
-            worst = on_device.to(worst.device)
-        for each in flags.values():
-            each.copy_(worst)
+            joined = ANY.join(worst.to(device), [group], "the comparison of gradients that overflowed")
+            worst = joined.to(worst.device)
+        for flag in flags.values():
+            flag.copy_(worst)
         return flags
 
     def _groups(
@@ -106,7 +104,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """The process groups to agree over, and where their collectives work."""
         if not dist.is_initialized():
             return
-        meshes = _meshes(parameters)
+        # Of all parameters, with or without a gradient, so that all ranks agree over the same groups.
+        found = dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+        meshes = [mesh for mesh in found if mesh.get_coordinate() is not None]
         yield self.process_group, device_of(meshes[0]) if meshes else home
         if dist.get_world_size(self.process_group) < dist.get_world_size():
             axes = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -114,14 +114,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             yield from ((group, device) for group, device in groups.items() if group is not self.process_group)
 
 
-def _meshes(parameters: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    """Those that the parameters lie on, with or without a gradient."""
-    meshes = (each.device_mesh for each in parameters if isinstance(each, DTensor))
-    return [mesh for mesh in dict.fromkeys(meshes) if mesh.get_coordinate() is not None]
-
-
 def _as_held_here(parameter: torch.Tensor) -> torch.Tensor:
-    """A stand-in for a sharded parameter: its gradient is the plain tensor that this rank holds of it."""
+    """Returns a stand-in for a sharded parameter, whose gradient is the plain tensor that this rank holds of it."""
     grad = parameter.grad
     if not isinstance(grad, DTensor):
         return parameter

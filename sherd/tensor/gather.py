@@ -1,4 +1,4 @@
-"""How do all ranks get a whole tensor from its runs, and one rank its run of a whole tensor?"""
+"""From runs to the unsharded tensor on all ranks, and from an unsharded tensor to the run of one rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from sherd.layout.runs import Runs
 from sherd.tensor.placement import Layout, Split
 
 PADDING_LIMIT = 2
-"""An all-gather pads every piece to the largest; up to this many times the tensor, one call is worth it."""
+"""An all-gather pads every piece to the largest. Up to this many times the tensor's size one call is worth it; beyond,
+each rank broadcasts its piece."""
 
 
 def gather(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The whole tensor, in memory of its own, on every rank that holds a piece. All of them must call it."""
+    """Returns the unsharded tensor, in memory of its own. All ranks that hold a piece must call it."""
     part = gather_part(local, layout)
     for split in reversed(layout.splits):
         part = _joined_on_dim(part, split, layout)
@@ -28,10 +29,10 @@ def gather(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def gather_part(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What is cut into runs, in memory of its own: the whole tensor, or the part of it that axes with `Shard(dim)`
-    leave to this rank. All ranks of the axes that the runs are on must call it.
+    """Returns what is cut into runs, in memory of its own: the unsharded tensor, or the part of it that axes with
+    `Shard(dim)` leave to this rank. All ranks of the axes that the runs are on must call it.
 
-    Axis by axis, the fastest first: then the pieces that are joined follow one another.
+    It gathers axis by axis, the fastest first, so that the pieces that are joined follow one another.
 
         mesh (outer 2, inner 2), runs 0 to 3:      outer: 0 1 | 2 3      then inner: 0 1 2 3
     """
@@ -53,7 +54,7 @@ def gather_part(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _joined_on_dim(part: torch.Tensor, split: Split, layout: Layout) -> torch.Tensor:
-    """The parts of all ranks of an axis with `Shard(dim)`, side by side."""
+    """Returns the parts of all ranks of an axis with `Shard(dim)`, side by side."""
     dim = split.dim
     if len(split.extents) == 1:
         return part
@@ -71,19 +72,16 @@ def _joined_on_dim(part: torch.Tensor, split: Split, layout: Layout) -> torch.Te
 
 
 def _joined(line: torch.Tensor, numels: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The lines of all ranks of a group behind one another; rank i has `numels[i]` elements."""
+    """Returns the lines of all ranks of a group behind one another; rank i has `numels[i]` elements."""
     full = torch.empty(sum(numels), dtype=line.dtype, device=line.device)
     if full.numel():
-        # As bytes, which every backend can move.
+        # As bytes, which every backend can move. A tensor of one element is contiguous with any stride, but can only be
+        # seen as bytes with stride 1.
         sizes = [numel * full.element_size() for numel in numels]
+        line = line if line.stride(0) == 1 else line.clone(memory_format=torch.contiguous_format)
         with named("the gather of a RaggedDTensor", group):
-            _gather_bytes(_bytes(line), full.view(torch.uint8), sizes, rank, group)
+            _gather_bytes(line.view(torch.uint8), full.view(torch.uint8), sizes, rank, group)
     return full
-
-
-def _bytes(line: torch.Tensor) -> torch.Tensor:
-    # A tensor of one element is contiguous with any stride, but can only be seen as bytes with stride 1.
-    return (line if line.stride(0) == 1 else line.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _gather_bytes(
@@ -106,7 +104,7 @@ def _gather_bytes(
 
 
 def _broadcast_pieces(local: torch.Tensor, places: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup) -> None:
-    """Each holder sends its piece into place."""
+    """Let each rank that holds a piece send it to the place that it has on all ranks."""
     works = []
     for sender, place in enumerate(places):
         if not place.numel():
@@ -119,17 +117,11 @@ def _broadcast_pieces(local: torch.Tensor, places: Sequence[torch.Tensor], rank:
             work.wait()
 
 
-def run_of(full: torch.Tensor, cut: Runs, rank: int) -> torch.Tensor:
-    """What `rank` holds of a whole tensor, in the shape it has there: a view, if the whole tensor is contiguous."""
-    piece = cut.piece(rank)
-    return full.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
-
-
 def part_given(
     value: torch.Tensor, shape: tuple[int, ...], local: torch.Tensor, piece: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | None:
-    """What a user's `value` for a tensor of `shape` gives to one rank, whose part is `local`: the rank's `piece` of a
-    whole tensor, or the part itself. None if it is neither."""
+    """Returns what a user's `value` for a tensor of `shape` gives to one rank, whose part is `local`: the rank's
+    `piece` of an unsharded tensor, or the part itself. None if `value` is neither."""
     value = value.detach()
     if tuple(value.shape) == shape:
         return piece(value)
@@ -137,7 +129,7 @@ def part_given(
 
 
 def counted_here(local: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """What of this rank's run a reduction counts here, each element on one rank: views, one after the other."""
+    """Returns what a reduction counts of this rank's run: views, in order. Each element counts on one rank."""
     if layout.counted is None:
         return [local]
     line = local.reshape(-1)
@@ -145,9 +137,11 @@ def counted_here(local: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
-    """What `rank` holds of `tensor`, in the shape it has there: a view if `tensor` is contiguous or cut on a dim."""
+    """Returns what `rank` holds of an unsharded `tensor`, in the shape it has there: a view if `tensor` is contiguous
+    or cut on a dim."""
     if isinstance(cut, Runs):
-        return run_of(tensor, cut, rank)
+        piece = cut.piece(rank)
+        return tensor.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
     if cut.dim is None:
         return tensor
     rows = cut.rows[rank]
@@ -155,7 +149,7 @@ def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
 
 
 def piece_of(full: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's run of a whole tensor."""
+    """Returns this rank's run of an unsharded tensor, also if other mesh axes shard it on a dim."""
     for dim in {split.dim for split in layout.splits}:
         full = full.narrow(dim, layout.offsets[dim], layout.cut.shape[dim])
-    return run_of(full.contiguous() if layout.splits else full, layout.cut, layout.rank)
+    return shard_of(full.contiguous() if layout.splits else full, layout.cut, layout.rank)

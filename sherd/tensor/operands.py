@@ -1,4 +1,14 @@
-"""Which tensors may meet in one operation, and what does this rank compute with of each?"""
+"""The tensors that meet in one operation: what this rank computes with, or where one rank computes for all.
+
+Elements that are on the same ranks may meet. An operation that needs the unsharded tensor is done by the rank that
+holds it, if one rank does (`Owned`): so Muon and Shampoo run as they are, each matrix at its owner.
+
+    w (4, 6) owned by rank 1        w @ w.T (4, 4)        w.T (6, 4), a view
+    rank 0 | (0, 6) |               | (0, 4) |            | (0, 4) |
+    rank 1 | (4, 6) |               | (4, 4) |            | (6, 4) |
+
+All ranks infer the result's shape on the meta device; so all raise, if one does.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +18,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from sherd._torch import local_tensor, spec_of
+from sherd._torch import become_view, local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.gather import gather, piece_of
 from sherd.tensor.placement import Layout, is_ragged, layout_of
-from sherd.tensor.ragged import RaggedDTensor
+from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.replicated import ReplicatedDTensor
-from sherd.tensor.trees import tensors_in
+from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among, with_changed
 
 WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
@@ -22,19 +32,16 @@ WAYS_OUT = (
 )
 
 
-def layouts_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Layout]:
-    """The layouts of the ragged tensors among the arguments, in order."""
-    found = []
-    for each in tensors_in((*args, *kwargs.values())):
-        if isinstance(each, RaggedDTensor):
-            found.append(layout_of(spec_of(each)))
-    return found
+def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
+    """Returns the layouts of the ragged tensors among the arguments, in order."""
+    tensors = tensors_among((*args, *kwargs.values()))
+    return [layout_of(spec_of(tensor)) for tensor in tensors if isinstance(tensor, RaggedDTensor)]
 
 
-def local_of(value: Any, layout: Layout, func: Any) -> Any:
-    """What this rank computes with in place of `value`: its run of a ragged tensor, a lone value as it is.
+def local_of(value: Any, layout: Layout, func: Aten) -> Any:
+    """Returns what this rank computes with in place of `value`: its run of a ragged tensor, a lone value as it is.
 
-    A tensor of the same shape that is whole at another owner is brought here: all ranks must take part.
+    A tensor of the same shape that is unsharded at another owner is brought here; all ranks must take part.
 
     Raises:
         PlacementError: the elements of `value` are not where those of `layout` are, or are in pieces elsewhere.
@@ -49,7 +56,7 @@ def local_of(value: Any, layout: Layout, func: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     one = lone_value(value)
-    if isinstance(value, ReplicatedDTensor) and one is None and value.shape == layout.shape:
+    if one is None and value.shape == layout.shape and isinstance(value, ReplicatedDTensor):
         return piece_of(local_tensor(value), layout)
     if one is None or not _broadcasts(value.shape, layout.shape):
         raise mixed(func, layout, value)
@@ -57,8 +64,8 @@ def local_of(value: Any, layout: Layout, func: Any) -> Any:
 
 
 def at_two_owners(layout: Layout, other: Layout) -> bool:
-    """Whether two tensors of one shape are whole at one rank each, of the same ranks: a student's and a teacher's. One
-    of them then goes to the other's owner, in which all these ranks take part."""
+    """Returns True if two tensors of one shape are unsharded at one rank each, of the same ranks: a student's and a
+    teacher's. One of them then goes to the other's owner, in which all these ranks take part."""
     owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
     return owned and layout.shape == other.shape and layout.shares_ranks_with(other)
 
@@ -69,21 +76,23 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def lone_value(value: torch.Tensor) -> torch.Tensor | None:
-    """The one value of a scalar, or of a replicated DTensor that is an expanded scalar; None for other tensors.
+    """Returns the one value of a scalar, or of a replicated DTensor that is an expanded scalar; None for other tensors.
 
     It keeps a dimension if the tensor had one, so that dtypes are promoted as torch would.
     """
-    if isinstance(value, DTensor):
-        if isinstance(value, RaggedDTensor) or not all(isinstance(each, Replicate) for each in value.placements):
-            return None
-        local = local_tensor(value)
-        is_one = local.numel() == 1 or (local.numel() and all(stride == 0 for stride in local.stride()))
-        return (local[(0,) * local.ndim].reshape(1) if local.ndim else local) if is_one else None
-    return value if value.ndim == 0 else None
+    if not isinstance(value, DTensor):
+        return value if value.ndim == 0 else None
+    if not all(isinstance(placement, Replicate) for placement in value.placements):
+        return None
+    local = local_tensor(value)
+    if not local.ndim:
+        return local
+    is_one = local.numel() == 1 or (local.numel() and not any(local.stride()))
+    return local[(0,) * local.ndim].reshape(1) if is_one else None
 
 
-def mixed(func: Any, layout: Layout, value: torch.Tensor) -> PlacementError:
-    """The error for a tensor that does not lie where the first ragged one does."""
+def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
+    """Returns the error for a tensor that does not lie where the first ragged one does."""
     if isinstance(value, DTensor) and is_ragged(spec_of(value)):
         what = f"one of shape {tuple(value.shape)} cut as {value.placements} over {value.device_mesh}"
         remedy = "redistribute one of them (sherd.tensor.ragged.redistribute_to)"
@@ -99,8 +108,8 @@ def mixed(func: Any, layout: Layout, value: torch.Tensor) -> PlacementError:
     )
 
 
-def unknown(func: Any, layout: Layout, why: str = "") -> PlacementError:
-    """The error for an operation that runs of elements cannot answer."""
+def unknown(func: Aten, layout: Layout, why: str = "") -> PlacementError:
+    """Returns the error for an operation that runs of elements cannot answer."""
     owner = "with placement Owned() each tensor has one owner, which can do any operation"
     if len(layout.splits) and layout.owner is None:
         owner = f"{owner}, if no other axis of {layout.mesh} shards it"
@@ -110,6 +119,78 @@ def unknown(func: Any, layout: Layout, why: str = "") -> PlacementError:
     )
 
 
-def name_of(func: Any) -> str:
-    """An operation as users know it."""
-    return str(func.name()).replace("::", ".")
+# At an owner
+
+
+def common_owner(layouts: Sequence[Layout]) -> int | None:
+    """Returns the rank that holds all of these tensors unsharded, if one does."""
+    first = layouts[0]
+    if first.owner is None:
+        return None
+    same = all(other is first or (other.owner == first.owner and other.shares_ranks_with(first)) for other in layouts)
+    return first.owner if same else None
+
+
+@answers("other")
+def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute where all of the tensors are; on other ranks make empty pieces of the results.
+
+    Raises:
+        PlacementError: no rank holds all of them, or the shape of the result depends on their values.
+    """
+    layouts = layouts_in(args, kwargs)
+    layout = layouts[0]
+    if common_owner(layouts) is None:
+        for other in tensors_among((*args, *kwargs.values())):
+            if isinstance(other, RaggedDTensor) and not layout_of(spec_of(other)).same_as(layout):
+                raise mixed(func, layout, other)
+        raise unknown(func, layout)
+    meta_args, meta_kwargs = with_changed((args, kwargs), torch.Tensor, lambda value: _shape_only(value, layout, func))
+    try:
+        inferred = func(*meta_args, **meta_kwargs)
+    except NotImplementedError as error:
+        raise unknown(func, layout, "the shape of its result depends on the values") from error
+    result = inferred
+    if layout.rank == layout.owner:
+        full_args, full_kwargs = with_changed((args, kwargs), torch.Tensor, lambda value: _full(value, layout, func))
+        result = func(*full_args, **full_kwargs)
+    if "out" in kwargs:
+        return kwargs["out"]
+    if torch.Tag.inplace_view in func.tags:
+        placed = _placed(result, inferred, layout, func)
+        become_view(args[0], func, args, kwargs, local_tensor(placed), spec_of(placed))
+        return args[0]
+    return args[0] if is_in_place(func) else _placed(result, inferred, layout, func)
+
+
+def _shape_only(value: torch.Tensor, layout: Layout, func: Aten) -> torch.Tensor:
+    if isinstance(value, RaggedDTensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return _full(value, layout, func).to("meta")
+
+
+def _full(value: torch.Tensor, layout: Layout, func: Aten) -> torch.Tensor:
+    """Returns the unsharded tensor at its owner, or a lone value."""
+    if isinstance(value, RaggedDTensor):
+        local = local_tensor(value)
+        return local if local.shape == value.shape else local.view(value.shape)
+    one = lone_value(value)
+    if one is None:
+        raise mixed(func, layout, value)
+    return one
+
+
+def _placed(result: Any, inferred: Any, layout: Layout, func: Aten) -> Any:
+    """Returns the results as tensors of the same owner."""
+    if isinstance(inferred, list | tuple):
+        pairs = zip(result, inferred, strict=True)
+        return type(inferred)([_placed(value, shape, layout, func) for value, shape in pairs])
+    if not isinstance(inferred, torch.Tensor):
+        raise unknown(func, layout, "it gives no tensor")
+    strides = None if inferred.is_contiguous() else tuple(inferred.stride())
+    at_owner = layout.like(layout.owned_cut(tuple(inferred.shape)), strides)
+    if layout.rank == layout.owner:
+        local = result if inferred.ndim else result.reshape(1)
+    else:
+        local = torch.empty(at_owner.local_shape, dtype=inferred.dtype, device=layout.device)
+    return as_result(local, at_owner)

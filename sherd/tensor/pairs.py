@@ -1,4 +1,4 @@
-"""Complex tensors as pairs of real numbers and back: how optimizers of torch step complex parameters.
+"""Complex tensors as pairs of real numbers and back, as optimizers of torch step complex parameters.
 
 z (4,) complex, in runs       as pairs (4, 2)
 rank 0 | z0 z1 z2 |           | re0 im0 re1 im1 re2 im2 |
@@ -7,34 +7,38 @@ rank 1 | z3 |                 | re3 im3 |
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
-from sherd._torch import dtensor_of, local_tensor, spec_of
+from sherd._torch import DTensorSpec, local_tensor, spec_of
+from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
-from sherd.tensor.operands import unknown
-from sherd.tensor.owned import on_owner
-from sherd.tensor.placement import Layout, RaggedShard, layout_of
-from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.table import Args, Kwargs, answers
+from sherd.tensor.operands import on_owner, unknown
+from sherd.tensor.placement import Layout, layout_of
+from sherd.tensor.ragged import RaggedDTensor, as_result
+from sherd.tensor.table import Args, Aten, Kwargs, answers
+
+Shardings = list[tuple[list[Replicate | Shard], list[Replicate | Shard]]]
 
 
 @answers("view_as_real")
-def as_pairs(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A view of this rank's run, of twice as many elements."""
+def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """A view of this rank's run, with twice as many elements."""
     layout = layout_of(spec_of(args[0]))
     if layout.strides:
         return on_owner(func, args, kwargs)
     cut = layout.cut
     at_owner = layout.owner is not None
     pairs = Runs((*cut.shape, 2), cut.num_ranks, cut.first, tuple(2 * end for end in cut.ends), cut.by_rows or at_owner)
-    return _placed(func(local_tensor(args[0])), layout, pairs, (*layout.shape, 2))
+    return _recut(func(local_tensor(args[0])), layout, pairs, (*layout.shape, 2))
 
 
 @answers("view_as_complex")
-def as_complex(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A view of this rank's run, of half as many elements.
+def as_complex(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """A view of this rank's run, with half as many elements.
 
     Raises:
         PlacementError: a pair is cut in two.
@@ -47,13 +51,25 @@ def as_complex(func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise unknown(func, layout, "a pair of numbers is on two ranks")
     shape = cut.shape[:-1]
     numbers = Runs(shape, cut.num_ranks, cut.first, tuple(end // 2 for end in cut.ends), cut.by_rows and bool(shape))
-    return _placed(func(local_tensor(args[0]).view(-1, 2)), layout, numbers, layout.shape[:-1])
+    return _recut(func(local_tensor(args[0]).view(-1, 2)), layout, numbers, layout.shape[:-1])
 
 
-def _placed(local: torch.Tensor, layout: Layout, cut: Runs, shape: tuple[int, ...]) -> RaggedDTensor:
-    """`local`, in the shape that `cut` has it; on the other mesh axes as `layout`."""
-    placements = tuple(
-        RaggedShard(cut, each.stride) if isinstance(each, RaggedShard) else each for each in layout.placements
-    )
-    made = Layout(layout.mesh, placements, shape)
-    return dtensor_of(RaggedDTensor, local.view(made.local_shape), made.spec(local.dtype), False)
+def _recut(local: torch.Tensor, layout: Layout, cut: Runs, shape: Shape) -> RaggedDTensor:
+    """Returns `local` as a tensor of `shape` that is cut as `cut`, and lies as `layout` on the other mesh axes."""
+    made = layout.recut(cut, shape, layout.placements)
+    return as_result(local.view(made.local_shape), made)
+
+
+@functools.cache
+def see_complex_shards_as_pairs() -> None:
+    """Let `view_as_real` of torch's own DTensor be a view of its shard, however it is sharded.
+
+    Torch replicates a tensor that is sharded on its last dim, a vector say, and makes pairs of that copy. Adam and its
+    like step the copy, and train nothing (`test_complex_parameters_train_under_every_placement`).
+    """
+
+    def shardings(tensor: DTensorSpec) -> Shardings:
+        sharded: Shardings = [([Shard(dim)], [Shard(dim)]) for dim in range(tensor.ndim)]
+        return [([Replicate()], [Replicate()]), *sharded]
+
+    register_sharding(torch.ops.aten.view_as_real.default)(shardings)

@@ -1,13 +1,13 @@
-"""How does a DTensor's spec say that the tensor is cut into runs?"""
+"""The placement of a tensor that is cut into runs, in a DTensor's spec, and the layout that is read from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
+from torch import SymInt
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -18,33 +18,32 @@ from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
+from sherd.tensor.row_copy import rows_told
 from sherd.tensor.vectors import VectorShard, counted
 
 
 class RaggedShard(Shard):
-    """The placement of one tensor that is cut into runs, on a mesh axis it is cut over. It belongs to that one tensor
-    shape.
+    """The placement of one tensor that is cut into runs, on a mesh axis it is cut over: the ragged
+    shard of veScale-FSDP and Megatron-FSDP. It belongs to one tensor shape.
 
-    `stride`: how far apart in the cut two neighbours on this axis are. A tensor that is cut over one axis has 1; over
-    two, `cut` numbers the ranks of both, and a rank holds run `sum(coordinate * stride)` of it:
+    `stride`: how far apart in the cut two neighbours on this axis are. For a tensor that is cut over one axis it is 1.
+    Over two axes, `cut` numbers the ranks of both, and a rank holds run `sum(coordinate * stride)` of it:
 
         mesh (outer 2, inner 3): outer has stride 1, inner has stride 2        inner 0   inner 1   inner 2
                                                                       outer 0 |   0    |    2    |    4    |
                                                                       outer 1 |   1    |    3    |    5    |
 
-    On mesh axes that have other placements (tensor parallel), `cut` is that of the part at this rank's coordinates
-    there; ranks at other coordinates may have another one.
+    If other mesh axes shard the tensor too (tensor parallel), `cut` cuts the part at this rank's coordinates there;
+    ranks at other coordinates may have another cut.
 
     torch takes it for `Shard(0)` wherever it only looks: checkpoints find the tensor sharded. It does not equal
-    `Shard(0)`, so `DTensorSpec` refuses it, and no DTensor of torch's own can have it, whose dispatch would take a
-    ragged shard for an even one. `sherd._torch.dtensor_spec` puts it into a spec that was made with `stands_for`.
+    `Shard(0)`, so `DTensorSpec` refuses it: torch's own DTensors cannot have it, as their dispatch would take a ragged
+    shard for an even one. `sherd._torch.dtensor_spec` puts it into a spec that was made with `stands_for`.
     """
 
     cut: Runs
     stride: int
     stands_for = Shard(0)
-    gave_more = False
-    """Whether torch has just asked for the rows that this rank holds, and was told of more (`covering.py`)."""
 
     def __new__(cls, cut: Runs, stride: int = 1) -> RaggedShard:
         """The C++ part of the placement is that of `Shard(0)`."""
@@ -65,22 +64,12 @@ class RaggedShard(Shard):
     def __hash__(self) -> int:
         return hash((self.cut, self.stride))
 
-    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: Any, rank: Any) -> tuple[int, int]:
-        """The rows that a rank holds, and the first of them; the rows around its run, if that is not of whole rows. All
-        there are, if the run does not follow from one mesh axis alone.
-
-        torch asks when it copies from a whole tensor that it has broadcast. It does so by position and keyword.
-        """
-        cut = self.cut
-        if num_chunks != cut.num_ranks or not cut.shape or curr_local_size != cut.shape[0]:
-            self.gave_more = True
-            return curr_local_size, 0
-        piece = cut.piece(rank)
-        self.gave_more = not cut.by_rows and len(cut.shape) > 1
-        if not piece.numel or not cut.inner:
-            return (cut.local_shape(rank)[0] if cut.by_rows else 0), 0
-        first = piece.start // cut.inner
-        return -(-piece.stop // cut.inner) - first, first
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: int | SymInt
+    ) -> tuple[int, int]:
+        """Returns how many rows a rank holds, and the first of them; or more rows, from which the next `to_local()` can
+        take its run (`row_copy.py`). torch asks, by position and keyword, when it copies from an unsharded tensor."""
+        return rows_told(self.cut, curr_local_size, num_chunks, int(rank))
 
     def __repr__(self) -> str:
         cut = self.cut
@@ -90,13 +79,13 @@ class RaggedShard(Shard):
 
     __str__ = __repr__
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[RaggedShard], tuple[Runs, int]]:
         return RaggedShard, (self.cut, self.stride)
 
     def __copy__(self) -> RaggedShard:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
+    def __deepcopy__(self, memo: dict[int, object]) -> RaggedShard:
         return self
 
 
@@ -108,7 +97,7 @@ def ragged_spec(
     cut: Runs,
     axes: Sequence[int],
 ) -> DTensorSpec:
-    """The spec of a ragged tensor: what `ragged_dtensor` and `distribute_ragged` ask for.
+    """Returns the spec of a ragged tensor, which `ragged_dtensor` and `distribute_ragged` take.
 
         one axis              mesh (dp,)             axes (0,)      placements (Replicate(),)
         replicas              mesh (replicate, dp)   axes (1,)      placements (Replicate(), Replicate())
@@ -118,15 +107,14 @@ def ragged_spec(
 
     Args:
         mesh: all axes that the tensor lies on.
-        placements: what the tensor is before it is cut, one for each axis of `mesh`: `Replicate()` on `axes`;
+        placements: the tensor's placements before it is cut, one for each axis of `mesh`: `Replicate()` on `axes`;
             `Replicate()` or `Shard(dim)`, of any size, on the others.
-        shape: that of the whole tensor.
-        dtype: of its elements.
+        shape: the shape of the unsharded tensor.
+        dtype: the dtype of its elements.
         cut: how the part of the tensor at this rank's coordinates on the other axes is cut: `cut.shape` is the shape of
             that part (the tensor-parallel shard), `cut.num_ranks` the product of the sizes of `axes`. Ranks at the
             same coordinates there have the same cut.
-        axes: the mesh axes it is cut over, the slowest first: this rank holds run
-            `virtual_rank(mesh, axes)` of `cut`.
+        axes: the mesh axes it is cut over, the slowest first: this rank holds run `virtual_rank(mesh, axes)` of `cut`.
 
     Raises:
         PlacementError: `cut` is for another shape or number of ranks, a placement is missing or of no known kind, or
@@ -147,7 +135,7 @@ def ragged_spec(
 
 
 def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
-    """The number of this rank among those of several mesh axes, the slowest first: which run of a cut it holds."""
+    """Returns the number of this rank among those of several mesh axes, the slowest first: the run that it holds."""
     rank = 0
     for axis in axes:
         rank = rank * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -156,8 +144,8 @@ def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A mesh axis with `Shard(dim)` or `VectorShard` beside the runs: which indices of `dim` each of its ranks has, of
-    what the axes to the left have left over. This rank has `extents[rank]`."""
+    """A mesh axis with `Shard(dim)` or `VectorShard` beside the runs, and the indices of `dim` that each of its ranks
+    has, counted in what the axes to the left leave. This rank has `extents[rank]`."""
 
     axis: int
     dim: int
@@ -166,40 +154,25 @@ class Split:
 
 
 class Layout:
-    """Where one ragged tensor's pieces are, seen from this rank: read once from a spec, kept with it.
+    """Where the pieces of one ragged tensor are, seen from this rank. Read once from a spec, and kept with it.
 
-    shape: that of the whole tensor.
+    shape: the shape of the unsharded tensor.
+    ragged: the placements of the mesh axes that it is cut into runs over, by axis; all have the same `cut`.
     splits: the mesh axes with `Shard(dim)`, which cut the tensor before the runs do.
-    offsets, cut.shape: the first index and the size, in each dim, of the part that they leave to this rank.
-    axes: the mesh axes whose ranks hold the runs of this part, the fastest first; `rank` is this one's number there.
-    owner: the one of these ranks that holds the whole tensor, in its own shape; None if there is none.
-    joined_axes: the mesh axes that hold different elements: what is reduced is reduced over these.
-    copied_axes: the mesh axes that hold the same ones.
-    counted: the extents of this rank's run that a reduction counts here, of a flat parameter over tensor parallelism,
-        where some of it is counted elsewhere; None if all is.
-    strides: those of a tensor at one owner whose elements are not in order there (a transposed view).
+    offsets, cut.shape: the first index and the size, in each dim, of the part that the splits leave to this rank.
+    axes: the mesh axes whose ranks hold the runs of this part, the fastest first. `rank` is this rank's number there.
+    owner: the one of these ranks that holds the tensor unsharded, in its own shape; None if there is none.
+    joined_axes: the mesh axes whose ranks hold different elements: reductions go over these.
+    copied_axes: the mesh axes whose ranks hold the same elements.
+    counted: the extents of this rank's run that a reduction counts here, for a flat parameter over tensor parallelism,
+        of which other ranks count some elements; None if this rank counts all.
+    strides: of a tensor at one owner whose elements are not in order there (a transposed view); else None.
     """
 
     __slots__ = (
-        "axes",
-        "by_dtype",
-        "copied_axes",
-        "counted",
-        "cut",
-        "joined_axes",
-        "local_shape",
-        "mesh",
-        "numel",
-        "offsets",
-        "owner",
-        "placements",
-        "rank",
-        "shape",
-        "shard",
-        "splits",
-        "strides",
-        "value_specs",
-    )
+        "axes", "by_dtype", "copied_axes", "counted", "cut", "joined_axes", "local_shape", "mesh", "numel", "offsets",
+        "owner", "placements", "ragged", "rank", "shape", "splits", "strides", "value_specs",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -213,24 +186,24 @@ class Layout:
         self.shape = shape
         self.numel = prod(shape)
         self.strides = strides
-        self.shard = _shard_of(placements)
-        self.cut = self.shard.cut
+        self.ragged = _ragged(placements)
+        self.cut = next(iter(self.ragged.values())).cut
         coordinate = mesh.get_coordinate()
-        self.axes = _axes_of(mesh, placements, self.cut, coordinate)
+        self.axes = _axes_of(mesh, placements, self.ragged, coordinate)
         assert coordinate is not None, "or the axes would have been refused"
         self.splits, self.offsets = _splits_of(mesh, placements, shape, self.cut, coordinate)
-        self.rank: int = sum(coordinate[axis] * _stride(placements[axis]) for axis in self.axes)
+        self.rank: int = sum(coordinate[axis] * self.ragged[axis].stride for axis in self.axes)
         self.local_shape = self.cut.local_shape(self.rank)
         many = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self.joined_axes = tuple(axis for axis in many if not placements[axis].is_replicate())
         self.copied_axes = tuple(axis for axis in many if placements[axis].is_replicate())
         self.counted = counted(placements, self.cut.piece(self.rank), coordinate)
-        sharded = any(each.axis in self.joined_axes for each in self.splits)
+        sharded = any(split.axis in self.joined_axes for split in self.splits)
         self.owner = None if sharded else _owner(self.cut)
         self.by_dtype: dict[torch.dtype, DTensorSpec] = {}
         self.value_specs: dict[tuple[torch.Size, torch.dtype], DTensorSpec] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+    def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         return self
 
     @property
@@ -246,17 +219,17 @@ class Layout:
 
     @property
     def part_placements(self) -> tuple[Placement, ...]:
-        """The placements that the tensor has when its runs, and nothing else, are gathered: torch's, but of a flat
-        parameter over tensor parallelism."""
-        return tuple(Replicate() if isinstance(each, RaggedShard) else each for each in self.placements)
+        """The placements of the tensor once its runs are gathered, and nothing else. They are torch's own, unless it is
+        a flat parameter over tensor parallelism."""
+        return tuple(Replicate() if axis in self.ragged else each for axis, each in enumerate(self.placements))
 
     @property
     def is_of_vectors(self) -> bool:
-        """Whether it is a flat parameter over tensor parallelism."""
-        return any(isinstance(each, VectorShard) for each in self.placements)
+        """Whether the tensor is a flat parameter over tensor parallelism."""
+        return any(isinstance(placement, VectorShard) for placement in self.placements)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of a tensor of `dtype` in this layout; the same object each time."""
+        """Returns the spec of a tensor of `dtype` in this layout; the same object each time."""
         found = self.by_dtype.get(dtype)
         if found is None:
             found = dtensor_spec(self.mesh, self.placements, torch.Size(self.shape), dtype, self.strides)
@@ -264,76 +237,80 @@ class Layout:
         return found
 
     def owned_cut(self, shape: Shape) -> Runs:
-        """The cut of another tensor that is where this one is: whole at its owner."""
+        """Returns the cut of a tensor of `shape` that is where this one is: unsharded at its owner."""
         assert self.owner is not None, "asked for by those that have an owner"
         return Runs(shape, self.cut.num_ranks, self.owner, (prod(shape),), by_rows=bool(shape))
 
     def like(self, cut: Runs, strides: tuple[int, ...] | None = None) -> Layout:
-        """The layout of a tensor that is cut as `cut` over the same axes: the same part, or one at the owner."""
+        """Returns the layout of a tensor that is cut as `cut` over the same axes: of this part, or one at the owner."""
         if cut == self.cut and strides == self.strides:
             return self
-        placements = tuple(
-            RaggedShard(cut, each.stride) if isinstance(each, RaggedShard) else each for each in self.placements
-        )
         if cut.shape == self.cut.shape:
-            return Layout(self.mesh, placements, self.shape, strides)
-        # Where there is an owner, other axes shard nothing, but by name.
+            return self.recut(cut, self.shape, self.placements, strides)
+        # Where there is an owner, the other axes shard nothing: a `Shard(dim)` is on an axis of one rank.
         assert self.owner is not None, "the part has one shape"
-        others = tuple(each if isinstance(each, RaggedShard) else Replicate() for each in placements)
-        return Layout(self.mesh, others, cut.shape, strides)
+        return self.recut(cut, cut.shape, (Replicate(),) * self.mesh.ndim, strides)
+
+    def recut(
+        self, cut: Runs, shape: Shape, others: tuple[Placement, ...], strides: tuple[int, ...] | None = None
+    ) -> Layout:
+        """Returns the layout of a tensor of `shape` that is cut as `cut` over the same axes, and has the placements
+        `others` on the other axes."""
+        ragged = {axis: RaggedShard(cut, placement.stride) for axis, placement in self.ragged.items()}
+        return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
 
     def same_as(self, other: Layout) -> bool:
-        """Whether both say that the same elements are on the same ranks."""
+        """Returns True if both layouts have the same elements on the same ranks."""
         return self is other or (
             self.placements == other.placements and self.shape == other.shape and self.mesh == other.mesh
         )
 
     def shares_ranks_with(self, other: Layout) -> bool:
-        """Whether the ranks that hold the pieces of both are the same, one by one."""
+        """Returns True if the same ranks hold the pieces of both tensors, one by one."""
         return (
             self.axes == other.axes
             and (self.mesh is other.mesh or self.mesh == other.mesh)
-            and all(_stride(self.placements[axis]) == _stride(other.placements[axis]) for axis in self.axes)
+            and all(self.ragged[axis].stride == other.ragged[axis].stride for axis in self.axes)
         )
 
     def __str__(self) -> str:
         """How the tensor is cut, for error texts."""
-        return str(self.placements) if len(self.axes) > 1 or self.splits else str(self.shard)
+        return str(self.placements) if len(self.axes) > 1 or self.splits else str(self.ragged[self.axes[0]])
 
 
-def _shard_of(placements: tuple[Placement, ...]) -> RaggedShard:
-    """The ragged placement of the first axis that has one; all have the same cut."""
-    ragged = [each for each in placements if isinstance(each, RaggedShard)]
-    others = [each for each in placements if not isinstance(each, RaggedShard)]
-    if (
-        not ragged
-        or any(each.cut != ragged[0].cut for each in ragged)
-        or not all(isinstance(each, Replicate | Shard) for each in others)
-    ):
+def _ragged(placements: tuple[Placement, ...]) -> dict[int, RaggedShard]:
+    """Returns the ragged placements, by mesh axis.
+
+    Raises:
+        PlacementError: there are none, they have different cuts, or an axis has neither of the other known placements.
+    """
+    ragged = {axis: each for axis, each in enumerate(placements) if isinstance(each, RaggedShard)}
+    cuts = [placement.cut for placement in ragged.values()]
+    if not cuts or any(cut != cuts[0] for cut in cuts) or not all(isinstance(each, _KNOWN) for each in placements):
         raise PlacementError(
             f"placements {placements}: a ragged tensor has RaggedShard, of one cut, on the axes it is cut over, and "
             "Replicate() or Shard(dim) on the others; reduce what is Partial, and redistribute what is sharded in "
             "another way, before it is cut"
         )
-    return ragged[0]
+    return ragged
 
 
-def _stride(placement: Placement) -> int:
-    assert isinstance(placement, RaggedShard), "asked for the axes that the runs are on"
-    return placement.stride
+_KNOWN = (Replicate, Shard)
 
 
 def _axes_of(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], cut: Runs, coordinate: Sequence[int] | None
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    ragged: dict[int, RaggedShard],
+    coordinate: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """The axes that the runs are on, the fastest first."""
-    axes = [axis for axis, each in enumerate(placements) if isinstance(each, RaggedShard)]
-    if len(axes) > 1:
-        axes.sort(key=lambda axis: (_stride(placements[axis]), mesh.size(axis)))
+    """Returns the axes that the runs are on, the fastest first."""
+    axes = sorted(ragged, key=lambda axis: (ragged[axis].stride, mesh.size(axis)))
+    cut = ragged[axes[0]].cut
     num_ranks, overlap = 1, False
     for axis in axes:
         size = mesh.size(axis)
-        overlap = overlap or (size > 1 and _stride(placements[axis]) != num_ranks)
+        overlap = overlap or (size > 1 and ragged[axis].stride != num_ranks)
         num_ranks *= size
     if coordinate is None or cut.num_ranks != num_ranks:
         named = " x ".join(f"axis {axis}" for axis in axes)
@@ -353,23 +330,25 @@ def _axes_of(
 def _splits_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, cut: Runs, coordinate: Sequence[int]
 ) -> tuple[tuple[Split, ...], Shape]:
-    """The axes that shard the tensor on a dim, from left to right, and the first index of what they leave to this rank.
+    """Returns the axes that shard the tensor on a dim, from left to right, and the first index of what they leave to
+    this rank.
 
     Raises:
         PlacementError: what they leave is not what is cut into runs.
     """
     splits: list[Split] = []
     offsets, sizes = [0] * len(shape), list(shape)
-    for axis, each in enumerate(placements):
-        if not isinstance(each, Shard) or isinstance(each, RaggedShard):
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Shard) or isinstance(placement, RaggedShard):
             continue
-        if not 0 <= each.dim < len(shape):
-            raise PlacementError(f"placements {placements}: a tensor of shape {shape} has no dim {each.dim} to shard")
-        extents = each.extents if isinstance(each, VectorShard) else chunks(sizes[each.dim], mesh.size(axis))
-        splits.append(Split(axis, each.dim, extents, coordinate[axis]))
-        mine = splits[-1].extents[coordinate[axis]]
-        offsets[each.dim] += mine.start
-        sizes[each.dim] = mine.numel
+        dim = placement.dim
+        if not 0 <= dim < len(shape):
+            raise PlacementError(f"placements {placements}: a tensor of shape {shape} has no dim {dim} to shard")
+        even = chunks(sizes[dim], mesh.size(axis))
+        extents = placement.extents if isinstance(placement, VectorShard) else even
+        splits.append(Split(axis, dim, extents, coordinate[axis]))
+        offsets[dim] += extents[coordinate[axis]].start
+        sizes[dim] = extents[coordinate[axis]].numel
     if tuple(sizes) != cut.shape:
         raise PlacementError(
             f"a cut of shape {cut.shape} cannot place a tensor of shape {shape} with {placements} on {mesh}, of which "
@@ -379,7 +358,8 @@ def _splits_of(
 
 
 def _owner(cut: Runs) -> int | None:
-    """The rank that holds all of a tensor in its own shape, when there is one: it can do any operation alone."""
+    """Returns the rank that holds the tensor unsharded, in its own shape, if there is one: it can do any operation
+    alone."""
     if cut.shape and not cut.by_rows:
         return None
     holding = [rank for rank in cut.holders if cut.local_numel(rank)]
@@ -387,14 +367,18 @@ def _owner(cut: Runs) -> int | None:
 
 
 def attach(spec: DTensorSpec, layout: Layout) -> DTensorSpec:
-    """Keep `layout` with `spec`, for `layout_of`."""
-    spec.__dict__[_KEY] = layout
+    """Keep `layout` with `spec`, for `layout_of`: every operation on a ragged tensor asks for it."""
+    spec.sherd_layout = layout
     return spec
 
 
 def layout_of(spec: DTensorSpec) -> Layout:
-    """The layout that a spec describes. Raises `PlacementError` for a spec that no ragged tensor can have."""
-    found: Layout | None = spec.__dict__.get(_KEY)
+    """Returns the layout that a spec describes.
+
+    Raises:
+        PlacementError: no ragged tensor can have this spec.
+    """
+    found: Layout | None = spec.__dict__.get("sherd_layout")
     if found is None:
         found = Layout(spec.mesh, spec.placements, tuple(spec.shape))
         assert spec.tensor_meta is not None, "a DTensor's spec has it"
@@ -403,8 +387,5 @@ def layout_of(spec: DTensorSpec) -> Layout:
 
 
 def is_ragged(spec: DTensorSpec) -> bool:
-    """Whether a spec is that of a ragged tensor."""
-    return any(isinstance(each, RaggedShard) for each in spec.placements)
-
-
-_KEY = "sherd_layout"
+    """Returns True if a spec is that of a ragged tensor."""
+    return any(isinstance(placement, RaggedShard) for placement in spec.placements)

@@ -1,10 +1,10 @@
-"""What is a tensor that is cut into runs, each on one rank? A DTensor that answers operations itself."""
+"""A tensor that is cut into runs, each on one rank: a DTensor that answers operations itself."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -29,39 +29,43 @@ from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
-from sherd.tensor.gather import gather, gather_part, part_given, piece_of, run_of
+from sherd.tensor.gather import gather, gather_part, part_given, piece_of, shard_of
 from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
-from sherd.tensor.row_copy import as_asked_for
-from sherd.tensor.table import operation_for
+from sherd.tensor.row_copy import as_told
+from sherd.tensor.table import Args, Aten, Kwargs, operation_for
 from sherd.tensor.vectors import VectorShard
+
+Reading = Callable[[torch.Tensor, Layout], torch.Tensor]
 
 
 class RaggedDTensor(DTensor):
     """A tensor of which each rank of one mesh axis, or of several, holds a run of elements (`sherd.layout.runs.Runs`).
-    On other axes it may be sharded on a dim too (tensor parallel): then what each rank there has is cut into runs.
+    It is the ragged shard of veScale-FSDP and Megatron-FSDP, as a DTensor. On other axes it may be sharded on a dim too
+    (tensor parallel): then the part that each rank there has is cut into runs.
 
-    It is a DTensor to checkpoints, optimizers and gradient clipping: `shape` is that of the whole tensor, `to_local()`
-    is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element, or reduce to
-    one value; when one rank holds the whole tensor (`Owned`), any operation works, done by that rank. Others raise
-    `PlacementError`, as does mixing it with a tensor that lies elsewhere.
+    Checkpoints, optimizers and gradient clipping take it for a DTensor: `shape` is the shape of the unsharded tensor,
+    `to_local()` is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element,
+    or reduce to one value. When one rank holds the unsharded tensor (`Owned`), that rank does any operation: the matrix
+    products of Muon and Shampoo, for example. Other operations raise `PlacementError`, and so does a tensor that lies
+    elsewhere.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Answer an operation, or raise `PlacementError` for one that has no answer."""
         return operation_for(func)(func, args, kwargs or {})
 
     @property
     def cut(self) -> Runs:
-        """Which rank holds which run: of the tensor, or of the part of it at this rank's coordinates on other axes."""
+        """The run of each rank: of the tensor, or of the part of it at this rank's coordinates on other axes."""
         return layout_of(spec_of(self)).cut
 
     @property
     def data(self) -> torch.Tensor:
-        """The same tensor outside autograd. Set it, to a tensor of this layout, a whole one, or this rank's run, and
-        its values are copied into the memory that the tensor has.
+        """The same tensor outside autograd. It can be set to a tensor of this layout, an unsharded tensor, or this
+        rank's run: the values are copied into the memory that the tensor has.
 
         Raises:
             WriteBackError: it is set to a tensor of another shape.
@@ -90,7 +94,7 @@ class RaggedDTensor(DTensor):
         return f"RaggedDTensor(shape={shape}, placements={self.placements}, local_tensor={local_tensor(self)})"
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's run: `cut.local_shape(rank)`, the same memory; gradients flow through it.
+        """Returns this rank's run, of shape `cut.local_shape(rank)`: the same memory. Gradients flow through it.
 
         Raises:
             PlacementError: gradients are asked to come back in another layout.
@@ -98,14 +102,15 @@ class RaggedDTensor(DTensor):
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             raise PlacementError(f"to_local(grad_placements={grad_placements}): gradients have the tensor's layout")
         if not torch.is_grad_enabled():
-            return as_asked_for(local_tensor(self), layout_of(spec_of(self)))
-        local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]  # of torch
+            layout = layout_of(spec_of(self))
+            return as_told(local_tensor(self), layout.cut, layout.rank)
+        local: torch.Tensor = _Read.apply(self, *_AS_RUN)  # type: ignore[no-untyped-call]  # of torch
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank, in memory of its own. All ranks that hold pieces must call it.
+        """Returns the unsharded tensor on every rank, in memory of its own. All ranks that hold pieces must call it.
 
-        Its gradient must be the same on all ranks; each keeps its run of it.
+        Its gradient must be the same on all ranks; each rank keeps its run of it.
 
         Raises:
             PlacementError: gradients are said to be anything but replicated.
@@ -115,7 +120,7 @@ class RaggedDTensor(DTensor):
                 f"full_tensor(grad_placements={grad_placements}) of a ragged tensor: only Replicate() is known; "
                 "reduce the gradient before it comes back"
             )
-        full: torch.Tensor = _ToFull.apply(self)  # type: ignore[no-untyped-call]  # of torch
+        full: torch.Tensor = _Read.apply(self, *_AS_FULL)  # type: ignore[no-untyped-call]  # of torch
         return full
 
     def redistribute(
@@ -127,7 +132,7 @@ class RaggedDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor as a DTensor of torch, replicated or in equal chunks. All ranks must call it.
+        """Returns the same tensor as a DTensor of torch, replicated or in equal chunks. All ranks must call it.
 
         Raises:
             PlacementError: another mesh, a ragged placement (`redistribute_to` makes those), or a wrong number of them.
@@ -147,20 +152,20 @@ class RaggedDTensor(DTensor):
                 "sherd.tensor.ragged.redistribute_to(tensor, cut)"
             )
         layout = layout_of(spec_of(self))
-        # Of the vectors that a flat parameter is made of, torch knows no placement.
-        gathers, given = (
-            (_ToFull, (Replicate(),) * mesh.ndim) if layout.is_of_vectors else (_ToPart, layout.part_placements)
+        # torch knows no placement for the vectors that a flat parameter is made of.
+        reading, given = (
+            (_AS_FULL, (Replicate(),) * mesh.ndim) if layout.is_of_vectors else (_AS_PART, layout.part_placements)
         )
-        part: torch.Tensor = gathers.apply(self)  # type: ignore[no-untyped-call]  # of torch
+        part: torch.Tensor = _Read.apply(self, *reading)  # type: ignore[no-untyped-call]  # of torch
         part = part if forward_dtype is None else part.to(forward_dtype)
         strides = torch.empty(self.shape, device="meta").stride()
         gathered: DTensor = DTensor.from_local(part, mesh, given, run_check=False, shape=self.shape, stride=strides)
         return gathered.redistribute(mesh, wanted)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
-        if id(self) in memo:
-            found: RaggedDTensor = memo[id(self)]
-            return found
+    def __deepcopy__(self, memo: dict[int, object]) -> RaggedDTensor:
+        known = memo.get(id(self))
+        if isinstance(known, RaggedDTensor):
+            return known
         if not self.is_leaf:
             raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
         copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, _is_parameter(self))
@@ -168,27 +173,27 @@ class RaggedDTensor(DTensor):
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         spec = spec_of(self)
         local, shape = local_tensor(self).detach(), tuple(spec.shape)
         given = local, spec.mesh, spec.placements, self.requires_grad, _is_parameter(self), shape
         attributes = attributes_of(self)
         return unpickled, (*given, attributes) if attributes else given
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """What this rank writes into a checkpoint: its run as rectangles; nothing if it holds nothing."""
+    def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
+        """Returns the rectangles of this rank's run, to write them into a checkpoint; none if it holds nothing."""
         return write_items(fqn, local_tensor(self), layout_of(spec_of(self)))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What this rank reads from a checkpoint: the same rectangles."""
+        """Returns the same rectangles, to read them from a checkpoint."""
         return chunk_list(layout_of(spec_of(self)))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """One of the rectangles, a view of this rank's run."""
+        """Returns one of the rectangles, a view of this rank's run."""
         return rectangle_at(index, local_tensor(self), layout_of(spec_of(self)))
 
     @staticmethod
-    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+    def __tensor_unflatten__(*args: object, **kwargs: object) -> NoReturn:
         raise not_traced("a tensor that sherd cuts into runs is not traced; what works on it runs as it is")
 
 
@@ -196,45 +201,42 @@ dispatches_itself(RaggedDTensor)
 register_foreach_type(RaggedDTensor)
 
 
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
-        ctx.spec = spec_of(tensor)
-        local = local_tensor(tensor)
-        return local.view_as(local)
+class _Context(Protocol):
+    spec: DTensorSpec
+    back: Reading
+
+
+class _Read(torch.autograd.Function):
+    """Reads a ragged tensor as `read` does. `back` gives this rank's run of the gradient of what was read."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
-        return _wrapped(grad, ctx.spec)
-
-
-class _ToPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
-        ctx.spec = spec_of(tensor)
-        return gather_part(local_tensor(tensor), layout_of(ctx.spec))
+    def forward(ctx: _Context, tensor: RaggedDTensor, read: Reading, back: Reading) -> torch.Tensor:
+        ctx.spec, ctx.back = spec_of(tensor), back
+        return read(local_tensor(tensor), layout_of(ctx.spec))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
-        layout = layout_of(ctx.spec)
-        return _wrapped(run_of(grad, layout.cut, layout.rank).clone(), ctx.spec)
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[RaggedDTensor, None, None]:
+        return result_like(ctx.back(grad, layout_of(ctx.spec)), ctx.spec), None, None
 
 
-class _ToFull(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
-        ctx.spec = spec_of(tensor)
-        return gather(local_tensor(tensor), layout_of(ctx.spec))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
-        return _wrapped(piece_of(grad, layout_of(ctx.spec)).clone(), ctx.spec)
+_AS_RUN: tuple[Reading, Reading] = lambda local, layout: local.view_as(local), lambda grad, layout: grad
+_AS_PART: tuple[Reading, Reading] = (
+    gather_part,
+    lambda grad, layout: shard_of(grad, layout.cut, layout.rank).clone(),
+)
+_AS_FULL: tuple[Reading, Reading] = gather, lambda grad, layout: piece_of(grad, layout).clone()
 
 
-def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+def result_like(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+    """Returns a result on this rank's run as a ragged tensor in the layout of `spec`."""
     if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]  # set by dtensor_spec
         spec = layout_of(spec).spec(local.dtype)
     return dtensor_of(RaggedDTensor, local, spec, False)
+
+
+def as_result(local: torch.Tensor, layout: Layout) -> RaggedDTensor:
+    """Returns a result on this rank's run as a ragged tensor in `layout`."""
+    return dtensor_of(RaggedDTensor, local, layout.spec(local.dtype), False)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
@@ -257,9 +259,9 @@ def unpickled(
     requires_grad: bool,
     is_parameter: bool,
     shape: tuple[int, ...],
-    attributes: dict[str, Any] | None = None,
+    attributes: dict[str, object] | None = None,
 ) -> RaggedDTensor:
-    """What a pickle calls to make the tensor again, on a mesh of the same shape."""
+    """Make the tensor again, on a mesh of the same shape: pickles call this by name."""
     tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
     vars(tensor).update(attributes or {})
     return tensor
@@ -270,10 +272,9 @@ torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, Runs, VectorSh
 
 
 def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
-    """A ragged tensor around `local`, uncopied and outside autograd.
+    """Returns a ragged tensor around `local`, uncopied and outside autograd.
 
-    `local` is what this rank holds, of shape `cut.local_shape(rank)`; `spec` is made by
-    `sherd.tensor.placement.ragged_spec`.
+    `local` is this rank's run, of shape `cut.local_shape(rank)`; `sherd.tensor.placement.ragged_spec` makes `spec`.
 
     Raises:
         PlacementError: the placements are not those of a ragged tensor on this mesh.
@@ -284,21 +285,21 @@ def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else torch's own."""
+    """Returns a DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else torch's own."""
     return ragged_dtensor(local, spec) if is_ragged(spec) else dtensor(local, spec)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds: a DTensor's local tensor, any other tensor as it is. Not copied."""
+    """Returns what this rank holds: the local tensor of a DTensor, any other tensor as it is. Not copied."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
-    """This rank's run of a whole tensor that every rank holds: a view where what is cut is contiguous, no
-    communication.
+    """Returns this rank's run of `full`, an unsharded tensor that every rank holds. No communication; a view if the
+    part that is cut is contiguous.
 
     Raises:
-        PlacementError: `whole` has another shape than the spec says.
+        PlacementError: `full` has another shape than the spec says.
     """
     layout = layout_of(spec)
     if tuple(full.shape) != layout.shape:
@@ -310,10 +311,11 @@ def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 
 
 def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
-    """Any DTensor, ragged or torch's own, cut into runs. All ranks must call it; the piece has memory of its own.
+    """Returns any DTensor, ragged or torch's own, cut into runs. All ranks must call it; the piece has memory of its
+    own.
 
     Args:
-        tensor: what is cut.
+        tensor: the tensor to cut.
         to: the cut, over the last axis of the tensor's mesh, with copies on the others; or the spec of a ragged tensor
             on the same mesh.
 

@@ -1,179 +1,166 @@
-"""How do sums, norms, extrema and tests over a whole ragged tensor become one value that every rank knows?
+"""Sums, norms, extrema and tests over a whole ragged tensor: each becomes one value that every rank knows.
 
-Each rank reduces its run, one all-reduce over each axis that shards the tensor joins them; replicas know the same
-already. The answer is a replicated DTensor. Runs without elements give the neutral value.
+Each rank reduces its run; one all-reduce over each mesh axis that shards the tensor joins the ranks' values
+(`sherd.tensor.reduction_table`). Replicas know the same already. The answer is a replicated DTensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
-from sherd.comm.failures import named
 from sherd.tensor.gather import counted_here, gather
-from sherd.tensor.lists import by_kind
-from sherd.tensor.operands import layouts_in, local_of, lone_value, unknown
-from sherd.tensor.owned import on_owner
+from sherd.tensor.operands import layouts_in, local_of, lone_value, on_owner, unknown
+from sherd.tensor.optimizers import by_kind
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor
+from sherd.tensor.reduction_table import (
+    ALL,
+    ANY,
+    LARGEST,
+    PRODUCT,
+    SMALLEST,
+    SUM,
+    Reduction,
+    local_norms,
+    norm_of_order,
+    wide,
+)
 from sherd.tensor.replicated import known
-from sherd.tensor.table import Args, Kwargs, answers
+from sherd.tensor.table import Args, Aten, Kwargs, answers
 
-Reduce = dist.ReduceOp
-
-
-def joined(value: torch.Tensor, how: Any, layout: Layout) -> torch.Tensor:
-    """`value` joined over all ranks that hold different elements, in place: one axis after the other."""
-    for group in layout.groups:
-        with named("a reduction of a RaggedDTensor", group):
-            dist.all_reduce(value, op=how, group=group)
-    return value
+OfAll = Callable[[Aten, torch.Tensor, Layout, Kwargs], torch.Tensor]
 
 
-def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type that the ranks' parts of a sum are kept in, wide enough to lose nothing more than one rank would."""
-    if dtype.is_complex:
-        return torch.complex128 if device.type != "mps" else torch.complex64
-    if dtype.is_floating_point:
-        return torch.float64 if device.type != "mps" else torch.float32
-    return torch.int64
+def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
+    """Let a function reduce all elements: it gets this rank's run, the layout and the keywords, and returns the value.
+
+    A reduction over some dims only, which gives more than one value, is left to the owner.
+    """
+
+    def enter(reduce: OfAll) -> OfAll:
+        @answers(*names)
+        def operation(func: Aten, args: Args, kwargs: Kwargs) -> object:
+            tensor, *rest = args
+            layout = layout_of(spec_of(tensor))
+            # count_nonzero has no keepdim, and is given none.
+            given = dict(zip(("dim", "keepdim"), rest, strict=False)) | kwargs
+            if given.get("out") is not None:
+                raise unknown(func, layout, "out= of a reduction")
+            dim = given.get("dim")
+            dims = None if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+            # max.dim and min.dim give the places too.
+            if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dims, layout):
+                return on_owner(func, args, kwargs)
+            return _answer(reduce(func, local_tensor(tensor), layout, kwargs), layout, bool(given.get("keepdim")))
+
+        return reduce
+
+    return enter
 
 
-# Sums
+def _covers(dims: Sequence[int] | None, layout: Layout) -> bool:
+    ndim = len(layout.shape)
+    return dims is None or {dim % ndim if ndim else 0 for dim in dims} >= set(range(ndim))
 
 
-@answers("sum", "mean", "prod")
-def summed(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """sum, mean or prod over all elements."""
-    asked = _read(func, args, kwargs, ("dim", "keepdim"))
-    if asked is None:
-        return on_owner(func, args, kwargs)
-    local, layout, keepdim = asked
-    local = _counted(local, layout)
-    kind = func.name().removeprefix("aten::").partition(".")[0]
-    natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
-    dtype = kwargs.get("dtype") or natural
-    if kind == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise RuntimeError(f"mean(): expected a floating point or complex dtype, found {dtype}")
-    part = local.to(dtype)
-    wider = wide(dtype, local.device)
-    full = (
-        joined(torch.prod(part, dtype=wider), Reduce.PRODUCT, layout) if kind == "prod" else _sum(part, wider, layout)
-    )
-    if kind == "mean":
-        numel = _numel(local, layout)
-        full = full / numel if numel else full * math.nan
-    return _answer(full.to(dtype), layout, keepdim)
-
-
-def _sum(part: torch.Tensor, dtype: torch.dtype, layout: Layout) -> torch.Tensor:
-    return joined(torch.sum(part, dtype=dtype), Reduce.SUM, layout)
-
-
-@answers("count_nonzero")
-def counted(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """How many elements are not zero."""
-    asked = _read(func, args, kwargs, ("dim",))
-    if asked is None:
-        return on_owner(func, args, kwargs)
-    local, layout, _ = asked
-    return _answer(joined(torch.count_nonzero(_counted(local, layout)), Reduce.SUM, layout), layout, False)
+def _answer(value: torch.Tensor, layout: Layout, keepdim: bool) -> DTensor:
+    return known(value.reshape((1,) * len(layout.shape)) if keepdim else value, layout)
 
 
 def _counted(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's run, without what another rank counts."""
+    """Returns this rank's run without the elements that another rank counts."""
     if layout.counted is None:
         return local
     parts = counted_here(local, layout)
     return torch.cat(parts) if parts else local.reshape(-1)[:0]
 
 
+# Sums
+
+
+@answers_for_all("sum", "mean", "prod")
+def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
+    """The sum, mean or product of all elements."""
+    local = _counted(local, layout)
+    kind = func.name().removeprefix("aten::").partition(".")[0]
+    natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
+    dtype = kwargs.get("dtype") or natural
+    if kind == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"mean(): expected a floating point or complex dtype, found {dtype}")
+    row = PRODUCT if kind == "prod" else SUM
+    full = row.over(row.fold(local.to(dtype), dtype=wide(dtype, local.device)), layout.groups)
+    if kind == "mean":
+        numel = _numel(local, layout)
+        full = full / numel if numel else full * math.nan
+    return full.to(dtype)
+
+
 def _numel(counted: torch.Tensor, layout: Layout) -> int:
-    """How many elements all ranks count, of which this one does `counted`."""
+    """Returns how many elements all ranks count; this rank counts `counted`."""
     if not layout.is_of_vectors:
         return layout.numel
-    return int(joined(torch.tensor(counted.numel(), device=counted.device), Reduce.SUM, layout).item())
+    return int(SUM.over(torch.tensor(counted.numel(), device=counted.device), layout.groups).item())
+
+
+@answers_for_all("count_nonzero")
+def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
+    """The number of elements that are not zero."""
+    return SUM.over(torch.count_nonzero(_counted(local, layout)), layout.groups)
 
 
 # Extrema and tests
 
 
-@answers("max", "min", "amax", "amin")
-def extreme(func: Any, args: Args, kwargs: Kwargs) -> Any:
+@answers_for_all("max", "min", "amax", "amin")
+def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
     """The largest or smallest element; nan if there is one."""
-    if func.name() in ("aten::max.dim", "aten::min.dim"):
-        return on_owner(func, args, kwargs)
-    asked = _read(func, args, kwargs, ("dim", "keepdim"))
-    if asked is None:
-        return on_owner(func, args, kwargs)
-    local, layout, keepdim = asked
     if not layout.numel:
         raise IndexError(f"{func.name()}: a tensor of shape {layout.shape} has no largest or smallest element")
-    largest = "max" in func.name()
-    value = _extreme(local, largest, layout)
-    return _answer(value, layout, keepdim)
+    return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
 
 
-def _extreme(local: torch.Tensor, largest: bool, layout: Layout) -> torch.Tensor:
-    """One all-reduce of (value, is there a nan): what a maximum makes of nan differs between backends."""
-    dtype = local.dtype
-    wider = wide(dtype, local.device)
-    lowest = -math.inf if dtype.is_floating_point else torch.iinfo(torch.int64).min + 1
-    pair = torch.empty(2, dtype=wider, device=local.device)
-    pair[0], pair[1] = lowest, 0
-    if local.numel():
-        found = (local.amax() if largest else local.amin()).to(wider)
-        is_nan = torch.isnan(found)
-        pair[0] = torch.where(is_nan, pair[0], found if largest else -found)
-        pair[1] = is_nan.to(wider)
-    joined(pair, Reduce.MAX, layout)
-    value = pair[0] if largest else -pair[0]
-    return torch.where(pair[1] > 0, math.nan, value).to(dtype) if dtype.is_floating_point else value.to(dtype)
+def _extreme(local: torch.Tensor, row: Reduction, layout: Layout) -> torch.Tensor:
+    dtype = wide(local.dtype, local.device)
+    here = row.fold(local).to(dtype) if local.numel() else row.nothing(dtype, local.device)
+    return row.over(here, layout.groups).to(local.dtype)
 
 
-@answers("all", "any")
-def tested(func: Any, args: Args, kwargs: Kwargs) -> Any:
+@answers("_foreach_max")
+def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """The largest element of each tensor."""
+
+    def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
+        layouts = [layout_of(spec_of(tensor)) for tensor in args[0]]
+        locals_ = map(local_tensor, args[0])
+        return [known(_extreme(local, LARGEST, layout), layout) for local, layout in zip(locals_, layouts, strict=True)]
+
+    return by_kind(of_runs, func, args, kwargs)
+
+
+@answers_for_all("all", "any")
+def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
     """Whether all elements, or any, are true."""
-    asked = _read(func, args, kwargs, ("dim", "keepdim"))
-    if asked is None:
-        return on_owner(func, args, kwargs)
-    local, layout, keepdim = asked
     is_any = func.name().startswith("aten::any")
-    flag = (local.any() if is_any else local.all()).to(torch.int32)
-    true = joined(flag, Reduce.MAX if is_any else Reduce.MIN, layout).bool()
-    return _answer(true.to(torch.uint8) if local.dtype == torch.uint8 else true, layout, keepdim)
+    row, here = (ANY, local.any()) if is_any else (ALL, local.all())
+    return row.over(here.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
 
 
-@answers("equal")
-def same_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """`torch.equal`: on all ranks the same answer."""
-    return _agreed(func(*_locals(func, args)), func, args)
-
-
-@answers("allclose")
-def close_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """`torch.allclose`: on all ranks the same answer."""
-    return _agreed(torch.allclose(*_locals(func, args), **kwargs), func, args)
-
-
-def _locals(func: Any, args: Args) -> list[Any]:
+@answers("equal", "allclose")
+def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
+    """`torch.equal` and `torch.allclose`: all ranks get the same answer."""
     layout = layouts_in(args, {})[0]
-    return [local_of(each, layout, func) for each in args]
-
-
-def _agreed(here: bool, func: Any, args: Args) -> bool:
-    layout = layouts_in(args, {})[0]
-    return bool(joined(torch.tensor(int(here), dtype=torch.int32, device=layout.device), Reduce.MIN, layout).item())
+    here = func(*(local_of(value, layout, func) for value in args), **kwargs)
+    return bool(ALL.over(torch.tensor(int(here), dtype=torch.int32, device=layout.device), layout.groups).item())
 
 
 @answers("_local_scalar_dense")
-def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """The value of a tensor of one element, on every rank."""
     (tensor,) = args
     return gather(local_tensor(tensor), layout_of(spec_of(tensor))).item()
@@ -183,8 +170,8 @@ def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @answers("linalg_vector_norm", "norm")
-def norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The p-norm over all elements."""
+def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """The p-norm of all elements."""
     tensor, *rest = args
     is_norm = func.name().startswith("aten::norm")
     given = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
@@ -195,151 +182,74 @@ def norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     power = 2.0 if power is None else float(power)
     if not _covers(given.get("dim") or None, layout) or (is_norm and given.get("out") is not None):
         return on_owner(func, args, kwargs)
-    local = _counted(local_tensor(tensor), layout)
-    (value,) = norms([local if given.get("dtype") is None else local.to(given["dtype"])], power, layout)
+    (value,) = norms([tensor], power, given.get("dtype"), layout)
     return _answer(value, layout, bool(given.get("keepdim")))
 
 
 @answers("_foreach_norm")
-def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The p-norm of each; one all-reduce per mesh axis for those that are sharded over the same ones."""
-    return by_kind(_norms_of_runs, func, args, kwargs)
+def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """The p-norm of each tensor; tensors that are sharded over the same mesh axes share one all-reduce per axis."""
 
-
-def _norms_of_runs(func: Any, args: Args, kwargs: Kwargs) -> list[DTensor]:
-    tensors, *rest = args
-    given = dict(zip(("ord", "dtype"), rest, strict=False)) | kwargs
-    dtype = given.get("dtype")
-    values: list[Any] = [None] * len(tensors)
-    for layout, indices in _by_group(tensors).items():
-        locals_ = [_counted(local_tensor(each), layout_of(spec_of(each))) for each in (tensors[i] for i in indices)]
-        found = norms(
-            [each if dtype is None else each.to(dtype) for each in locals_], float(given.get("ord", 2)), layout
-        )
-        for index, value in zip(indices, found, strict=True):
-            values[index] = known(value, layout)
-    return values
-
-
-@answers("_foreach_max")
-def maxima_of_list(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The largest element of each."""
-
-    def of_runs(func: Any, args: Args, kwargs: Kwargs) -> list[DTensor]:
-        layouts = [layout_of(spec_of(each)) for each in args[0]]
-        return [
-            known(_extreme(local_tensor(each), True, layout), layout)
-            for each, layout in zip(args[0], layouts, strict=True)
-        ]
+    def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
+        tensors, *rest = args
+        given = dict(zip(("ord", "dtype"), rest, strict=False)) | kwargs
+        values: dict[int, DTensor] = {}
+        for layout, indices in _by_axes(tensors).items():
+            together = [tensors[index] for index in indices]
+            found = norms(together, float(given.get("ord", 2)), given.get("dtype"), layout)
+            values |= {index: known(value, layout) for index, value in zip(indices, found, strict=True)}
+        return [values[index] for index in range(len(tensors))]
 
     return by_kind(of_runs, func, args, kwargs)
 
 
-def _by_group(tensors: Sequence[RaggedDTensor]) -> dict[Layout, list[int]]:
-    """Which tensors are sharded over the same mesh axes, by the layout of the first of them."""
-    leaders: dict[tuple[Any, tuple[int, ...]], Layout] = {}
+def _by_axes(tensors: Sequence[RaggedDTensor]) -> dict[Layout, list[int]]:
+    """Returns which tensors are sharded over the same mesh axes, by the layout of the first of them."""
+    leaders: dict[tuple[DeviceMesh, tuple[int, ...]], Layout] = {}
     found: dict[Layout, list[int]] = {}
-    for index, each in enumerate(tensors):
-        layout = layout_of(spec_of(each))
+    for index, tensor in enumerate(tensors):
+        layout = layout_of(spec_of(tensor))
         leader = leaders.setdefault((layout.mesh, layout.joined_axes), layout)
         found.setdefault(leader, []).append(index)
     return found
 
 
-def norms(locals_: Sequence[torch.Tensor], power: float, layout: Layout) -> list[torch.Tensor]:
-    """The p-norm of each tensor, of which `locals_` are this rank's runs; one all-reduce per axis."""
-    dtype = wide(torch.float32, locals_[0].device)
-    joint = torch.stack(list(_norms_here(locals_, power))).to(dtype)
-    if power == math.inf:
-        joint = _with_nan(joint, Reduce.MAX, layout)
-    elif power == -math.inf:
-        joint = _with_nan(joint, Reduce.MIN, layout)
-    elif power == 0:
-        joint = joined(joint, Reduce.SUM, layout)
+def norms(
+    tensors: Sequence[RaggedDTensor], power: float, dtype: torch.dtype | None, layout: Layout
+) -> list[torch.Tensor]:
+    """Returns the p-norm of each tensor, in `dtype` (None: in its own); one all-reduce per axis. All are sharded over
+    the axes that `layout` is sharded over."""
+    locals_ = [_counted(local_tensor(tensor), layout_of(spec_of(tensor))) for tensor in tensors]
+    locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
+    row = norm_of_order(power)
+    if len({local.dtype for local in locals_}) == 1 and all(local.numel() for local in locals_):
+        here = local_norms(locals_, power, foreach=True)
     else:
-        joint = joined(joint**power, Reduce.SUM, layout) ** (1 / power)
-    results: list[Any] = [None] * len(locals_)
-    for kind in {each.dtype.to_real() for each in locals_}:
-        for index, value in enumerate(joint.to(kind).unbind()):
-            if locals_[index].dtype.to_real() is kind:
-                results[index] = value
-    return results
-
-
-def _norms_here(locals_: Sequence[torch.Tensor], power: float) -> Sequence[torch.Tensor]:
-    """The norms of this rank's runs; those of halves in a wider type, as they are yet to be added."""
-    if len({each.dtype for each in locals_}) == 1 and all(each.numel() for each in locals_):
-        dtype = torch.float32 if locals_[0].dtype in _HALVES else None
-        found: Sequence[torch.Tensor] = torch._foreach_norm(list(locals_), power, dtype=dtype)
-        return found
-    return [_norm_here(each, power) for each in locals_]
-
-
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-def _norm_here(local: torch.Tensor, power: float) -> torch.Tensor:
-    if local.numel():
-        dtype = torch.float32 if local.dtype in _HALVES else None
-        found: torch.Tensor = torch.linalg.vector_norm(local, power, dtype=dtype)
-        return found
-    neutral = math.inf if power < 0 else 0.0
-    return torch.full((), neutral, dtype=local.dtype.to_real(), device=local.device)
-
-
-def _with_nan(values: torch.Tensor, how: Any, layout: Layout) -> torch.Tensor:
-    """Largest or smallest of each, nan where a rank has nan."""
-    is_nan = joined(torch.isnan(values).to(values.dtype), Reduce.MAX, layout)
-    filled = torch.where(torch.isnan(values), torch.zeros_like(values), values)
-    full: torch.Tensor = torch.where(is_nan > 0, math.nan, joined(filled, how, layout))
-    return full
+        here = [
+            local_norms([local], power, foreach=False)[0]
+            if local.numel()
+            else row.nothing(local.dtype.to_real(), local.device)
+            for local in locals_
+        ]
+    joint = row.over(torch.stack(here).to(wide(torch.float32, locals_[0].device)), layout.groups)
+    by_dtype = {kind: joint.to(kind).unbind() for kind in {local.dtype.to_real() for local in locals_}}
+    return [by_dtype[local.dtype.to_real()][index] for index, local in enumerate(locals_)]
 
 
 # Gradient scaling
 
 
 @answers("_amp_foreach_non_finite_check_and_unscale_")
-def unscaled(func: Any, args: Args, kwargs: Kwargs) -> None:
+def unscaled(func: Aten, args: Args, kwargs: Kwargs) -> None:
     """Unscale this rank's runs; `found_inf` is set on all ranks when it is on one."""
-    grads, found_inf, inverse_scale = args
 
-    def on_runs(func: Any, args: Args, kwargs: Kwargs) -> None:
+    def on_runs(func: Aten, args: Args, kwargs: Kwargs) -> None:
         runs, found, inverse = args
-        for layout, indices in _by_group(runs).items():
+        for layout, indices in _by_axes(runs).items():
             found_here = torch.zeros_like(found)
             func([local_tensor(runs[index]) for index in indices], found_here, inverse)
-            torch.maximum(found, joined(found_here, Reduce.MAX, layout), out=found)
+            torch.maximum(found, ANY.over(found_here, layout.groups), out=found)
 
-    found, inverse = _plain(found_inf), _plain(inverse_scale)
-    by_kind(on_runs, func, (grads, found, inverse), kwargs)
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    one = lone_value(value)
-    return value if one is None else one
-
-
-# What was asked for
-
-
-def _read(func: Any, args: Args, kwargs: Kwargs, names: Sequence[str]) -> tuple[torch.Tensor, Layout, bool] | None:
-    """This rank's run, its layout and `keepdim`; None when not all elements are reduced to one."""
-    tensor, *rest = args
-    layout = layout_of(spec_of(tensor))
-    given = dict(zip(names, rest, strict=False)) | kwargs
-    if given.get("out") is not None:
-        raise unknown(func, layout, "out= of a reduction")
-    dim = given.get("dim")
-    dims = None if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
-    if not _covers(dims, layout):
-        return None
-    return local_tensor(tensor), layout, bool(given.get("keepdim"))
-
-
-def _covers(dims: Sequence[int] | None, layout: Layout) -> bool:
-    ndim = len(layout.shape)
-    return dims is None or {dim % ndim if ndim else 0 for dim in dims} >= set(range(ndim))
-
-
-def _answer(value: torch.Tensor, layout: Layout, keepdim: bool) -> DTensor:
-    return known(value.reshape((1,) * len(layout.shape)) if keepdim else value, layout)
+    grads, *numbers = args
+    plain = [number if one is None else one for number in numbers for one in [lone_value(number)]]
+    by_kind(on_runs, func, (grads, *plain), kwargs)

@@ -1,4 +1,4 @@
-"""What is a value that every rank knows, and how is it computed with? As on one rank: no communication, no planning.
+"""Values that every rank knows, computed with as on one rank: no communication, no planning.
 
 torch's own replicated DTensor would do, but looks up the placements of each new operation first: clipping by the norm
 of 200 gradients takes 20 times as long the first time.
@@ -6,15 +6,15 @@ of 200 gradients takes 20 times as long the first time.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import dispatches_itself, dtensor, dtensor_of, dtensor_spec, local_tensor, not_traced, spec_of
 from sherd.tensor.placement import Layout
-from sherd.tensor.table import operation_for
-from sherd.tensor.trees import changed, tensors_in
+from sherd.tensor.table import Args, Aten, Kwargs, operation_for, tensors_among, with_changed
 
 
 class ReplicatedDTensor(DTensor):
@@ -22,20 +22,21 @@ class ReplicatedDTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Compute with the values, unless other DTensors take part: then let those answer."""
         kwargs = kwargs or {}
-        tensors = list(tensors_in((*args, *kwargs.values())))
-        others = [each for each in tensors if not isinstance(each, ReplicatedDTensor)]
-        if all(not isinstance(each, DTensor) and each.ndim == 0 for each in others):
+        tensors = list(tensors_among((*args, *kwargs.values())))
+        others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
+        if all(not isinstance(other, DTensor) and other.ndim == 0 for other in others):
             return _computed(func, args, kwargs, next(each for each in tensors if isinstance(each, ReplicatedDTensor)))
-        if any(isinstance(each, DTensor) and type(each) is not DTensor for each in others):
+        if any(isinstance(other, DTensor) and type(other) is not DTensor for other in others):
             return operation_for(func)(func, args, kwargs)
-        return func(*changed(args, ReplicatedDTensor, _stock), **changed(kwargs, ReplicatedDTensor, _stock))
+        stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, _stock)
+        return func(*stock_args, **stock_kwargs)
 
     @staticmethod
-    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+    def __tensor_unflatten__(*args: object, **kwargs: object) -> NoReturn:
         raise not_traced("a value that sherd has reduced is not traced; what works on it runs as it is")
 
 
@@ -46,23 +47,24 @@ def _stock(value: ReplicatedDTensor) -> DTensor:
     return dtensor(local_tensor(value), spec_of(value))
 
 
-def _computed(func: Any, args: Any, kwargs: Any, like: ReplicatedDTensor) -> Any:
-    result = func(*changed(args, ReplicatedDTensor, local_tensor), **changed(kwargs, ReplicatedDTensor, local_tensor))
+def _computed(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -> object:
+    local_args, local_kwargs = with_changed((args, kwargs), ReplicatedDTensor, local_tensor)
+    result = func(*local_args, **local_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
-    if isinstance(result, torch.Tensor) and isinstance(args[0], ReplicatedDTensor) and result is local_tensor(args[0]):
+    if isinstance(args[0], ReplicatedDTensor) and result is local_args[0]:
         return args[0]
-    return changed(result, torch.Tensor, lambda each: _known(each, like))
+    mesh, placements = spec_of(like).mesh, spec_of(like).placements
 
+    def replicated(value: torch.Tensor) -> ReplicatedDTensor:
+        spec = dtensor_spec(mesh, placements, value.shape, value.dtype, tuple(value.stride()))
+        return dtensor_of(ReplicatedDTensor, value, spec, False)
 
-def _known(value: torch.Tensor, like: ReplicatedDTensor) -> ReplicatedDTensor:
-    spec = spec_of(like)
-    made = dtensor_spec(spec.mesh, spec.placements, value.shape, value.dtype, tuple(value.stride()))
-    return dtensor_of(ReplicatedDTensor, value, made, False)
+    return with_changed(result, torch.Tensor, replicated)
 
 
 def known(value: torch.Tensor, layout: Layout) -> ReplicatedDTensor:
-    """A value that all ranks of a mesh have, as a DTensor on it."""
+    """Returns a value that all ranks of a mesh have, as a DTensor on it."""
     key = (value.shape, value.dtype)
     spec = layout.value_specs.get(key)
     if spec is None:

@@ -1,47 +1,65 @@
-"""How does a run that begins or ends inside a row take its elements from rows that torch has cut out for it?
+"""Copies from rows into a run that begins or ends inside a row.
 
 `set_model_state_dict(..., broadcast_from_rank0=True)` asks the placements for this rank's rows, cuts them out of the
-whole tensor, and copies them into `to_local()`. The run is part of the rows around it, or, if one placement alone does
-not tell which those are, of all rows; so, to that one question, the answer is the run in a tensor that can take them.
+unsharded tensor, and copies them into `to_local()`. A run that is not of whole rows is told as the rows around it; if
+one placement alone does not tell which rows those are, as all rows. The copy that follows takes the run out of them:
 
-    shape (4, 5), this rank holds elements 3 to 17       asked: rows 0 to 4       copied: 3 to 17 of them
+    shape (4, 5), this rank holds elements 3 to 17       told: rows 0 to 4       copied: elements 3 to 17 of them
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextvars import ContextVar
 
 import torch
 
 from sherd._torch import NO_TORCH_FUNCTION
-from sherd.tensor.gather import run_of
-from sherd.tensor.placement import Layout
+from sherd.layout.runs import Runs
+
+# torch makes slices of the answer, which can carry nothing else, and asks for `to_local()` next. So the answer is kept
+# for this thread until then (test_rows_that_torch_asks_for_are_taken_by_the_next_local_tensor_alone). A run that could
+# always take rows would be of a subclass, on which optimizers lose their fused kernels.
+_told_more: ContextVar[Runs | None] = ContextVar("told_more", default=None)
+
+
+def rows_told(cut: Runs, num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Returns how many of `num_rows` rows torch is told that `rank` holds, one of `num_ranks` on a mesh axis, and the
+    first of them. They are more than the run if that is not of whole rows."""
+    if num_ranks != cut.num_ranks or not cut.shape or num_rows != cut.shape[0]:
+        _told_more.set(cut)
+        return num_rows, 0
+    _told_more.set(None if cut.by_rows or len(cut.shape) == 1 else cut)
+    piece = cut.piece(rank)
+    if not piece.numel or not cut.inner:
+        return (cut.local_shape(rank)[0] if cut.by_rows else 0), 0
+    first = piece.start // cut.inner
+    return -(-piece.stop // cut.inner) - first, first
 
 
 class _Run(torch.Tensor):
-    """A run that can be copied into from the rows around it, or from all. In all else it is a plain tensor, as are its
-    views."""
+    """A run that can be copied into from the rows around it, or from all rows. In all else it is a plain tensor, as are
+    its views."""
 
     __torch_function__ = NO_TORCH_FUNCTION
-    layout_of_run: Layout
+    cut: Runs
+    rank: int
 
-    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
-        """Copy this rank's elements out of `source`: all rows, those around them, or what has the run's own shape."""
-        cut, rank = self.layout_of_run.cut, self.layout_of_run.rank
-        if tuple(source.shape) == cut.shape:
-            source = run_of(source, cut, rank)
-        elif source.shape[1:] == cut.shape[1:] and len(cut.shape) > 1 and not cut.by_rows:
-            piece = cut.piece(rank)
-            start = piece.start % max(cut.inner, 1)
-            source = source.reshape(-1)[start : start + piece.numel]
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Copy this rank's elements out of `source`: all rows, the rows around them, or what has the run's shape."""
+        cut, piece = self.cut, self.cut.piece(self.rank)
+        is_all = tuple(source.shape) == cut.shape
+        if is_all or (source.shape[1:] == cut.shape[1:] and len(cut.shape) > 1 and not cut.by_rows):
+            start = piece.start if is_all else piece.start % max(cut.inner, 1)
+            source = source.reshape(-1)[start : start + piece.numel].view(cut.local_shape(self.rank))
         return super().copy_(source, non_blocking)
 
 
-def as_asked_for(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The run itself; just after torch has cut out more than the run, one that takes this."""
-    gave_more, layout.shard.gave_more = layout.shard.gave_more, False
-    if not gave_more:
+def as_told(local: torch.Tensor, cut: Runs, rank: int) -> torch.Tensor:
+    """Returns the run `local` itself; just after torch was told of more rows, a view of it that takes these rows."""
+    told = _told_more.get()
+    if told is None or told != cut:
         return local
+    _told_more.set(None)
     run = local.as_subclass(_Run)
-    run.layout_of_run = layout
+    run.cut, run.rank = cut, rank
     return run

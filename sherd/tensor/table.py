@@ -1,24 +1,39 @@
-"""Which function answers an operation on ragged tensors? Filled by the files that hold the functions."""
+"""The table of operations on ragged tensors, filled by the files that answer them; and walks over arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
-from torch import Tag
+import torch
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Operation = Callable[[Any, Args, Kwargs], Any]
+Changed = TypeVar("Changed")
+
+
+class Aten(Protocol):
+    """One overload of an operation of `torch.ops.aten`, as `__torch_dispatch__` is given it. torch's own class is
+    private."""
+
+    @property
+    def tags(self) -> Sequence[torch.Tag]: ...
+
+    def name(self) -> str: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Operation = Callable[[Aten, Args, Kwargs], object]
 
 _named: dict[str, Operation] = {}
-_found: dict[Any, Operation] = {}
+_found: dict[Aten, Operation] = {}
 
 
 def answers(*names: str) -> Callable[[Operation], Operation]:
     """Let a function answer all overloads of these operations of `torch.ops.aten`.
 
-    Names that stand for many: "pointwise" (all that torch tags so), "_foreach_" (all that begin so), "other".
+    Some names stand for many: "pointwise" (all that torch tags so), "_foreach_" (all that begin so), "other".
     """
 
     def enter(operation: Operation) -> Operation:
@@ -30,19 +45,45 @@ def answers(*names: str) -> Callable[[Operation], Operation]:
     return enter
 
 
-def operation_for(func: Any) -> Operation:
-    """The function that answers `func`, looked up once."""
+def operation_for(func: Aten) -> Operation:
+    """Returns the function that answers `func`, looked up once."""
     operation = _found.get(func)
     if operation is None:
-        operation = _found[func] = _look_up(func)
+        namespace, _, name = func.name().partition("::")
+        name = name.partition(".")[0]
+        if namespace != "aten" or name not in _named:
+            name = "_foreach_" if name.startswith("_foreach_") else ""
+            name = name or ("pointwise" if torch.Tag.pointwise in func.tags else "other")
+        operation = _found[func] = _named[name]
     return operation
 
 
-def _look_up(func: Any) -> Operation:
-    namespace, _, name = func.name().partition("::")
-    name = name.partition(".")[0]
-    if namespace == "aten" and name in _named:
-        return _named[name]
-    if name.startswith("_foreach_"):
-        return _named["_foreach_"]
-    return _named["pointwise" if Tag.pointwise in func.tags else "other"]
+def is_in_place(func: Aten) -> bool:
+    """Returns True if an operation writes to its first argument and returns it: `mul_`, but not `__and__`."""
+    name = func.name().partition(".")[0]
+    return name.endswith("_") and not name.endswith("__")
+
+
+def name_of(func: Aten) -> str:
+    """Returns the name by which users know an operation."""
+    return func.name().replace("::", ".")
+
+
+def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """All tensors among an operation's arguments and in lists of them, in order."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_among(value)
+
+
+def with_changed(values: Any, kind: type[Changed], change: Callable[[Changed], object]) -> Any:
+    """Returns the arguments or results with every tensor of `kind` changed, in lists, tuples and dicts too."""
+    if isinstance(values, kind):
+        return change(values)
+    if isinstance(values, list | tuple):
+        return type(values)([with_changed(value, kind, change) for value in values])
+    if isinstance(values, dict):
+        return {key: with_changed(value, kind, change) for key, value in values.items()}
+    return values

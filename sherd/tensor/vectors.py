@@ -1,5 +1,5 @@
-"""The placement of a flat parameter on an axis beside data parallelism (tensor parallel): every rank has a vector of
-its own there.
+"""The placement of a flat parameter on an axis beside data parallelism (tensor parallel), where every rank has a vector
+of its own.
 
     axis rank 0  | up, rows 0 to 2 | norm |          a tensor of one dimension, the vectors one behind the other;
     axis rank 1  | up, rows 3 to 4 | norm |          the elements of norm are the same in both
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
+from torch import SymInt
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -39,13 +39,15 @@ class VectorShard(Shard):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """Which elements of what is left to the axis each of its ranks has."""
+        """The elements that each rank of the axis has, counted in what other axes leave to it."""
         starts = accumulate(self.sizes, initial=0)
         return tuple(Extent(start, size) for start, size in zip(starts, self.sizes, strict=False))
 
-    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: Any, rank: Any) -> tuple[int, int]:
-        """The elements that a rank of the axis has, and the first of them. torch asks as it asks `RaggedShard`."""
-        return self.sizes[rank], self.extents[rank].start
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: int | SymInt
+    ) -> tuple[int, int]:
+        """Returns how many elements a rank of the axis has, and the first of them. torch asks as for `RaggedShard`."""
+        return self.sizes[int(rank)], self.extents[int(rank)].start
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VectorShard) and (self.sizes, self.copies) == (other.sizes, other.copies)
@@ -58,19 +60,19 @@ class VectorShard(Shard):
 
     __str__ = __repr__
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[VectorShard], tuple[tuple[int, ...], tuple[Extent, ...]]]:
         return VectorShard, (self.sizes, self.copies)
 
     def __copy__(self) -> VectorShard:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> VectorShard:
+    def __deepcopy__(self, memo: dict[int, object]) -> VectorShard:
         return self
 
 
 def counted(placements: Sequence[Placement], held: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
-    """The extents of a run that reductions count at this rank, from where the run begins: `held`, the elements of the
-    vector that it is, without the copies of what the first rank of an axis has. None if all of it is counted here."""
+    """Returns the extents of a run that reductions count at this rank, from where the run begins, or None if they count
+    all of it. The run is `held`, some elements of the vector; what the first rank of an axis has too is left out."""
     copies = [
         held.intersect(copy)
         for axis, each in enumerate(placements)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd.layout.extent import Extent
-from sherd.tensor.rectangles import Rectangle, rectangles
+from sherd.tensor.checkpoint import Rectangle, rectangles
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

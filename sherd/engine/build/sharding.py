@@ -24,7 +24,7 @@ from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Placement, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import RunPlacement, Runs
-from sherd.tensor.stock import see_complex_shards_as_pairs
+from sherd.tensor.pairs import see_complex_shards_as_pairs
 
 AnyPlacement = Placement | RunPlacement
 

@@ -1,0 +1,179 @@
+"""Ragged tensors in optimizers: the lists that foreach and fused optimizers step, and state that lies elsewhere.
+
+A list may hold ragged tensors, DTensors of torch and plain tensors side by side; each kind is computed by itself.
+
+torch cuts a full state dict into equal chunks (`set_optimizer_state_dict` with `full_state_dict=True`), and a user may
+load unsharded tensors. Both are cut like the parameter: when they are loaded, or before the first step at the latest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sherd._torch import DTensorSpec, local_tensor, local_tensors, register_optimizer_step_pre_hook, spec_of, specs_of
+from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value, mixed
+from sherd.tensor.placement import Layout, layout_of
+from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, redistribute_to, result_like
+from sherd.tensor.state_kind import StateKind, kind_of
+from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place
+
+OnRuns = Callable[[Aten, Args, Kwargs], Sequence[torch.Tensor] | None]
+
+
+@answers("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute on the lists of this rank's runs. Results, if there are any, are laid out as the first list is."""
+    return by_kind(_on_runs, func, args, kwargs)
+
+
+def by_kind(on_runs: OnRuns, func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
+    """Give the ragged part of the lists to `on_runs`, and the rest back to torch."""
+    first = _first_list(args)
+    if _all_ragged(first):
+        return on_runs(func, args, kwargs)
+    found: dict[int, torch.Tensor] = {}
+    kinds = [_kind_of(tensor) for tensor in first]
+    for kind in (RaggedDTensor, DTensor, torch.Tensor):
+        chosen = [index for index, other in enumerate(kinds) if other is kind]
+        if not chosen:
+            continue
+        picked = tuple(_picked(value, chosen, len(first)) for value in args)
+        named = {key: _picked(value, chosen, len(first)) for key, value in kwargs.items()}
+        if kind is RaggedDTensor:
+            made = on_runs(func, picked, named)
+        else:
+            if kind is torch.Tensor:
+                picked, named = tuple(map(_plain, picked)), {key: _plain(value) for key, value in named.items()}
+            for layout in layouts_in(picked, {}):
+                raise mixed(func, layout, first[chosen[0]])
+            made = func(*picked, **named)
+        found |= zip(chosen, made or (), strict=False)
+    return [found[index] for index in range(len(first))] if found else None
+
+
+def _first_list(args: Args) -> list[Any]:
+    """Returns the first list of tensors, which the results are like."""
+    return list(next(value for value in args if isinstance(value, list | tuple)))
+
+
+def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    if isinstance(tensor, RaggedDTensor):
+        return RaggedDTensor
+    return DTensor if type(tensor) is DTensor else torch.Tensor
+
+
+def _picked(value: Any, chosen: list[int], length: int) -> Any:
+    is_parallel = isinstance(value, list | tuple) and len(value) == length
+    return [value[index] for index in chosen] if is_parallel else value
+
+
+def _plain(value: Any) -> Any:
+    """Returns the number itself if it came as a replicated DTensor; plain tensors cannot meet that."""
+    one = lone_value(value) if isinstance(value, DTensor) else None
+    return value if one is None else one
+
+
+def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
+    first = _first_list(args)
+    specs = specs_of(first)
+    local_args = [_local_of(value, first, specs, func) for value in args]
+    local_kwargs = {key: _local_of(value, first, specs, func) for key, value in kwargs.items()}
+    results = func(*local_args, **local_kwargs)
+    if results is None or is_in_place(func):
+        return None
+    return [result_like(local, spec) for local, spec in zip(results, specs, strict=True)]
+
+
+def _local_of(given: Any, first: Sequence[RaggedDTensor], specs: list[DTensorSpec], func: Aten) -> Any:
+    """Returns what this rank computes with: the runs of a list whose tensors lie as those of the first list, one by
+    one."""
+    if isinstance(given, torch.Tensor):
+        one = lone_value(given)
+        if one is None:
+            raise mixed(func, layout_of(specs[0]), given)
+        return one.reshape(())
+    if not isinstance(given, list | tuple) or not given or not isinstance(given[0], torch.Tensor):
+        return given
+    if not _all_ragged(given):
+        # The step counts of optimizers, or scalars to multiply by.
+        return [local_of(value, layout_of(spec), func) for value, spec in zip(given, specs, strict=True)]
+    if given is not first and specs_of(given) != specs:
+        return [
+            local_tensor(value) if _may_meet(value, layout_of(spec)) else local_of(value, layout_of(spec), func)
+            for value, spec in zip(given, specs, strict=True)
+        ]
+    return local_tensors(given)
+
+
+def _all_ragged(tensors: Sequence[object]) -> bool:
+    kinds = set(map(type, tensors))
+    return bool(kinds) and all(issubclass(kind, RaggedDTensor) for kind in kinds)
+
+
+def _may_meet(value: RaggedDTensor, expected: Layout) -> bool:
+    """Returns True if the pieces of both lie alike, or both are at one owner and `value` broadcasts to the other's
+    shape there."""
+    layout = layout_of(spec_of(value))
+    if layout.same_as(expected):
+        return True
+    sizes = zip(layout.shape, expected.shape, strict=False)
+    broadcasts = len(layout.shape) == len(expected.shape) and all(size in (1, wanted) for size, wanted in sizes)
+    return broadcasts and common_owner([layout, expected]) is not None
+
+
+# State that lies elsewhere than its parameter
+
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def adopt_state(optimizer: Optimizer) -> None:
+    """Cut the state of ragged parameters as the parameters are. All ranks must call it, as it may gather.
+
+    The state of a scalar, which torch leaves plain, becomes a DTensor with a copy on every rank, as the scalar is.
+    """
+    # Of a scalar's state, what other parameters keep under the same key tells more than the key's name.
+    elementwise_keys = {
+        key
+        for parameter, state in optimizer.state.items()
+        if isinstance(parameter, DTensor) and parameter.ndim
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor):
+            continue
+        for key, value in state.items():
+            kind = kind_of(key, value, parameter.shape, None, elementwise_keys)
+            if kind is StateKind.NUMBER or not isinstance(value, torch.Tensor):
+                continue
+            if isinstance(parameter, RaggedDTensor):
+                if type(value) is not RaggedDTensor:
+                    state[key] = _cut(value, layout_of(spec_of(parameter)))
+            elif not parameter.ndim and not isinstance(value, DTensor) and kind is StateKind.ELEMENTS:
+                state[key] = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
+
+
+def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Returns state cut as the parameter is, if it has the parameter's shape; else only at an owner."""
+    shape = tuple(value.shape)
+    is_elsewhere = isinstance(value, DTensor) and value.device_mesh != layout.mesh
+    if is_elsewhere or not (shape == layout.shape or (shape and layout.owner is not None)):
+        return value
+    spec = layout.like(layout.cut if shape == layout.shape else layout.owned_cut(shape)).spec(value.dtype)
+    return redistribute_to(value, spec) if isinstance(value, DTensor) else distribute_ragged(value, spec).clone()
+
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if optimizer not in _known:
+        _known.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(adopt_state)
+        adopt_state(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,126 @@
+"""How the values of all ranks become one: each reduction as a row of a table.
+
+    row        a rank sends              ranks join by    a rank without elements sends    the answer
+    SUM        its sum                   SUM              0                                what is joined
+    LARGEST    its largest, has it nan   MAX              the lowest number, no nan        nan if any rank has one
+    norm p     its norm to the power p   SUM              0                                the p-th root
+
+Reductions of ragged tensors, gradient clipping and the gradient scaler all use these rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from sherd.comm.failures import named
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One row of the table. Every function here takes one value, or a vector of values that are reduced side by side.
+
+    op: how an all-reduce joins what ranks send.
+    fold: the same on one rank: it reduces all elements, or those along the dim that it is given.
+    neutral: the value of a rank that has no elements.
+    send: what is sent for a rank's values.
+    finish: the answer that the joined parts amount to.
+    """
+
+    op: dist.ReduceOp.RedOpType
+    fold: Callable[..., torch.Tensor]
+    neutral: float
+    send: Change = _as_it_is
+    finish: Change = _as_it_is
+
+    def nothing(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns the value of a rank that has no elements."""
+        value = self.neutral
+        if math.isinf(value) and not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            value = limits.max if value > 0 else limits.min
+        return torch.full((), value, dtype=dtype, device=device)
+
+    def join(self, parts: torch.Tensor, groups: Iterable[dist.ProcessGroup | None], what: str) -> torch.Tensor:
+        """Join what all ranks send, in place, over one process group after the other. `what` is for error texts."""
+        for group in groups:
+            with named(what, group):
+                dist.all_reduce(parts, op=self.op, group=group)
+        return parts
+
+    def over(self, values: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+        """Reduce this rank's values of a ragged tensor over the groups that shard it. May write into `values`."""
+        return self.finish(self.join(self.send(values), groups, "a reduction of a RaggedDTensor"))
+
+
+# What a MAX or a MIN makes of nan differs between backends. So ranks send beside each value whether it is nan: as 1,
+# which a MAX keeps, or as -1, which a MIN keeps (test_what_is_not_finite_on_one_rank_is_seen_by_all,
+# test_whole_numbers_complex_numbers_nan_empty_and_single_ones).
+
+
+def _beside_nan(values: torch.Tensor) -> torch.Tensor:
+    is_nan = values.isnan()
+    return torch.stack([values.masked_fill(is_nan, 0), is_nan.to(values.dtype)])
+
+
+def _beside_minus_nan(values: torch.Tensor) -> torch.Tensor:
+    is_nan = values.isnan()
+    return torch.stack([values.masked_fill(is_nan, 0), -is_nan.to(values.dtype)])
+
+
+def _nan_again(parts: torch.Tensor) -> torch.Tensor:
+    values, is_nan = parts
+    return torch.where(is_nan != 0, math.nan, values) if parts.dtype.is_floating_point else values
+
+
+_Op = dist.ReduceOp
+SUM = Reduction(_Op.SUM, torch.sum, 0.0)
+PRODUCT = Reduction(_Op.PRODUCT, torch.prod, 1.0)
+ANY = Reduction(_Op.MAX, torch.amax, 0.0)
+ALL = Reduction(_Op.MIN, torch.amin, 1.0)
+LARGEST = Reduction(_Op.MAX, torch.amax, -math.inf, _beside_nan, _nan_again)
+SMALLEST = Reduction(_Op.MIN, torch.amin, math.inf, _beside_minus_nan, _nan_again)
+LARGEST_MAGNITUDE = Reduction(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
+
+
+@lru_cache(maxsize=64)
+def norm_of_order(power: float) -> Reduction:
+    """Returns the row that makes one norm of the norms of pieces. Of order 0 it is the number of elements that are not
+    zero."""
+    if power == math.inf:
+        return LARGEST_MAGNITUDE
+    if power == -math.inf:
+        return SMALLEST
+    if power == 0:
+        return SUM
+    neutral = 0.0 if power > 0 else math.inf
+    return Reduction(_Op.SUM, torch.sum, neutral, lambda norms: norms**power, lambda total: total ** (1 / power))
+
+
+def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> list[torch.Tensor]:
+    """Returns the norm of each piece. All pieces have one dtype; the norms of halves are float32, since they are yet to
+    be added up."""
+    dtype = torch.float32 if pieces[0].dtype.itemsize < 4 else None
+    if foreach:
+        return list(torch._foreach_norm(list(pieces), power, dtype=dtype))
+    return [torch.linalg.vector_norm(piece, power, dtype=dtype) for piece in pieces]
+
+
+def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Returns the dtype in which ranks send their parts of a sum, wide enough to lose no more than one rank would."""
+    if dtype.is_complex:
+        return torch.complex128 if device.type != "mps" else torch.complex64
+    if dtype.is_floating_point:
+        return torch.float64 if device.type != "mps" else torch.float32
+    return torch.int64
