@@ -14,61 +14,26 @@ Without a reduction (`set_requires_gradient_sync(False)`) the rows stay and the 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from sherd._torch import (
-    DTensorSpec,
-    after_accumulation_hooks,
-    dtensor,
     dynamo_disabled,
-    gradient_hooks,
-    have_gradient_hooks,
-    local_tensor,
 )
-from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
+from sherd.engine.moves.arriving import as_dense
 from sherd.engine.moves.reduce_buffer import PendingGradients, ReduceBuffer
-from sherd.engine.state.group import Group, parameters_of
+from sherd.engine.moves.scale import MANY_RANKS, Scale
+from sherd.engine.moves.shard_gradients import ShardGradients
+from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import num_trainable
-from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.forecast import MemoryKind
-from sherd.tensor.placement import is_ragged
-from sherd.tensor.ragged import as_dtensor, ragged_dtensor
-
-MANY_RANKS = 8
-"""From this many on a shard is so small that scaling it costs nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What turns a sum over ranks into the mean: a factor for each gradient on its way in, and one for the sum."""
-
-    before: float
-    after: float
-
-    @classmethod
-    def for_(cls, dtype: torch.dtype, divide_by: float) -> Scale:
-        """In float32 and wider all of it goes in front, where it is free. Narrow types:
-
-        bfloat16 has float32's range, so the sum is divided after it was widened. float16 overflows on sums and
-        underflows on quotients: half of the factor (a power of two, hence exact) in front and the rest behind.
-        """
-        if dtype.itemsize >= 4:
-            return cls(1 / divide_by, 1.0)
-        if dtype == torch.float16:
-            front = 2.0 ** math.floor(math.log2(divide_by) / 2)
-            return cls(1 / front, front / divide_by)
-        return cls(1.0, 1 / divide_by)
 
 
 @dataclass(eq=False, slots=True)
@@ -103,8 +68,7 @@ class Gradients:
         self._begin = begin
         self._complete = complete
         self.is_expecting = False
-        self._specs = [optimizer_param.gradient_spec(group.grad_dtype) for optimizer_param in group.optimizer_params]
-        self._as_dtensor = ragged_dtensor if is_ragged(self._specs[0]) else dtensor
+        self._shards = ShardGradients(group)
         self._arrived: set[int] = set()
         self._came: set[int] = set()
         self.came_twice = False
@@ -203,15 +167,8 @@ class Gradients:
         unsharded.grad = None
         if not self.is_expecting:
             self._begin()
-        if isinstance(gradient, DTensor):
-            gradient = self._local_gradient(index, gradient)
-        if gradient.layout is not torch.strided:
-            raise GradientError(
-                f"{self.group.parameters[index].name}: its gradient is {gradient.layout}; only dense gradients are "
-                "reduced, so build the embedding with sparse=False"
-            )
-        if type(gradient) is not torch.Tensor:
-            gradient = _plain(gradient)
+        if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+            gradient = as_dense(gradient, self.group.parameters[index])
         if self._pending.has_waiting(index):
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
@@ -235,17 +192,6 @@ class Gradients:
         fits = gradient.numel() == self.group.packing.gathered_numel
         same = fits and gradient.dtype == self.group.reduce_dtype and gradient.is_contiguous()
         return same and self._borrows and self._pending.rows is None and not gradient.requires_grad
-
-    def _local_gradient(self, index: int, gradient: DTensor) -> torch.Tensor:
-        """Under tensor parallelism: the gradient as the parameter is placed, data-parallel axes apart."""
-        spec = self.group.parameters[index].unsharded_spec
-        assert spec is not None, "only a DTensor parameter has a DTensor gradient"
-        data_axes = _data_axes(self.group.mesh, spec.mesh.mesh_dim_names)
-        wanted = [
-            have if axis in data_axes else want
-            for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
-        ]
-        return local_tensor(gradient.redistribute(placements=wanted))
 
     def _copy_batch(self) -> None:
         if self._pending.waits:
@@ -363,7 +309,7 @@ class Gradients:
             self._run_hook(policy, reduced)
         with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
         with_gradient |= self._elsewhere(reduced, with_gradient)
-        self._give_to_shards(self.group.place.store(reduced), with_gradient)
+        self._shards.give(self.group.place.store(reduced), with_gradient)
 
     @property
     def _summed_in(self) -> torch.dtype:
@@ -389,44 +335,6 @@ class Gradients:
             hook(reduced)
         else:
             self._streams.run_beside(stream, lambda: hook(reduced))
-
-    def _give_to_shards(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
-        """Every leaf's gradient is a view of `reduced`, which lives as long as one of them does."""
-        sums: list[torch.Tensor] = []
-        terms: list[torch.Tensor] = []
-        given: list[nn.Parameter] = []
-        low_precision = self.group.grad_dtype != self.group.dtype
-        parameters = parameters_of(self.group.optimizer_params)
-        have_hooks = have_gradient_hooks(parameters)
-        for optimizer_param, parameter, spec in zip(self.group.optimizer_params, parameters, self._specs, strict=True):
-            if optimizer_param.members.isdisjoint(with_gradient) or not parameter.requires_grad:
-                continue
-            for gap in optimizer_param.gaps:
-                # The reduction leaves there what it finds, and a norm would see it.
-                reduced[gap.start : gap.stop].zero_()
-            start = optimizer_param.extent.start
-            term = reduced[start : start + optimizer_param.extent.numel].view(optimizer_param.shape)
-            for hook in gradient_hooks(parameter) if have_hooks else ():
-                term = _as_hook_says(optimizer_param.name, hook, term, spec)
-            gradient = parameter.grad
-            if gradient is None:
-                if low_precision:
-                    optimizer_param.expect_gradients_in(self.group.grad_dtype)
-                parameter.grad = self._as_dtensor(term, spec)
-            elif isinstance(gradient, DTensor):
-                sums.append(local_tensor(gradient))
-                terms.append(term)
-            else:
-                raise GradientError(
-                    f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
-                    "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
-                )
-            given.append(parameter)
-        if sums:
-            torch._foreach_add_(sums, terms)
-        for parameter in given if have_hooks else ():
-            for hook in after_accumulation_hooks(parameter):
-                hook(parameter)
 
     # Giving up
 
@@ -475,35 +383,6 @@ class Gradients:
         self._copy_batch()
         self._arrived.clear()
         self._came.clear()
-
-
-@torch.no_grad()
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """The values of `gradient`: a tensor subclass may have no memory of its own that could be sent, or several."""
-    values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    return values.copy_(gradient)
-
-
-def _data_axes(mesh: DataMesh, names: tuple[str, ...] | None) -> set[int]:
-    """The axes called `names` of a larger mesh that are data parallel."""
-    if mesh.dims is None or names is None:
-        return set()
-    return {names.index(name) for name in (*mesh.dims.shard_names, *mesh.dims.replicate_names) if name in names}
-
-
-def _as_hook_says(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What a user's `register_hook` makes of a reduced gradient; itself, if it returns nothing."""
-    changed = hook(as_dtensor(term, spec))
-    if changed is None:
-        return term
-    if not isinstance(changed, DTensor):
-        raise GradientError(
-            f"{name}: a hook on its gradient returned a {type(changed).__name__}; the gradient that it was given is a "
-            "DTensor, this rank's part of the reduced one, and so must be what it returns"
-        )
-    if changed.placements != spec.placements:
-        changed = changed.redistribute(placements=spec.placements)
-    return local_tensor(changed).contiguous()
 
 
 def _add_earlier(reduced: torch.Tensor, earlier: torch.Tensor | None) -> None:

@@ -1,0 +1,33 @@
+"""How a sum of gradients over the ranks becomes their mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+MANY_RANKS = 8
+"""From this many on a shard is so small that scaling it costs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What turns a sum over ranks into the mean: a factor for each gradient on its way in, and one for the sum."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def for_(cls, dtype: torch.dtype, divide_by: float) -> Scale:
+        """In float32 and wider all of it goes in front, where it is free. Narrow types:
+
+        bfloat16 has float32's range, so the sum is divided after it was widened. float16 overflows on sums and
+        underflows on quotients: half of the factor (a power of two, hence exact) in front and the rest behind.
+        """
+        if dtype.itemsize >= 4:
+            return cls(1 / divide_by, 1.0)
+        if dtype == torch.float16:
+            front = 2.0 ** math.floor(math.log2(divide_by) / 2)
+            return cls(1 / front, front / divide_by)
+        return cls(1.0, 1 / divide_by)
