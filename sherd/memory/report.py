@@ -13,16 +13,9 @@ from torch.optim import Optimizer
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError
-from sherd.memory.sizes import (
-    Watch,
-    bytes_of,
-    forecast_for,
-    held_by,
-    last_peak,
-    optimizer_bytes,
-    staging_bytes,
-    watched,
-)
+from sherd.memory.held import bytes_of, held_by, optimizer_bytes, staging_bytes
+from sherd.memory.predict import forecast_for
+from sherd.memory.watch import Watch, last_peak, watched
 from sherd.policy import require_int
 from sherd.schedule.actions import (
     AfterBackward,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sherd.tensor.optimizer_state import adopt_state
+from sherd.tensor.optimizers import adopt_state
 from torch import nn
 from torch.distributed.tensor import DTensor
 

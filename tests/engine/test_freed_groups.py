@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sherd import fully_shard
 from sherd.engine.run.seal import unit_of
-from sherd.memory.sizes import watched
+from sherd.memory.watch import watched
 from sherd.schedule.actions import GroupPassed
 from sherd.schedule.state import Live
 from tests.parity.training import assert_named_close, whole_grads

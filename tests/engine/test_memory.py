@@ -11,11 +11,13 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from bench.peak import LiveBytes
 from sherd import CommPolicy, Flat, MixedPrecisionPolicy, PrefetchPolicy, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
-from sherd.engine.moves.gradients import Gradients
-from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.state import group
-from sherd.memory.sizes import bytes_of, forecast_for, held_by, sizes_of, watched
+from sherd.memory.held import bytes_of, held_by
+from sherd.memory.predict import forecast_for
+from sherd.memory.sizes import sizes_of
+from sherd.memory.watch import watched
 from sherd.schedule.forecast import MemoryKind
 
 WIDTH = 128
@@ -263,27 +265,28 @@ def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say(wor
         assert shards == pytest.approx(whole / 2, rel=0.001)
 
 
-def classes_around_a_watch():
+def observers_around_a_watch():
     model = sharded()
     step(model)
     unit = unit_of(model)
     try:
         with watched(model, unit):
-            within = type(runtime_over(unit)) is Runtime, type(unit.gradients[0]) is Gradients
+            within = observers_of(unit)
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
-    after = type(runtime_over(unit)) is Runtime, type(unit.gradients[0]) is Gradients
-    return (
-        within,
-        after,
-        set(vars(runtime_over(unit))) & {"watcher"},
-        set(vars(unit.gradients[0])) & {"watcher", "owner"},
-    )
+    return [observer is not None for observer in within], observers_of(unit)
+
+
+def observers_of(unit):
+    return [runtime_over(unit)._observer, *(gradients._observer for gradients in unit.gradients)]
 
 
 def test_nothing_is_left_of_a_watch_when_it_ends_be_it_by_an_exception(world):
-    assert world(2).run(classes_around_a_watch) == [((False, False), (True, True), set(), set())] * 2
+    for within, after in world(2).run(observers_around_a_watch):
+        assert len(within) > 1
+        assert all(within)
+        assert after == [None] * len(within)
 
 
 def gradients_with_and_without(watch):

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ from sherd._torch import (
 )
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
-from sherd.engine.moves.arriving import as_dense
+from sherd.engine.moves.arriving import GradientObserver, as_dense
 from sherd.engine.moves.reduce_buffer import PendingGradients, ReduceBuffer
 from sherd.engine.moves.scale import MANY_RANKS, Scale
 from sherd.engine.moves.shard_gradients import ShardGradients
@@ -69,6 +71,7 @@ class Gradients:
         self._complete = complete
         self.is_expecting = False
         self._shards = ShardGradients(group)
+        self._observer: GradientObserver | None = None
         self._arrived: set[int] = set()
         self._came: set[int] = set()
         self.came_twice = False
@@ -160,7 +163,18 @@ class Gradients:
         """Whether what has come is not copied yet; what is added to earlier backwards' gradients is, at once."""
         return self.collects_late and self._reduces and self._pending.rows is None
 
+    @contextmanager
+    def observed(self, observer: GradientObserver) -> Iterator[None]:
+        """Have `observer` see each gradient that comes inside the context."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
     def _take(self, index: int, unsharded: torch.Tensor) -> None:
+        if self._observer is not None and unsharded.grad is not None:
+            self._observer.arrives(index, unsharded)
         gradient = unsharded.grad
         if gradient is None:
             return  # frozen since its forward: autograd has come here and accumulated nothing
@@ -196,7 +210,8 @@ class Gradients:
     def _copy_batch(self) -> None:
         if self._pending.waits:
             with torch.no_grad():
-                self._pending.copy_in(self._scale.before, self._rows_dtype)
+                copy = partial(self._pending.copy_in, self._scale.before, self._rows_dtype)
+                copy() if self._observer is None else self._observer.copy(copy)
 
     @property
     def _rows_dtype(self) -> torch.dtype:
@@ -208,7 +223,8 @@ class Gradients:
         """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
         self._copy_batch()
         self._arrived.clear()
-        if self._pending.rows is None and not self._takes_part(policy):
+        awaits_replicas = self._partial is not None and policy.all_reduce_gradients  # of earlier backwards
+        if self._pending.rows is None and not awaits_replicas and not self.may_lack(policy):
             return
         group, mesh = self.group, self.group.mesh
         rows = self._pending.take(self._rows_dtype)
@@ -239,12 +255,6 @@ class Gradients:
         used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
         partial = replicated and not policy.all_reduce_gradients
         self._reduction = _Reduction(handoff, rows, reduced, used, self._scale, partial, sources)
-
-    def _takes_part(self, policy: UnitPolicy) -> bool:
-        """Whether the group is reduced with the rest of its unit although nothing has come for it."""
-        if self._partial is not None and policy.all_reduce_gradients:
-            return True  # earlier backwards still wait for the replicas
-        return self.may_lack(policy)
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Whether ranks that have no gradients take part in the reduction of those that others have."""

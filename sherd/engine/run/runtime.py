@@ -7,7 +7,8 @@ that is used on its own before has a runtime of its own, which the root's one re
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from sherd._torch import at_end_of_backward, in_backward, outside_transforms, sp
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import UnderWay
 from sherd.engine.run.carry_out import DO
+from sherd.engine.run.observer import Observer
 from sherd.engine.run.order_check import with_agreement
 from sherd.engine.run.unit import Unit
 from sherd.errors import StateError, WrapperStateError
@@ -84,6 +86,7 @@ class Runtime:
         self._brings_gradients: bool | None = None
         self._calls: list[Call] = []
         self._step_event: Any = None
+        self._observer: Observer | None = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
         self._do = with_agreement(DO)
@@ -104,15 +107,35 @@ class Runtime:
 
     def on(self, event: Event) -> None:
         """Carry out what the schedule answers."""
+        if self._observer is not None:
+            self._observer.begins(event)
         actions = self.schedule.on(event)
         if actions:
             # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
             with torch.no_grad(), outside_transforms():
                 for action in actions:
-                    self.perform(action)
+                    if self._observer is None:
+                        self._perform(action)
+                    else:
+                        self._observer.perform(action, self._perform)
+        if self._observer is not None:
+            self._observer.ended(event)
 
-    def perform(self, action: Action) -> None:
-        """Carry out `action`. Call it outside of autograd."""
+    @property
+    def is_observed(self) -> bool:
+        """Whether somebody sees its events and actions."""
+        return self._observer is not None
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Have `observer` see all events and actions inside the context."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    def _perform(self, action: Action) -> None:
         unit = self.units[action.unit]
         if isinstance(action, FreeGroup):
             unit.weights[action.group].free()

@@ -62,8 +62,10 @@ def _records_met(traceback: TracebackType | None) -> list[ShardedParameter]:
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    """Yields the frames of `traceback`, but not our own, whose variables are what a dispatch happened to look at."""
     while traceback is not None:
-        yield traceback.tb_frame
+        if not traceback.tb_frame.f_globals.get("__name__", "").startswith("sherd."):
+            yield traceback.tb_frame
         traceback = traceback.tb_next
 
 

@@ -1,0 +1,21 @@
+"""What may look on while a model runs: a watch over its memory does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from sherd.schedule.actions import Action, Event
+
+
+class Observer(Protocol):
+    """Sees what happens in a runtime."""
+
+    def begins(self, event: Event) -> None:
+        """`event` is about to be given to the schedule."""
+
+    def perform(self, action: Action, perform: Callable[[Action], None]) -> None:
+        """Have `action` carried out, by `perform(action)`."""
+
+    def ended(self, event: Event) -> None:
+        """All that `event` asked for was done."""

@@ -1,0 +1,99 @@
+"""What units hold now: storages that are alive, by what they are for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import local_tensor
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.parameter import record_of
+from sherd.schedule.forecast import MemoryKind
+
+Held = dict[int, tuple[MemoryKind, int]]
+"""Storages that are alive, by address: what for, and how many bytes."""
+
+
+def held_by(unit: Unit) -> Held:
+    """The storages of `unit` that are allocated; one that weights and gradients share is counted for the weights."""
+    return together(held_for_gradients(unit), *held_by_groups(unit))
+
+
+def held_by_groups(unit: Unit) -> list[Held]:
+    """What each group's weights hold."""
+    return [alive(weights.held()) for weights in unit.weights]
+
+
+def held_for_gradients(unit: Unit) -> Held:
+    of_groups = [each for gradients in unit.gradients for each in gradients.held()]
+    of_optimizer_params = [
+        (MemoryKind.GRADIENTS, optimizer_param.grad)
+        for optimizer_param in unit.shards.optimizer_params
+        if optimizer_param.grad is not None
+    ]
+    return alive(of_groups + of_optimizer_params)
+
+
+def together(*parts: Held) -> Held:
+    return {address: held for part in parts for address, held in part.items()}
+
+
+def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]]) -> Held:
+    held: Held = {}
+    for kind, tensor in tensors:
+        for storage in _storages(tensor):
+            if storage.nbytes():
+                held.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+    return held
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Where the elements of `tensor` are; those of a subclass that is made of other tensors are in these."""
+    if tensor.is_meta:
+        return
+    if isinstance(tensor, DTensor):
+        yield from _storages(local_tensor(tensor))
+    elif hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _storages(getattr(tensor, name))
+    else:
+        yield tensor.untyped_storage()
+
+
+def bytes_of(held: Held) -> dict[MemoryKind, int]:
+    """Bytes by kind."""
+    sums: Counter[MemoryKind] = Counter()
+    for kind, nbytes in held.values():
+        sums[kind] += nbytes
+    return dict(sums)
+
+
+def total(held: Held) -> int:
+    return sum(nbytes for _, nbytes in held.values())
+
+
+def optimizer_bytes(state: dict[Any, Any]) -> dict[int | None, int]:
+    """Bytes of an optimizer's tensors by the id of the unit whose parameter they are kept for; None for no unit's."""
+    sums: Counter[int | None] = Counter()
+    seen: set[int] = set()
+    for parameter, values in state.items():
+        record = record_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        owner = None if record is None or record.owner is None else record.owner.id
+        for value in values.values() if isinstance(values, dict) else ():
+            for storage in _storages(value) if isinstance(value, torch.Tensor) else ():
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    sums[owner] += storage.nbytes()
+    return dict(sums)
+
+
+def staging_bytes(units: Iterable[Unit]) -> int:
+    """Memory that the units' transports share with other ranks, of whatever model."""
+    meshes = dict.fromkeys(mesh for unit in units for mesh in unit.meshes)
+    transports = {id(each): each for mesh in meshes for each in (mesh.shard_transport, mesh.replicate_transport)}
+    return sum(each.nbytes for each in transports.values())

@@ -1,0 +1,198 @@
+"""A watch over the buffers of a model while it trains: after everything that happens to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from sherd.engine.run.runtime import Runtime, runtime_over
+from sherd.engine.run.seal import runtime_of
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.errors import StateError
+from sherd.memory.held import Held, alive, bytes_of, held_by, held_by_groups, held_for_gradients, together, total
+from sherd.memory.sizes import sizes_of, trainable
+from sherd.schedule import actions as do
+from sherd.schedule.actions import BeforeForward, EndBackward, Event, Reset
+from sherd.schedule.forecast import Arrival, Forecast, MemoryKind, Moment, begins_step
+from sherd.schedule.state import Live
+
+_watched: weakref.WeakKeyDictionary[Runtime, tuple[Moment, ...]] = weakref.WeakKeyDictionary()
+"""By runtime: the last forward and backward that was watched to its end."""
+_peaks: weakref.WeakKeyDictionary[Runtime, Forecast] = weakref.WeakKeyDictionary()
+
+
+def last_step(runtime: Runtime) -> tuple[Moment, ...] | None:
+    """The step of `runtime` that was watched last, if one was."""
+    return _watched.get(runtime)
+
+
+def sealed_runtime(units: Sequence[Unit]) -> Runtime | None:
+    """The one that has just these units, if they are sealed: numbers of units mean the same there."""
+    runtime = runtime_over(units[0])
+    return runtime if runtime is not None and runtime.units == tuple(units) else None
+
+
+def last_peak(units: Sequence[Unit]) -> Forecast | None:
+    """The peak of what was watched last of the model of `units`, if that is still sealed as it was then."""
+    runtime = sealed_runtime(units)
+    return None if runtime is None else _peaks.get(runtime)
+
+
+class Watch:
+    """What was seen of a model's buffers since it began: the `peak` with its moment and parts; and `step`, what has
+    happened since the root's forward began.
+
+    Only the buffers that the engine knows: no activations, and of a transport what `sizes_of` says it takes.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.step: list[Moment] = []
+        self.peak = Forecast(0, None, {})
+        self._moment: Moment | None = None
+        self._scratch = [0] * len(self.units)
+        self._held: list[Held] = [{}] * len(self.units)
+        self._bytes = [0] * len(self.units)
+        self._look_at_all()
+
+    def happens(self, moment: Moment) -> None:
+        """`moment` is about to be lived through."""
+        self._moment = moment
+        if begins_step(moment):
+            self.step.clear()
+            self._look_at_all()  # an optimizer may have stepped, gradients may have been dropped
+        self.step.append(moment)
+        if isinstance(moment, Reset):
+            self.step.clear()
+
+    def look(self, number: int, *turns: Held) -> Held:
+        """Look at a unit, which held `turns` at moments that have passed; what it holds now."""
+        for held in (*turns, held_by(self.units[number])):
+            self._see(number, held)
+            self._note()
+        return held
+
+    def arrives(self, arrival: Arrival, gradient: Held) -> None:
+        """Autograd has made a gradient, and nobody has it yet."""
+        self.happens(arrival)
+        self._see(arrival.unit, together(gradient, held_by(self.units[arrival.unit])))
+        self._note()
+
+    def reduces(self, number: int, scratch: int) -> None:
+        """A reduction takes `scratch` bytes of its transport; 0 when it is over."""
+        self._scratch[number] = scratch
+
+    def end(self) -> None:
+        """See no more. Who goes on to ask for the peak is not to keep the model's memory."""
+        self.units = ()
+
+    def _look_at_all(self) -> None:
+        for number, unit in enumerate(self.units):
+            self._see(number, held_by(unit))
+        self._note()
+
+    def _see(self, number: int, held: Held) -> None:
+        self._held[number], self._bytes[number] = held, total(held)
+
+    def _note(self) -> None:
+        nbytes = sum(self._bytes) + sum(self._scratch)
+        if nbytes > self.peak.peak:
+            kinds = enumerate(map(bytes_of, self._held))
+            parts = {(number, kind): its for number, of_unit in kinds for kind, its in of_unit.items()}
+            parts |= {(number, MemoryKind.TRANSPORT): its for number, its in enumerate(self._scratch) if its}
+            self.peak = Forecast(nbytes, self._moment, parts)
+
+
+def _in_turn(unit: Unit, before: Sequence[Held]) -> Iterator[Held]:
+    """What was held while each group in turn had what it has now and not yet dropped what it had before."""
+    after, others = held_by_groups(unit), held_for_gradients(unit)
+    for turn in range(len(after)):
+        yield together(others, *after[:turn], before[turn] | after[turn], *before[turn + 1 :])
+
+
+class _Steps:
+    """Sees every event and action of a runtime."""
+
+    def __init__(self, runtime: Runtime, watch: Watch) -> None:
+        self._runtime, self._watch = runtime, watch
+
+    def begins(self, event: Event) -> None:
+        """Note an event that is about to be lived through."""
+        self._watch.happens(event)
+
+    def perform(self, action: do.Action, perform: Callable[[do.Action], None]) -> None:
+        """Look at the unit of `action` before and after it, and between its groups."""
+        unit, number = self._runtime.units[action.unit], action.unit
+        self._watch.look(number)
+        before = held_by_groups(unit)
+        perform(action)
+        self._look_beside(action, unit)
+        turns = _in_turn(unit, before) if isinstance(action, do.Await | do.Shrink) else ()
+        self._watch.look(number, *turns)
+
+    def ended(self, event: Event) -> None:
+        """Keep a step that was watched from its forward's beginning to its backward's end."""
+        if isinstance(event, EndBackward) and isinstance(self._watch.step[0], BeforeForward):
+            _watched[self._runtime] = tuple(self._watch.step)
+
+    def _look_beside(self, action: do.Action, unit: Unit) -> None:
+        """Look at what `action` did to others: gathers under way may have come while `unit`, which held all it had
+        until then, was finished; and a reduction takes memory of its transport."""
+        if isinstance(action, do.FinishReduce):
+            for number, other in enumerate(self._runtime.units):
+                if other is not unit and other.live is Live.GATHERING:
+                    self._watch.look(number)
+        if isinstance(action, do.Reduce):
+            self._watch.reduces(action.unit, sum(size.scratch for size in sizes_of(unit) if size.arriving))
+        elif isinstance(action, do.FinishReduce | do.Discard):
+            self._watch.reduces(action.unit, 0)
+
+
+class _Arrivals:
+    """Sees every gradient of one group. `number` is its unit's, `group` its own in the unit."""
+
+    def __init__(self, watch: Watch, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
+        self._watch, self._number, self._group, self._parameters = watch, number, group, parameters
+
+    def arrives(self, index: int, unsharded: torch.Tensor) -> None:
+        """Note a gradient that autograd has made, and nobody has yet."""
+        assert unsharded.grad is not None, "autograd calls the hook after it has accumulated"
+        num_before = len(trainable(self._parameters[:index]))
+        # Not by a name here, by which it would live on until what it is copied for is over.
+        arrival = Arrival(self._number, self._group, num_before)
+        self._watch.arrives(arrival, alive([(MemoryKind.ARRIVED, unsharded.grad)]))
+
+    def copy(self, copy: Callable[[], None]) -> None:
+        """Look at the unit while gradients are both where they waited and in the rows."""
+        before = self._watch.look(self._number)
+        copy()
+        self._watch.look(self._number, before | held_by(self._watch.units[self._number]))
+
+
+@contextmanager
+def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
+    """Look at the buffers of `root`, a module of `unit`, after everything that happens to them inside.
+
+    Raises:
+        StateError: it is watched already.
+    """
+    runtime = runtime_of(unit, root)
+    if runtime.is_observed:
+        raise StateError(f"the memory of {runtime.root.name} is tracked already; leave that `with` block first")
+    watch = Watch(runtime.units)
+    with ExitStack() as observers:
+        observers.enter_context(runtime.observed(_Steps(runtime, watch)))
+        for number, owner in enumerate(runtime.units):
+            for group, gradients in enumerate(owner.gradients):
+                seen = _Arrivals(watch, number, group, gradients.group.parameters)
+                observers.enter_context(gradients.observed(seen))
+        try:
+            yield watch
+        finally:
+            _peaks[runtime] = watch.peak
+            watch.end()
