@@ -19,7 +19,7 @@ from sherd.api.placements import PRESETS
 from sherd.engine.run.seal import units_below
 from sherd.memory.held import held_by
 from sherd.policy import Level
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 
 from .bytes import MovedBytes
 from .models import Model, Workload, gpt, num_bytes

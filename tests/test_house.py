@@ -30,34 +30,19 @@ MOST_CODE_LINES = 60  # of a function
 # A ceiling only ever falls: towards the goal, with the code, never up again.
 FIGURES = {
     #                                       ceiling    goal
-    "foreign writes per 1,000 code lines": (4.2, 3.0),
-    "hidden writes": (26, 0),
-    "Any per 1,000 code lines": (43.3, 12.0),
-    "isinstance per 1,000 code lines": (30.2, 20.0),
+    "foreign writes per 1,000 code lines": (4.1, 3.0),
+    "hidden writes": (17, 0),
+    "Any per 1,000 code lines": (24.0, 12.0),
+    "isinstance per 1,000 code lines": (28.4, 20.0),
     "import cycles": (0, 0),
     "hops in forward": (326, 140),
     "hops in backward": (458, 200),
 }
 
 # What is above a limit today. The lists shrink: a name whose limit holds again must go.
-LONG_FILES: set[str] = {
-    "sherd/api/module.py",
-    "sherd/api/state_dicts.py",
-    "sherd/api/wrapper.py",
-    "sherd/engine/moves/gradients.py",
-    "sherd/engine/moves/weights.py",
-    "sherd/engine/run/unit.py",
-    "sherd/memory/sizes.py",
-    "sherd/schedule/forecast.py",
-    "sherd/tensor/placement.py",
-}
-LARGE_CLASSES: set[str] = {
-    "sherd/engine/moves/gradients.py:Gradients",
-    "sherd/engine/run/unit.py:Unit",
-}
-LONG_FUNCTIONS: set[str] = {
-    "sherd/api/wrapper.py:FullyShardedDataParallel.__init__",
-}
+LONG_FILES: set[str] = set()
+LARGE_CLASSES: set[str] = set()
+LONG_FUNCTIONS: set[str] = set()
 
 
 # The measure

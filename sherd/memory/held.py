@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import record_of
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 
 Held = dict[int, tuple[MemoryKind, int]]
 """Storages that are alive, by address: what for, and how many bytes."""

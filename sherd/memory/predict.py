@@ -13,7 +13,8 @@ from sherd.engine.run.unit import Unit
 from sherd.memory.sizes import sizes_of, trainable
 from sherd.memory.watch import last_step, sealed_runtime
 from sherd.schedule.actions import AfterForward, BeforeForward
-from sherd.schedule.forecast import Arrival, Forecast, Moment, forecast, step_of
+from sherd.schedule.forecast import Forecast, forecast
+from sherd.schedule.moments import Arrival, Moment, step_of
 
 
 def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> Forecast:

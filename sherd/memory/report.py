@@ -27,7 +27,8 @@ from sherd.schedule.actions import (
     GradientsReady,
     GroupPassed,
 )
-from sherd.schedule.forecast import Arrival, Forecast, MemoryKind, Moment
+from sherd.schedule.forecast import Forecast
+from sherd.schedule.moments import Arrival, MemoryKind, Moment
 
 BESIDE_UNITS = "(all units)"
 """The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""

@@ -13,7 +13,7 @@ from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.policy import UnitPolicy
-from sherd.schedule.forecast import GroupSizes, MemoryKind
+from sherd.schedule.moments import GroupSizes, MemoryKind
 
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:

@@ -18,7 +18,8 @@ from sherd.memory.held import Held, alive, bytes_of, held_by, held_by_groups, he
 from sherd.memory.sizes import sizes_of, trainable
 from sherd.schedule import actions as do
 from sherd.schedule.actions import BeforeForward, EndBackward, Event, Reset
-from sherd.schedule.forecast import Arrival, Forecast, MemoryKind, Moment, begins_step
+from sherd.schedule.forecast import Forecast
+from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step
 from sherd.schedule.state import Live
 
 _watched: weakref.WeakKeyDictionary[Runtime, tuple[Moment, ...]] = weakref.WeakKeyDictionary()
@@ -182,7 +183,7 @@ def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
         StateError: it is watched already.
     """
     runtime = runtime_of(unit, root)
-    if runtime.is_observed:
+    if runtime.observer is not None:
         raise StateError(f"the memory of {runtime.root.name} is tracked already; leave that `with` block first")
     watch = Watch(runtime.units)
     with ExitStack() as observers:

@@ -19,7 +19,7 @@ from sherd._torch import fake_tensors, imagined_ranks
 from sherd.engine.run.seal import units_below
 from sherd.memory.report import MemoryReport
 from sherd.memory.sizes import sizes_of
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 from sherd.train.axes import Axes, axes_of, usual_ranks
 from sherd.train.config import Config, Split
 from sherd.train.mesh import Grid

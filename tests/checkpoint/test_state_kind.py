@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from sherd.tensor.optimizers import adopt_state
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd import Flat, fully_shard
+from sherd.tensor.optimizers import adopt_state
 from sherd.tensor.state_kind import StateKind, kind_of
 
 SCALAR, MATRIX = torch.Size(()), torch.Size((3, 4))

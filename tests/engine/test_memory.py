@@ -18,7 +18,7 @@ from sherd.memory.held import bytes_of, held_by
 from sherd.memory.predict import forecast_for
 from sherd.memory.sizes import sizes_of
 from sherd.memory.watch import watched
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 
 WIDTH = 128
 INNER = 2048
@@ -279,7 +279,7 @@ def observers_around_a_watch():
 
 
 def observers_of(unit):
-    return [runtime_over(unit)._observer, *(gradients._observer for gradients in unit.gradients)]
+    return [runtime_over(unit).observer, *(gradients._observer for gradients in unit.gradients)]
 
 
 def test_nothing_is_left_of_a_watch_when_it_ends_be_it_by_an_exception(world):

@@ -16,7 +16,8 @@ from sherd.schedule.actions import (
     GradientsReady,
     GroupPassed,
 )
-from sherd.schedule.forecast import Arrival, Buffers, GroupSizes, MemoryKind, forecast, step_of
+from sherd.schedule.forecast import Buffers, forecast
+from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, step_of
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, UnitSpec
 

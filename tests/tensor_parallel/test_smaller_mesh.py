@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 import sherd
 from sherd._torch import dtensor, local_tensor, spec_of
 from sherd.engine.run.seal import unit_of
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 from tests.tensor_parallel.training import mesh_of, wholes
 
 STEPS = 2

@@ -30,12 +30,12 @@ from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
 from sherd.engine.moves.arriving import GradientObserver, as_dense
 from sherd.engine.moves.reduce_buffer import PendingGradients, ReduceBuffer
-from sherd.engine.moves.scale import MANY_RANKS, Scale
+from sherd.engine.moves.scale import MANY_RANKS, Scale, add_earlier
 from sherd.engine.moves.shard_gradients import ShardGradients
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import num_trainable
 from sherd.policy import UnitPolicy
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 
 
 @dataclass(eq=False, slots=True)
@@ -94,8 +94,7 @@ class Gradients:
         """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
         if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
             return
-        # Weak: the parameter holds its hook, and we hold the parameter.
-        this = weakref.ref(self)
+        this = weakref.ref(self)  # the parameter holds its hook, and we hold the parameter
 
         @dynamo_disabled
         def arrived(unsharded: torch.Tensor) -> None:
@@ -109,9 +108,14 @@ class Gradients:
     # Collecting
 
     def expect(self, divide_by: float, may_borrow: bool, reduces: bool, is_one_of_many: bool) -> None:
-        """A backward is about to reach the group: what will come, by how much the sum will be divided, whether a
-        gradient may be sent from where it is, which nobody then may write to, whether a reduction will follow, and
-        whether it is one of many that the user has announced."""
+        """Prepare for a backward.
+
+        Args:
+            divide_by: the divisor of the summed gradients.
+            may_borrow: a large gradient may be sent from where autograd left it; nobody writes to it then.
+            reduces: this backward ends with a reduction.
+            is_one_of_many: it is inside `accumulate`.
+        """
         self.is_expecting = True
         self._reduces = reduces
         self._sums_many = is_one_of_many and not reduces
@@ -270,7 +274,7 @@ class Gradients:
         """Sum over the replicas, with what earlier backwards left to this one."""
 
         def run(async_op: bool) -> Pending | None:
-            _add_earlier(reduced, earlier)
+            add_earlier(reduced, earlier)
             if user is not None:
                 user(reduced)
                 return None
@@ -288,7 +292,7 @@ class Gradients:
         result: list[torch.Tensor] = []
 
         def run(async_op: bool) -> Pending | None:
-            _add_earlier(reduced, earlier)
+            add_earlier(reduced, earlier)
             own = sizes.of(mesh.pieces_of(mesh.shard_rank))
             result.append(transport.empty(own[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device))
             return transport.reduce_scatter(result[0], reduced, own, async_op)
@@ -393,9 +397,3 @@ class Gradients:
         self._copy_batch()
         self._arrived.clear()
         self._came.clear()
-
-
-def _add_earlier(reduced: torch.Tensor, earlier: torch.Tensor | None) -> None:
-    """Earlier sums are as wide as the shards; on the wire goes what a single one would."""
-    if earlier is not None:
-        reduced.copy_(earlier.add_(reduced))

@@ -13,7 +13,7 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.transport import Sizes
 from sherd.engine.moves.buffer_views import RowViews, sources_for
 from sherd.engine.state.group import Group
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until this many bytes have come, and are copied in one call."""

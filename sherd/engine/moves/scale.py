@@ -31,3 +31,9 @@ class Scale:
             front = 2.0 ** math.floor(math.log2(divide_by) / 2)
             return cls(1 / front, front / divide_by)
         return cls(1.0, 1 / divide_by)
+
+
+def add_earlier(reduced: torch.Tensor, earlier: torch.Tensor | None) -> None:
+    """Earlier sums are as wide as the shards; on the wire goes what a single one would."""
+    if earlier is not None:
+        reduced.copy_(earlier.add_(reduced))

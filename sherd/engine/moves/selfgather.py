@@ -34,7 +34,7 @@ from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
 
 

@@ -28,7 +28,7 @@ from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.errors import StateError
 from sherd.layout.packing import RunSlot, Slot
-from sherd.schedule.forecast import MemoryKind
+from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
 
 

@@ -75,7 +75,7 @@ class Runtime:
     which are not below the root, but own parameters that are used there.
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
-    raised. `_brings_gradients`: whether it does for any unit; None until somebody has asked.
+    raised. `_brings_gradients`: whether it does for any unit; None until somebody has asked. `observer` sees what happens, inside `observed`.
     """
 
     def __init__(self, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
@@ -86,7 +86,7 @@ class Runtime:
         self._brings_gradients: bool | None = None
         self._calls: list[Call] = []
         self._step_event: Any = None
-        self._observer: Observer | None = None
+        self.observer: Observer | None = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
         self._do = with_agreement(DO)
@@ -107,33 +107,28 @@ class Runtime:
 
     def on(self, event: Event) -> None:
         """Carry out what the schedule answers."""
-        if self._observer is not None:
-            self._observer.begins(event)
+        if self.observer is not None:
+            self.observer.begins(event)
         actions = self.schedule.on(event)
         if actions:
             # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
             with torch.no_grad(), outside_transforms():
                 for action in actions:
-                    if self._observer is None:
+                    if self.observer is None:
                         self._perform(action)
                     else:
-                        self._observer.perform(action, self._perform)
-        if self._observer is not None:
-            self._observer.ended(event)
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether somebody sees its events and actions."""
-        return self._observer is not None
+                        self.observer.perform(action, self._perform)
+        if self.observer is not None:
+            self.observer.ended(event)
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Have `observer` see all events and actions inside the context."""
-        self._observer = observer
+        self.observer = observer
         try:
             yield
         finally:
-            self._observer = None
+            self.observer = None
 
     def _perform(self, action: Action) -> None:
         unit = self.units[action.unit]
@@ -360,14 +355,12 @@ class Runtime:
         specs = tuple(self._spec(unit) for unit in self.units)
         state = self.schedule.state
         live = state.live if state.specs else tuple(unit.live for unit in self.units)
-        self.schedule.move_to(replace(state, specs=specs, limits=self._limits(), live=live))
-
-    def _limits(self) -> Limits:
         prefetch = self.root.policy.prefetch
         buffers = max(unit.reduce_buffers for unit in self.units)
-        return Limits(
+        limits = Limits(
             prefetch.forward_depth, prefetch.backward_depth, prefetch.bytes_in_flight, buffers, prefetch.after_backward
         )
+        self.schedule.move_to(replace(state, specs=specs, limits=limits, live=live))
 
     def _spec(self, unit: Unit) -> UnitSpec:
         policy = unit.policy

@@ -159,7 +159,15 @@ class Unit:
             keys.setdefault(group_key_of(parameter), []).append(parameter)
         this = weakref.ref(self)
         self.weights, self.gradients = [], []
-        for batch in (batch for members in keys.values() for batch in self._batches(members)):
+        batches: list[list[ShardedParameter]] = []
+        for members in keys.values():
+            together: list[ShardedParameter] = []
+            alone: list[ShardedParameter] = []
+            for parameter in members:
+                (alone if self._travels_alone(parameter) else together).append(parameter)
+            batches += [together] if together else []
+            batches += [[parameter] for parameter in alone]
+        for batch in batches:
             group = Group(batch, self.precision, self._place)
             completed = self.backward.completed(len(self.gradients))
             gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
@@ -172,12 +180,6 @@ class Unit:
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
-
-    def _batches(self, members: list[ShardedParameter]) -> list[list[ShardedParameter]]:
-        """One batch of what is small, and one for each tensor that had better travel alone."""
-        together = [each for each in members if not self._travels_alone(each)]
-        alone = [[each] for each in members if self._travels_alone(each)]
-        return [together, *alone] if together else alone
 
     @property
     def _gathers_as_one(self) -> bool:

@@ -28,7 +28,7 @@ from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
-from sherd.schedule.forecast import MemoryKind as Memory
+from sherd.schedule.moments import MemoryKind as Memory
 from sherd.tensor.ragged import as_dtensor
 
 PADDING_VALUE = 42

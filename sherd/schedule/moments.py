@@ -1,0 +1,142 @@
+"""A training step as a list of moments, and the sizes of the buffers that it uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sherd.schedule.actions import (
+    AfterBackward,
+    AfterForward,
+    BeforeBackward,
+    BeforeForward,
+    EndBackward,
+    EndForward,
+    Event,
+    GradientsReady,
+    GroupPassed,
+)
+
+
+class MemoryKind(str, Enum):
+    """What bytes are for; the value is its name in tables. Strings, which remember their hash: there are many sums by
+    kind."""
+
+    SHARDS = "shards"
+    SENT = "shards as sent"
+    """What an all-gather sends, where that is not the shards themselves: a copy in compute's dtype, or a kept part."""
+    ROWS = "gathered rows"
+    UNSHARDED = "whole"
+    PART = "kept part"
+    """Of a smaller mesh (`reshard_after_forward=k`)."""
+    ARRIVED = "gradients arrived"
+    """Whole gradients that autograd has made and that are not in the rows yet."""
+    GRADIENT_ROWS = "gradient rows"
+    """What a reduction sends: rows of our own, or a large gradient as autograd has left it."""
+    REDUCED = "reduced"
+    """This rank's sum, while it is being made."""
+    GRADIENTS = "gradients"
+    """The shards' `.grad`."""
+    TRANSPORT = "transport"
+    """What a collective receives into besides its result."""
+    OPTIMIZER = "optimizer state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """Bytes of one group's buffers on this rank, each when it is allocated; 0 for one that the group does without.
+
+    `kept` are unsharded parameters that are not given up between uses; `unsharded` is 0 then.
+    `rows` is 0 where an all-gather fills the unsharded buffer itself, `sent` where it sends the shards themselves.
+    `lands`: the unsharded buffer is filled while a collective is awaited, this one or a later one, and not before.
+    `arriving` are the whole gradients of the group's trainable parameters, in the order of its parameters; a group that
+    `borrows` sends its only gradient from where it is; one that `collects_late` has no rows until it is reduced, in a
+    step that reduces it. `scratch` is what the transport takes during a reduction.
+    """
+
+    shards: int
+    unsharded: int
+    kept: int = 0
+    rows: int = 0
+    sent: int = 0
+    part: int = 0
+    arriving: tuple[int, ...] = ()
+    borrows: bool = False
+    gradient_rows: int = 0
+    reduced: int = 0
+    gradients: int = 0
+    scratch: int = 0
+    is_all_trainable: bool = True
+    lands: bool = False
+    collects_late: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is one trainable parameter."""
+        return len(self.arriving) == 1 and self.is_all_trainable
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Autograd has made the whole gradient of a parameter: the `index`-th trainable one of the unit's `group`.
+
+    In forward: that parameter is used.
+    """
+
+    unit: int
+    group: int
+    index: int
+
+
+Moment = Event | Arrival
+
+
+def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> tuple[Moment, ...]:
+    """The moments of forward and backward, as autograd goes through them.
+
+    `forward` is the beginning and the end of each call of a unit, and in between an `Arrival` for each use of a
+    trainable parameter.
+    """
+    calls = (each for each in forward if not isinstance(each, Arrival))
+    return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
+
+
+def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
+    """Autograd's way back. It does not reach calls that end before anything trainable was used; a gradient is there
+    once the first use of its parameter was gone through."""
+    uses = Counter(each for each in forward if isinstance(each, Arrival))
+    missing = Counter(use.unit for use in uses)
+    num_ahead = uses.total()
+    reached: list[bool] = []
+    for moment in reversed(forward):
+        match moment:
+            case AfterForward(unit):
+                reached.append(num_ahead > 0)
+                if reached[-1]:
+                    yield BeforeBackward(unit)
+            case BeforeForward(unit):
+                if reached.pop():
+                    yield AfterBackward(unit)
+            case Arrival(unit, group):
+                num_ahead -= 1
+                uses[moment] -= 1
+                if not uses[moment]:
+                    missing[unit] -= 1
+                    yield moment
+                    yield from _passed(unit, group, sizes[unit], is_last=not missing[unit])
+
+
+def _passed(unit: int, group: int, sizes: Sequence[GroupSizes], is_last: bool) -> Iterator[Moment]:
+    """What a unit can tell of itself when a gradient was its last one, or all that its group has."""
+    if is_last:
+        is_done_in_backward = all(each.is_all_trainable for each in sizes)
+        yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
+    elif sizes[group].is_alone:
+        yield GroupPassed(unit, group)
+
+
+def begins_step(moment: Moment) -> bool:
+    """Whether the root's forward begins."""
+    return isinstance(moment, BeforeForward) and moment.unit == 0 and not moment.recomputing
