@@ -260,6 +260,13 @@ def test_outside_transforms__tensors_have_memory_and_may_be_made_to_require_a_gr
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_are_transforms_active__inside_of_one_only():
+    seen = []
+    torch.vmap(lambda x: seen.append(_torch.are_transforms_active()) or x)(torch.ones(2))
+    assert seen == [True]
+    assert not _torch.are_transforms_active()
+
+
 def test_beneath_transforms__are_the_tensors_that_a_later_backward_goes_through():
     weight = torch.ones(2, requires_grad=True)
     reached = []

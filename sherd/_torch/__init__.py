@@ -8,6 +8,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from sherd._torch.autograd import (
     after_accumulation_hooks,
+    are_transforms_active,
     at_end_of_backward,
     beneath_transforms,
     gradient_hooks,
@@ -109,6 +110,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_single",
     "answer_checkpointing",
+    "are_transforms_active",
     "asked_by_checkpointing",
     "at_end_of_backward",
     "attributes_of",

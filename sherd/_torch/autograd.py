@@ -74,12 +74,17 @@ def move_versions(tensors: Sequence[torch.Tensor], by: int) -> None:
 _UNCHANGED = contextlib.nullcontext()
 
 
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether this thread is inside a function under `torch.func.jvp`, `vmap` and the like. No public name tells (2.11 to
+2.13)."""
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """A context in which tensors are ordinary ones, also inside a function under `torch.func.jvp`, `vmap` and the like.
 
     Function transforms have no public way out (2.11 to 2.13).
     """
-    return _outside() if torch._C._are_functorch_transforms_active() else _UNCHANGED
+    return _outside() if are_transforms_active() else _UNCHANGED
 
 
 @contextlib.contextmanager
@@ -100,7 +105,7 @@ def beneath_transforms(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor
 
     Each of them may have an autograd node of its own. No public name unwraps them (2.11 to 2.13).
     """
-    if not torch._C._are_functorch_transforms_active():
+    if not are_transforms_active():
         return tensors
     return [each for tensor in tensors for each in _beneath(tensor)]
 

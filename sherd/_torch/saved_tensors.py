@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +17,14 @@ _stack: Any = torch._C._autograd
 _push = _stack._push_saved_tensors_default_hooks
 
 
-def saving_hooks() -> SavingHooks | None:
-    """Returns the innermost default hooks in this thread. No public name tells (2.11 to 2.13)."""
-    hooks: SavingHooks | None = _stack._top_saved_tensors_default_hooks(True)
-    return hooks
+# Asked in every forward of a unit, so these are torch's own functions and not functions of ours around them.
 
+saving_hooks: Callable[[], SavingHooks | None] = functools.partial(_stack._top_saved_tensors_default_hooks, True)
+"""Returns the innermost default hooks in this thread. No public name tells (2.11 to 2.13)."""
 
-def may_hook_saving() -> bool:
-    """Whether default hooks may be pushed: `torch.func.grad` and its kin forbid them. No public name tells (2.11 to
-    2.13)."""
-    enabled: bool = _stack._saved_tensors_hooks_is_enabled()
-    return enabled
+may_hook_saving: Callable[[], bool] = _stack._saved_tensors_hooks_is_enabled
+"""Whether default hooks may be pushed, which `torch.func.grad` and its kin forbid. No public name tells (2.11 to
+2.13)."""
 
 
 def push_saving_hooks(hooks: SavingHooks) -> None:
@@ -35,9 +33,8 @@ def push_saving_hooks(hooks: SavingHooks) -> None:
     _push(*hooks)
 
 
-def pop_saving_hooks() -> None:
-    """Pop the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
-    _stack._pop_saved_tensors_default_hooks()
+pop_saving_hooks: Callable[[], None] = _stack._pop_saved_tensors_default_hooks
+"""Pop the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
 
 
 def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable[[SavingHooks], SavingHooks]) -> None:

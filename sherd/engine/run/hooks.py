@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd._torch import beneath_transforms, dynamo_disabled
+from sherd._torch import are_transforms_active, beneath_transforms, dynamo_disabled
 from sherd.engine.moves.saved import source_of
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import FRONT_END, RUNTIME, UNIT, runtime_of
@@ -233,7 +233,7 @@ def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The distinct autograd nodes that made `tensors`."""
     nodes: dict[Any, None] = {}
-    for tensor in beneath_transforms(tensors):
+    for tensor in beneath_transforms(tensors) if are_transforms_active() else tensors:
         if tensor.requires_grad:
             # A base outside autograd has no node: the view was made a result by a custom Function, or by DTensor.
             node = (None if tensor._base is None else tensor._base.grad_fn) or tensor.grad_fn

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage
+from sherd._torch import are_transforms_active, at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import UnderWay
 from sherd.engine.run.carry_out import DO
@@ -75,7 +75,8 @@ class Runtime:
     which are not below the root, but own parameters that are used there.
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
-    raised. `_brings_gradients`: whether it does for any unit; None until somebody has asked. `observer` sees what happens, inside `observed`.
+    raised. `_brings_gradients`: whether it does for any unit; None until somebody has asked. `observer` sees
+    what happens inside `observed`.
     """
 
     def __init__(self, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
@@ -112,7 +113,7 @@ class Runtime:
         actions = self.schedule.on(event)
         if actions:
             # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
-            with torch.no_grad(), outside_transforms():
+            with torch.no_grad(), outside_transforms() if are_transforms_active() else nullcontext():
                 for action in actions:
                     if self.observer is None:
                         self._perform(action)
