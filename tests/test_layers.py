@@ -15,6 +15,8 @@ RULE = """
 errors, policy, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
 < checkpoint, optim, clip, grad_scaler, memory < api < port < _public, sherd < interop, train, __main__
 """
+# The rooms of sherd/engine/, likewise.
+ROOMS = ("state", "moves", "run", "between", "build")
 SIMULATE_KNOWS = {"layout", "schedule", "policy"}
 KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}
 WITHOUT_TORCH = {"layout", "schedule"}
@@ -47,6 +49,11 @@ def layer_of(parts: tuple[str, ...]) -> str:
     return parts[0] if known else "sherd"
 
 
+def room_of(parts: tuple[str, ...]) -> int | None:
+    """The number of the engine's room that `sherd.<parts>` is in, if it is in one."""
+    return ROOMS.index(parts[1]) if parts[:1] == ("engine",) and parts[1:2] and parts[1] in ROOMS else None
+
+
 def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that `tree`, a file of `package`, imports, wherever in it."""
     for node in ast.walk(tree):
@@ -66,12 +73,15 @@ def is_private(name: str) -> bool:
     return any(re.match(r"_(?!_)", part) for part in name.split("."))
 
 
-def broken_rules(layer: str, name: str) -> Iterator[str]:
-    """What is wrong with a file of `layer` importing `name`, in words."""
+def broken_rules(layer: str, room: int | None, name: str) -> Iterator[str]:
+    """What is wrong with a file of `layer`, in `room` of the engine, importing `name`, in words."""
     if is_under(name, "sherd"):
-        other = layer_of(tuple(name.split(".")[1:]))
+        parts = tuple(name.split(".")[1:])
+        other, other_room = layer_of(parts), room_of(parts)
         if not may_know(layer, other):
             yield f"{layer} may not know {other}"
+        if room is not None and other_room is not None and other_room > room:
+            yield f"engine/{ROOMS[room]} may not know engine/{ROOMS[other_room]}"
     if is_under(name, "torch"):
         if layer in WITHOUT_TORCH:
             yield f"{layer} does without torch"
@@ -91,7 +101,8 @@ def violations(package: Path) -> list[str]:
             found.append(f"sherd/{path}: {layer} has no place in the rule; give it one in {Path(__file__).name}")
             continue
         for line, name in imported(ast.parse(file.read_text()), ("sherd", *path.parts[:-1])):
-            found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken_rules(layer, name)]
+            room = room_of((*path.parts[:-1],))
+            found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken_rules(layer, room, name)]
     return found
 
 
@@ -132,6 +143,8 @@ def planted(tmp_path):
         ("comm/deep/mesh.py", "from ...tensor.ragged import RaggedDTensor", "comm may not know tensor"),
         ("errors.py", "def late():\n    from .api import fully_shard", "errors may not know api"),
         ("engine/unit.py", "from sherd import fully_shard", "engine may not know sherd"),
+        ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
+        ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
         ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
         ("engine/unit.py", "from sherd.simulate import replay", "engine may not know simulate"),
         ("simulate/replay.py", "from sherd.comm import mesh", "simulate may not know comm"),
