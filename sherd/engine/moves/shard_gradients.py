@@ -28,8 +28,8 @@ class ShardGradients:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._specs = [optimizer_param.gradient_spec(group.grad_dtype) for optimizer_param in group.optimizer_params]
-        self._as_dtensor = ragged_dtensor if is_ragged(self._specs[0]) else dtensor
+        specs = [optimizer_param.gradient_spec(group.grad_dtype) for optimizer_param in group.optimizer_params]
+        self._forms = [(spec, ragged_dtensor if is_ragged(spec) else dtensor) for spec in specs]
 
     def give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
         """Add `reduced`, 1-D, this rank's part of the reduced gradients, to the shards' `.grad`, of the parameters
@@ -44,7 +44,8 @@ class ShardGradients:
         low_precision = self._group.grad_dtype != self._group.dtype
         parameters = parameters_of(self._group.optimizer_params)
         have_hooks = have_gradient_hooks(parameters)
-        for optimizer_param, parameter, spec in zip(self._group.optimizer_params, parameters, self._specs, strict=True):
+        for optimizer_param, parameter, form in zip(self._group.optimizer_params, parameters, self._forms, strict=True):
+            spec, as_gradient = form
             if optimizer_param.members.isdisjoint(with_gradient) or not parameter.requires_grad:
                 continue
             for gap in optimizer_param.gaps:
@@ -58,7 +59,7 @@ class ShardGradients:
             if gradient is None:
                 if low_precision:
                     optimizer_param.expect_gradients_in(self._group.grad_dtype)
-                parameter.grad = self._as_dtensor(term, spec)
+                parameter.grad = as_gradient(term, spec)
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
                 terms.append(term)

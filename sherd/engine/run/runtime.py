@@ -116,9 +116,9 @@ class Runtime:
             with torch.no_grad(), outside_transforms() if are_transforms_active() else nullcontext():
                 for action in actions:
                     if self.observer is None:
-                        self._perform(action)
+                        self.perform(action)
                     else:
-                        self.observer.perform(action, self._perform)
+                        self.observer.perform(action, self.perform)
         if self.observer is not None:
             self.observer.ended(event)
 
@@ -131,7 +131,8 @@ class Runtime:
         finally:
             self.observer = None
 
-    def _perform(self, action: Action) -> None:
+    def perform(self, action: Action) -> None:
+        """Carry out `action`. Called outside of autograd."""
         unit = self.units[action.unit]
         if isinstance(action, FreeGroup):
             unit.weights[action.group].free()
