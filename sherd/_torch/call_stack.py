@@ -1,4 +1,4 @@
-"""What only the call stack tells: which function of torch a call of ours comes from."""
+"""The call stack tells which function of torch a call of ours comes from, and nothing else does."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def is_cut(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What `placements` and `placement` of one call mean together.
+    """The strategy that `placements` and `placement` of one call ask for together.
 
     Args:
         levels: what is sharded over each axis; None leaves that to the mesh.

@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank holds of one parameter: how many elements, and which pieces of state. None: no state at all."""
+    """A rank's part of one parameter: the number of elements, and the pieces of state (None if it has no state)."""
 
     numel: int
     pieces: dict[str, Piece] | None

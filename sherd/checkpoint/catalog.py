@@ -218,7 +218,7 @@ def plain_key(key: object) -> object:
 
 
 def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What an optimizer owns of `parameter`, which may have been sharded since the optimizer was built."""
+    """Returns what an optimizer owns of `parameter`, which may have been sharded since the optimizer was built."""
     record = record_of(parameter)
     return parameter if record is None else record.optimizer_param
 

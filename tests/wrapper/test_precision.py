@@ -259,12 +259,23 @@ def replaced_weight():
     return output, whole_values(model)["last.weight"]
 
 
+def replaced_weight_as_lent():
+    """The same, looked at in an unshard context, before any forward."""
+    model = wrap_units(build("whole_in_one_unit"), use_orig_params=True)
+    model.last.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    return whole_values(model)["last.weight"]
+
+
 def test_replaced_values_are_noticed_unless_that_is_switched_off(threads, monkeypatch):
     plain = build("whole_in_one_unit")
+    for weight in threads(2).run(replaced_weight_as_lent):
+        assert not weight.any()
     for output, weight in threads(2).run(replaced_weight):
         assert not output.any()
         assert not weight.any()
     monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
     for output, weight in threads(2).run(replaced_weight):
         torch.testing.assert_close(output, plain(noise(0, 0)).detach())
+        assert torch.equal(weight, plain.last.weight.detach())
+    for weight in threads(2).run(replaced_weight_as_lent):
         assert torch.equal(weight, plain.last.weight.detach())

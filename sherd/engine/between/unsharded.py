@@ -1,4 +1,4 @@
-"""What the user works with inside `unsharded`: unsharded copies of a unit's parameters, in full precision, in memory of
+"""Inside `unsharded` the user works with unsharded copies of a unit's parameters, in full precision, in memory of
 their own.
 
     begin    gather the shard buffers, and the gradients' if asked for, into new memory; show that on the modules
@@ -149,7 +149,7 @@ def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
             f"{runtime.root.name}, to which unit {unit.name} belongs; enter the unshard context before, or after"
         ) from None
     unit.notice_moved()
-    unit.shards.notice_replaced()
+    unit.notice_replaced()
     if runtime is None:
         unit.rebind()
     if unit.shards.on_meta:

@@ -89,22 +89,22 @@ def _shard(
 ) -> list[ShardedParameter]:
     """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
     records = []
-    for each, plan_ in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
+    for each, plan in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
-        part = shard_of(plan_.data.detach(), plan_.cut, plan_.mesh.piece)
+        part = shard_of(plan.data.detach(), plan.cut, plan.mesh.piece)
         local = part.clone(memory_format=torch.contiguous_format)
-        shard = nn.Parameter(as_dtensor(local, plan_.shard_spec), requires_grad=each.parameter.requires_grad)
+        shard = nn.Parameter(as_dtensor(local, plan.shard_spec), requires_grad=each.parameter.requires_grad)
         vars(shard).update(attributes_of(each.parameter))
         record = ShardedParameter(
             each.name,
-            plan_.data.shape,
-            plan_.data.dtype,
-            plan_.mesh,
-            plan_.cut,
-            plan_.plan_id,
-            plan_.shard_spec,
-            plan_.unsharded_spec,
+            plan.data.shape,
+            plan.data.dtype,
+            plan.mesh,
+            plan.cut,
+            plan.plan_id,
+            plan.shard_spec,
+            plan.unsharded_spec,
             shard,
             weakref.ref(each.holder),
             each.places,

@@ -64,17 +64,17 @@ def sharding_plans(
     requests = [request_of(each) for each in found]
     planned = _planned(found, streams, requests, surrounds)
     plans = [
-        _form(each, request.mesh, *(planned[index] if index in planned else (_cut_by_itself(each, request), 0)))
+        _plan_of(each, request.mesh, *(planned[index] if index in planned else (_cut_by_itself(each, request), 0)))
         for index, (each, request) in enumerate(zip(found, requests, strict=True))
     ]
     # Only of what will be sharded: after an error ranks may differ in how far they came.
-    for plan_, request in zip(plans, requests, strict=True):
-        if isinstance(plan_.cut, Runs) and isinstance(request.placement, RunPlacement) and request.placement.owned:
-            loads_of(plan_.mesh)[plan_.cut.first] += plan_.cut.numel
+    for made, request in zip(plans, requests, strict=True):
+        if isinstance(made.cut, Runs) and isinstance(request.placement, RunPlacement) and request.placement.owned:
+            loads_of(made.mesh)[made.cut.first] += made.cut.numel
     return plans
 
 
-def _form(each: Found, mesh: DataMesh, cut: Cut | Runs, plan_id: int) -> ShardingPlan:
+def _plan_of(each: Found, mesh: DataMesh, cut: Cut | Runs, plan_id: int) -> ShardingPlan:
     parameter, data = each.parameter, _data(each)
     if data.is_complex() and not isinstance(cut, Runs):
         see_complex_shards_as_pairs()

@@ -75,7 +75,7 @@ def _needed(by_rank: torch.Tensor | None) -> torch.Tensor:
 def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut | Runs) -> list[torch.Tensor]:
     """The parts of `tensor`, of shape `cut.shape`, that belong at `targets`, its views in the rows."""
     if len(targets) == 1 and targets[0].numel() == tensor.numel():
-        return [tensor.view(targets[0].shape) if tensor.is_contiguous() else tensor.reshape(targets[0].shape)]
+        return [tensor.reshape(targets[0].shape)]
     if isinstance(cut, Cut):
         return tensor_views(tensor, cut)
     flat = tensor.reshape(-1)
@@ -92,10 +92,10 @@ def row_views(rows: torch.Tensor, slot: Slot) -> list[torch.Tensor]:
     if cut.dim is None:
         return [rows[:, start : slot.shard.stop]]
     if cut.in_order:
-        full, shard_buffer = _full_ranks(cut)
+        full, remainder = _full_ranks(cut)
         views = [rows[:full, start : slot.shard.stop]]
-        if shard_buffer:
-            views.append(rows[full : full + 1, start : start + shard_buffer])
+        if remainder:
+            views.append(rows[full : full + 1, start : start + remainder])
         return [view for view in views if view.numel()]
     held = [(rank, slot.held(rank).numel) for rank in range(cut.num_ranks)]
     return [rows[rank, start : start + numel].view(cut.local_shape(rank)) for rank, numel in held if numel]
@@ -106,11 +106,11 @@ def tensor_views(tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
     if cut.dim is None:
         return [tensor.reshape(1, -1).expand(cut.num_ranks, -1)]
     if cut.in_order:
-        full, shard_buffer = _full_ranks(cut)
+        full, remainder = _full_ranks(cut)
         flat = tensor.reshape(-1)
         views = [flat[: full * cut.slot].view(full, cut.slot)]
-        if shard_buffer:
-            views.append(flat[full * cut.slot :].view(1, shard_buffer))
+        if remainder:
+            views.append(flat[full * cut.slot :].view(1, remainder))
         return [view for view in views if view.numel()]
     return [tensor.narrow(cut.dim, rows.start, rows.numel) for rows in cut.rows if rows.numel and cut.numel]
 
@@ -213,8 +213,8 @@ class _CopyStrips(CopyOut):
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slots = [slot for slot in self._in_order if slot.shard.numel]
-        copies = [self._unsharded[slot.unsharded.start : slot.unsharded.stop] for slot in slots]
-        return copies, [part[slot.shard.start : slot.shard.stop] for slot in slots]
+        places = [self._unsharded[slot.unsharded.start : slot.unsharded.stop] for slot in slots]
+        return places, [part[slot.shard.start : slot.shard.stop] for slot in slots]
 
     def _into_place(self, rank: int) -> _IntoPlace:
         scattered = [

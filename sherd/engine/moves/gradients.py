@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -177,11 +176,11 @@ class Gradients:
             self._observer = None
 
     def _take(self, index: int, unsharded: torch.Tensor) -> None:
-        if self._observer is not None and unsharded.grad is not None:
-            self._observer.arrives(index, unsharded)
         gradient = unsharded.grad
         if gradient is None:
             return  # frozen since its forward: autograd has come here and accumulated nothing
+        if self._observer is not None:
+            self._observer.arrives(index, unsharded)
         unsharded.grad = None
         if not self.is_expecting:
             self._begin()
@@ -214,8 +213,10 @@ class Gradients:
     def _copy_batch(self) -> None:
         if self._pending.waits:
             with torch.no_grad():
-                copy = partial(self._pending.copy_in, self._scale.before, self._rows_dtype)
-                copy() if self._observer is None else self._observer.copy(copy)
+                if self._observer is None:
+                    self._pending.copy_in(self._scale.before, self._rows_dtype)
+                else:
+                    self._observer.copy(lambda: self._pending.copy_in(self._scale.before, self._rows_dtype))
 
     @property
     def _rows_dtype(self) -> torch.dtype:

@@ -13,7 +13,7 @@ MANY_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What turns a sum over ranks into the mean: a factor for each gradient on its way in, and one for the sum."""
+    """The factors that turn a sum over ranks into the mean: one for each gradient on its way in, one for the sum."""
 
     before: float
     after: float

@@ -77,7 +77,7 @@ class ShardGradients:
 
 
 def _as_hook_says(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What a user's `register_hook` makes of a reduced gradient; itself, if it returns nothing."""
+    """Returns the reduced gradient as a hook of the user's (`register_hook`) changes it."""
     changed = hook(as_dtensor(term, spec))
     if changed is None:
         return term

@@ -16,8 +16,7 @@ def gather(unit: Unit) -> None:
     for weights in unit.weights:
         if weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
-        if unit.policy.notices_replaced:
-            unit.shards.notice_replaced(weights.group.parameters)
+        unit.notice_replaced(weights.group.parameters)
         mesh = weights.group.mesh
         transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
         weights.gather(transport, in_full_precision)
@@ -77,4 +76,4 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     FinishReduce: finish_reduce,
     Discard: discard,
 }
-"""What is done for each action on a whole unit."""
+"""The function that carries out each action on a whole unit."""

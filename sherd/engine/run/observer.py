@@ -1,4 +1,4 @@
-"""What may look on while a model runs: a watch over its memory does."""
+"""An observer of a running model, such as a watch over its memory."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def seal(root: nn.Module) -> Runtime:
         unit.rename(", ".join(unit_names), module_names)
     for unit in units:
         if unit.shards.on_meta:
-            unit.shards.notice_replaced()
+            unit.notice_replaced()
             unit.rebind()  # `to_empty` may have been called on each module by itself
     _require_data(units)
     _require_own_meshes(units)

@@ -62,9 +62,9 @@ def _records_met(traceback: TracebackType | None) -> list[ShardedParameter]:
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    """Yields the frames of `traceback`, but not our own, whose variables are what a dispatch happened to look at."""
+    """Yields the frames of `traceback`, but not of our dispatch, whose variables are what it happened to look at."""
     while traceback is not None:
-        if not traceback.tb_frame.f_globals.get("__name__", "").startswith("sherd."):
+        if not traceback.tb_frame.f_globals.get("__name__", "").startswith("sherd.tensor."):
             yield traceback.tb_frame
         traceback = traceback.tb_next
 

@@ -25,8 +25,9 @@ from sherd.engine.run.backward import Backward
 from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.group import Group, GroupKey, group_key_of, travels_alone
 from sherd.engine.state.offload import RestingPlace
+from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, notice_replaced
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
 from sherd.layout.runs import Runs
@@ -37,7 +38,7 @@ _ids = itertools.count()
 
 
 class Conductor(Protocol):
-    """What a unit asks of the runtime it is sealed into."""
+    """The runtime that a unit is sealed into, as the unit knows it."""
 
     def show_shards(self, unit: Unit) -> None:
         """Free the unit's unsharded parameters, for somebody who will read or write shards."""
@@ -220,6 +221,16 @@ class Unit:
         if self.shards.settle() and not self.shards.are_in_buffer:
             self.rebind()  # some are of another dtype, or elsewhere
 
+    def notice_replaced(self, records: Sequence[ShardedParameter] | None = None) -> None:
+        """Take the values of Parameters that the user has put in the place of shards, of `records` or of all. They have
+        moved then if they were on the meta device.
+
+        Raises:
+            WriteBackError: one of another shape.
+        """
+        if self.policy.notices_replaced and notice_replaced(self.parameters if records is None else records):
+            watcher.sharded_again()
+
     def before_step(self) -> None:
         """An optimizer is about to write to the shards: what a user gave them before is what it steps.
 
@@ -329,13 +340,6 @@ class Unit:
         chosen = self.policy.reduce_buffers
         return chosen if chosen is not None else int(not self.streams.in_host_order)
 
-    def enter_backward(self) -> None:
-        """Backward has reached it, and none of its outputs on the way: through a loss that a module has kept for
-        itself, a weight that was used after `unshard()`, a gradient of a gradient."""
-        conductor = self.sealed_into()
-        if conductor is not None:
-            conductor.before_backward(self)
-
     def unshard_for_backward(self) -> None:
         """A node of backward is about to read its parameters, which are not there.
 
@@ -347,7 +351,7 @@ class Unit:
                 f"what autograd has saved of the parameters of unit {self.name} was read outside of backward, when "
                 "they are sharded; read it between unshard() and reshard()"
             )
-        self.enter_backward()
+        _enter_backward(self)
         if self.live is not Live.UNSHARDED:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
@@ -355,10 +359,16 @@ class Unit:
             )
 
 
+def _enter_backward(unit: Unit) -> None:
+    conductor = unit.sealed_into()
+    if conductor is not None:
+        conductor.before_backward(unit)
+
+
 def _surprised(unit: weakref.ref[Unit]) -> None:
     alive = unit()
     if alive is not None:
-        alive.enter_backward()
+        _enter_backward(alive)
 
 
 def _needed(unit: weakref.ref[Unit]) -> None:

@@ -108,8 +108,8 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: 
     # Several axes were flattened into one, or ours must go behind: a mesh of the data axes and the ones that are left.
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
     others = [axis for axis in range(full.ndim) if axis not in data_axes]
-    shard_buffer = tuple(unsharded.placements[axis] for axis in others)
-    return _in_front_or_behind(unsharded, [full[names[axis]] for axis in others], shard_buffer, mesh, cut, name)
+    remaining = tuple(unsharded.placements[axis] for axis in others)
+    return _in_front_or_behind(unsharded, [full[names[axis]] for axis in others], remaining, mesh, cut, name)
 
 
 def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTensorSpec | None:
@@ -134,32 +134,38 @@ def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTenso
 def _in_front_or_behind(
     unsharded: DTensorSpec,
     meshes: Sequence[DeviceMesh],
-    shard_buffer: tuple[PlacementSpec, ...],
+    remaining: tuple[PlacementSpec, ...],
     mesh: DataMesh,
     cut: Cut | Runs,
     name: str,
 ) -> DTensorSpec:
-    """The shard on the data-parallel axes and `meshes`, whose axes have the placements `shard_buffer`."""
+    """The shard on the data-parallel axes and `meshes`, whose axes have the placements `remaining`."""
     if not meshes:
         return own_spec(mesh, cut, unsharded.shape, _dtype(unsharded))
     _require_apart(mesh.given, meshes, name)
     if isinstance(cut, Runs):
-        joined, given = _joined(mesh, meshes, name), (*_copies(mesh), *shard_buffer)
+        joined, given = _joined(mesh, meshes, name), (*_copies(mesh), *remaining)
         return ragged_spec(joined, given, unsharded.shape, _dtype(unsharded), cut, mesh.piece_axes)
     dim = cut.dim if mesh.shard_axis is not None else None
     if mesh.shards_replicas:
         base = _joined(mesh, meshes, name)
         in_cut_order = permuted(base, (*range(mesh.mesh.ndim, base.ndim), *mesh.piece_axes))
         return dtensor_spec(
-            in_cut_order, (*shard_buffer, *_placements_in_cut_order(mesh, dim)), unsharded.shape, _dtype(unsharded)
+            in_cut_order, (*remaining, *_placements_in_cut_order(mesh, dim)), unsharded.shape, _dtype(unsharded)
         )
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
-    behind = [size for size, placement in zip(sizes, shard_buffer, strict=True) if _cuts_dim(placement, dim)]
-    strided = any(_is_strided(each) for each in shard_buffer)
+    behind = [size for size, placement in zip(sizes, remaining, strict=True) if _cuts_dim(placement, dim)]
+    strided = any(_is_strided(each) for each in remaining)
     if dim is None or _reads_as_cut(unsharded.shape[dim], mesh.num_shards, behind, strided):
-        joined, placements = _joined(mesh, meshes, name), (*_data_placements(mesh, dim, prod(behind)), *shard_buffer)
+        joined, placements = (
+            _joined(mesh, meshes, name),
+            (*_data_placements(mesh, dim, prod(behind)), *remaining),
+        )
     else:
-        joined, placements = _joined(mesh, meshes, name, behind=True), (*shard_buffer, *_data_placements(mesh, dim))
+        joined, placements = (
+            _joined(mesh, meshes, name, behind=True),
+            (*remaining, *_data_placements(mesh, dim)),
+        )
     return dtensor_spec(joined, placements, unsharded.shape, _dtype(unsharded))
 
 

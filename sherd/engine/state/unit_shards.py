@@ -9,8 +9,7 @@ from torch import nn
 
 from sherd.engine.state.flat import FlatShard
 from sherd.engine.state.group import Group, group_key_of
-from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.parameter import ShardedParameter, notice_replaced
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.engine.state.place import Place, key_of
 
 
@@ -109,12 +108,3 @@ class UnitShards:
         for group in moved:
             group.shard_memory.settle()
         return bool(moved)
-
-    def notice_replaced(self, records: Sequence[ShardedParameter] | None = None) -> None:
-        """Take the values of Parameters that the user has put in the place of shards, of `records` or of all.
-
-        Raises:
-            WriteBackError: one of another shape.
-        """
-        if notice_replaced(self._parameters if records is None else records):
-            watcher.sharded_again()
