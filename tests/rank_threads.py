@@ -1,11 +1,12 @@
 """How does a function run on ranks that are threads of this process?"""
 
+import contextlib
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,23 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from tests.rank_failures import Failure, RanksFailed, failure_of, name_of
+from tests.rank_random import generators_by_thread, own_generator
 
 # A rank whose collective was broken off gets this long to say so.
 GRACE_S = 1.0
+
+
+@contextlib.contextmanager
+def _threaded_groups() -> Iterator[None]:
+    """Inside, process groups are each thread's own, and they meet in this process."""
+    multi_threaded_pg._install_threaded_pg()
+    _set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+        multi_threaded_pg.ProcessLocalGroup.reset()
 
 
 def _break_off_collectives() -> None:
@@ -79,7 +94,7 @@ class _Rank:
         try:
             if not dist.is_initialized():
                 dist.init_process_group("threaded", rank=self._rank, world_size=self._num_ranks, store=self._store)
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), own_generator():
                 task.results[self._rank] = task.call()
         except SystemExit as error:
             # So the threaded group leaves a collective once another rank failed; else the function's own.
@@ -108,26 +123,17 @@ class Threads:
         __tracebackhide__ = True
         task = _Task(lambda: fn(*args, **kwargs))
         done = False
-        multi_threaded_pg._install_threaded_pg()
-        _set_thread_isolation_mode(True)
-        try:
-            if not self._ranks:
-                # DTensor enters such a mode to learn shapes. In a CUDA build on a machine without a device the first to
-                # enter one replaces the device guard; two threads at once kill the process (2.11).
-                with FakeTensorMode():
-                    pass
-                store = dist.HashStore()
-                self._ranks = [_Rank(rank, self.num_ranks, store) for rank in range(self.num_ranks)]
-            for rank in self._ranks:
-                rank.begin(task)
-            self._wait(task, timeout)
-            done = not task.failures and not task.groups_changed
-        finally:
-            if not done:
-                self.stop()
-            _set_thread_isolation_mode(False)
-            multi_threaded_pg._uninstall_threaded_pg()
-            multi_threaded_pg.ProcessLocalGroup.reset()
+        with _threaded_groups(), generators_by_thread():
+            try:
+                if not self._ranks:
+                    self._start()
+                for rank in self._ranks:
+                    rank.begin(task)
+                self._wait(task, timeout)
+                done = not task.failures and not task.groups_changed
+            finally:
+                if not done:
+                    self.stop()
         if task.failures:
             raise RanksFailed(name_of(fn), task.failures, {})
         return [task.results[rank] for rank in range(self.num_ranks)]
@@ -137,6 +143,14 @@ class Threads:
         for rank in self._ranks:
             rank.stop()
         self._ranks = []
+
+    def _start(self) -> None:
+        # DTensor enters such a mode to learn shapes. In a CUDA build on a machine without a device the first to enter
+        # one replaces the device guard; two threads at once kill the process (2.11).
+        with FakeTensorMode():
+            pass
+        store = dist.HashStore()
+        self._ranks = [_Rank(rank, self.num_ranks, store) for rank in range(self.num_ranks)]
 
     def _wait(self, task: _Task, timeout: float) -> None:
         """Until every rank is done; late ones get a stack in `failures` and a push out of their collective."""

@@ -1,5 +1,6 @@
 """Do the ranks that tests run on tell what went wrong, and come back clean?"""
 
+import inspect
 import os
 import signal
 import sys
@@ -9,7 +10,9 @@ import warnings
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from tests import ranks
 from tests.ranks import RanksFailed
@@ -29,6 +32,35 @@ def gathered_ranks():
     out = torch.empty(dist.get_world_size())
     dist.all_gather(list(out.unbind()), torch.tensor(float(dist.get_rank())))
     return out.tolist()
+
+
+def random_numbers():
+    """Drawn in every way that tests draw, from a known seed; on ranks, others draw between any two of them."""
+    torch.manual_seed(3)
+    draws = (
+        lambda: torch.rand(3),
+        lambda: torch.randn(2, 2),
+        lambda: torch.randint(2, 11, (4,)),
+        lambda: torch.randperm(5),
+        lambda: torch.normal(0.0, 1.0, (3,)),
+        lambda: torch.multinomial(torch.ones(5), 2),
+        lambda: torch.empty(3).exponential_(),
+        lambda: nn.Linear(3, 2).weight.detach(),
+        lambda: nn.Embedding(3, 2).weight.detach(),
+        lambda: nn.MultiheadAttention(4, 2).in_proj_weight.detach(),
+        lambda: nn.Dropout(0.3)(torch.ones(16)),
+        lambda: checkpoint(
+            lambda x: x * torch.rand(3), torch.ones(3, requires_grad=True), use_reentrant=False
+        ).detach(),
+    )
+    drawn = []
+    for draw in draws:
+        if dist.is_initialized():
+            dist.barrier()
+        with torch.random.fork_rng():
+            torch.rand(dist.get_rank() if dist.is_initialized() else 3)
+        drawn.append(draw())
+    return drawn
 
 
 def raise_on(rank, message):
@@ -231,6 +263,14 @@ def test_sizes_out_of_range_are_refused(world, threads):
 def test_threads_gather_in_rank_order(threads, num_ranks):
     expected = [float(rank) for rank in range(num_ranks)]
     assert threads(num_ranks).run(gathered_ranks) == [expected] * num_ranks
+
+
+def test_each_thread_draws_random_numbers_as_a_process_of_its_own(threads):
+    expected = random_numbers()
+    for found in threads(3).run(random_numbers):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert inspect.isbuiltin(torch.rand), "torch's own again"
+    assert "uniform_" not in vars(torch.Tensor)
 
 
 def test_threads_run_collectives_inside_gradient_hooks(threads):

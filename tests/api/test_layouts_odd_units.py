@@ -1,7 +1,6 @@
 """Do models of odd units train under every placement: no elements, more ranks than elements, tied, nested, mixed?"""
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from tests.api.compared import assert_trained, made, mean_square, train, train_p
 from tests.api.test_odd_use import Hollow
 from tests.models import WIDTH, Block
 from tests.parity.training import assert_named_close
-
-# Ranks that are threads share one random generator.
-building = threading.Lock()
 
 
 def by_turns(parameter, turns=None):
@@ -129,8 +125,7 @@ def train_all(cases):
     """By model and placement, the unsharded parameters after training."""
     found = {}
     for make, name in cases:
-        with building:
-            model = made(make)
+        model = made(make)
         for unit in (*model.children(), model):
             fully_shard(unit, **PLACEMENTS[name]())
         found[make, name] = train(model, mean_square, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,6 @@ WIDTH = 8
 VOCABULARY = 11
 
 Unit = nn.Module | list[nn.Module]
-
-# Ranks that are threads share one random generator: without the lock two of them would draw from it in turns
-# and hold different weights.
-_building = threading.Lock()
 
 
 class Specimen(nn.Module):
@@ -55,7 +50,7 @@ def specimen(cls: type[Specimen]) -> type[Specimen]:
 
 def build(name: str, seed: int = 0, device: str = "cpu") -> Specimen:
     """The model called `name`, with the same weights on every rank; on "meta", without any."""
-    with _building, torch.device(device):
+    with torch.device(device):
         torch.manual_seed(seed)
         return MODELS[name]()
 

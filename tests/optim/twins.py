@@ -4,8 +4,6 @@ The loss pulls every parameter to a target of its own, so that a test says which
 step and rank by rank, and what it is without sharding.
 """
 
-import threading
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,8 +23,6 @@ WORLDS = [("shard", 1), ("shard", 2), ("shard", 3), ("flat", 2), ("flat", 3), ("
 FIRST = {"w": (6, 4), "b": (6,), "v": (5, 3), "one": (1,), "u": (1, 7), "n": (9,)}
 SECOND = {"m": (7, 5), "scalar": (), "k": (3, 2, 2), "a": (2,)}
 NAMES = [f"first.{name}" for name in FIRST] + [f"second.{name}" for name in SECOND]
-
-_building = threading.Lock()
 
 
 class Pulled(nn.Module):
@@ -62,8 +58,7 @@ class Pair(nn.Module):
 
 def pair(**given):
     """An unsharded model, the same on all ranks."""
-    with _building:
-        return Pair(**given)
+    return Pair(**given)
 
 
 def shard(model, placement="flat", **given):

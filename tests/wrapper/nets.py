@@ -1,6 +1,5 @@
 """What do the tests of unshard contexts, flat parameters and refusals shard, and in which ways?"""
 
-import threading
 from operator import attrgetter
 
 import torch
@@ -13,9 +12,6 @@ from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, ShardingStrateg
 from tests.models import Block
 
 WORDS, WIDTH = 11, 6
-
-# Ranks that are threads share one random generator.
-_building = threading.Lock()
 
 
 class Net(nn.Module):
@@ -36,9 +32,8 @@ class Net(nn.Module):
 
 def made():
     """The net, with the same weights wherever it is made."""
-    with _building:
-        torch.manual_seed(0)
-        return Net()
+    torch.manual_seed(0)
+    return Net()
 
 
 def words(seed=0):

@@ -1,7 +1,6 @@
 """Does the wrapper do for tensor-parallel parameters what it does for others, over one and two axes of its own?"""
 
 import functools
-import threading
 
 import pytest
 import torch
@@ -55,8 +54,6 @@ FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_
 ROWS = ShardedStateDictConfig(form=ShardedForm.ROWS)
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
-_building = threading.Lock()  # ranks that are threads share one random generator
-
 
 def axes_of(shape):
     """The mesh and the data-parallel part of it; `shape` is (dp, tp), (replicate, dp, tp), or (dp,)."""
@@ -67,8 +64,7 @@ def axes_of(shape):
 def net_on(shape, sizes=ODD, change=None, **options):
     """The net, in units of its own; the rank's number among those that have other batches; and the optimizer."""
     mesh, data = axes_of(shape)
-    with _building:
-        net = built(sizes)
+    net = built(sizes)
     if change is not None:
         change(net)
     if "tp" in mesh.mesh_dim_names:
@@ -150,8 +146,7 @@ def trained_with_choices():
 def train_beside_ignored():
     """The head stays as it is: tensor parallel, and nobody's shard."""
     mesh, data = axes_of((2, 2))
-    with _building:
-        net = built(EVEN)
+    net = built(EVEN)
     tensor_parallel(net, mesh["tp"])
     head = net.head.weight
     model = FSDP(net, device_mesh=data, use_orig_params=True, ignored_modules=[net.head])

@@ -1,7 +1,6 @@
 """Do unshard contexts show unsharded parameters, and are the shards right afterwards, whatever was done inside?"""
 
 import gc
-import threading
 from operator import attrgetter
 
 import pytest
@@ -774,13 +773,9 @@ class Odd(nn.Module):
         return x * self.scalar + self.wide.sum() + self.narrow.sum() + self.turned.sum() + self.hollow.sum()
 
 
-_building = threading.Lock()
-
-
 def odd_values(options):
-    with _building:
-        torch.manual_seed(0)
-        model = Odd()
+    torch.manual_seed(0)
+    model = Odd()
     expected = {name: each.detach().clone() for name, each in model.named_parameters()}
     fully_shard(model, **options())
     for change in (1, 2):

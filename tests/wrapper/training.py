@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,15 +29,10 @@ BFLOAT16_REDUCED_IN_FLOAT32 = MixedPrecision(
 )
 
 
-# Ranks that are threads share one random generator.
-_building = threading.Lock()
-
-
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     """`make()`, with the same values on every rank."""
-    with _building:
-        torch.manual_seed(0)
-        return make()
+    torch.manual_seed(0)
+    return make()
 
 
 def wrap_units(
