@@ -160,17 +160,17 @@ class DataMesh:
         groups = (self.replicate_group if self.shards_replicas else None, self.shard_group)
         return [group for group in groups if group is not None and group.size() > 1]
 
-    @property
+    @cached_property
     def shard_transport(self) -> Transport:
         """The transport along the shard axis."""
         return self.transport_of(self.shard_group)
 
-    @property
+    @cached_property
     def gather_transport(self) -> Transport:
         """The transport that gathers parameters along the shard axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.shard_transport
 
-    @property
+    @cached_property
     def fetch_transport(self) -> Transport:
         """The transport that gathers the pieces of a shard along the replicate axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.transport_of(self.replicate_group)

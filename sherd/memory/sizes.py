@@ -40,14 +40,14 @@ def _sizes(weights: Weights | SelfGatheredWeights, gradients: Gradients, policy:
         sent=sent,
         part=part,
         arriving=tuple(each.shape.numel() * compute.itemsize for each in trained),
-        borrows=gradients.may_borrow and compute == reduce and is_sent_alone,
+        borrows=gradients.arrivals.may_borrow and compute == reduce and is_sent_alone,
         gradient_rows=(packing.gathered_numel + packing.num_ranks * flags) * reduce.itemsize,
         reduced=(sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
         gradients=summed * group.dtype.itemsize,
         scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
         is_all_trainable=len(trained) == len(group.parameters),
         lands=sender.shares_memory and isinstance(weights, Weights),
-        collects_late=gradients.collects_late,
+        collects_late=gradients.arrivals.collects_late,
     )
 
 

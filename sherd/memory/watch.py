@@ -191,7 +191,7 @@ def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
         for number, owner in enumerate(runtime.units):
             for group, gradients in enumerate(owner.gradients):
                 seen = _Arrivals(watch, number, group, gradients.group.parameters)
-                observers.enter_context(gradients.observed(seen))
+                observers.enter_context(gradients.arrivals.observed(seen))
         try:
             yield watch
         finally:

@@ -279,7 +279,7 @@ def observers_around_a_watch():
 
 
 def observers_of(unit):
-    return [runtime_over(unit).observer, *(gradients._observer for gradients in unit.gradients)]
+    return [runtime_over(unit).observer, *(gradients.arrivals._observer for gradients in unit.gradients)]
 
 
 def test_nothing_is_left_of_a_watch_when_it_ends_be_it_by_an_exception(world):

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from sherd.engine.moves.position import MOVES, Position
 from sherd.engine.moves.scale import Scale
+from sherd.engine.moves.weights import MOVES, Position
 from sherd.errors import SherdError, StateError
 from sherd.schedule.state import Live
 

@@ -1,10 +1,8 @@
-"""Where do a group's gradients wait to be reduced? In rows, into which they are copied as they come; one that is sent
-from where autograd has left it is its own rows.
-"""
+"""The buffer that one reduce-scatter sends: a group's gradients, rank by rank, and a flag for each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -13,10 +11,6 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.transport import Sizes
 from sherd.engine.moves.buffer_views import RowViews, sources_for
 from sherd.engine.state.group import Group
-from sherd.schedule.moments import MemoryKind
-
-BATCH_BYTES = 1 << 20
-"""Small gradients wait until this many bytes have come, and are copied in one call."""
 
 
 class ReduceBuffer:
@@ -60,77 +54,18 @@ class ReduceBuffer:
         rows.filled.add(0)
         return rows
 
-    def complete(self) -> None:
-        """Zeros for what has not come, and the flags."""
-        missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
-        for view in (view for index in missing for view in self.views[index]):
-            view.zero_()
-        for flags in self._places.flags if self._num_flags else ():
-            flags.fill_(1)
-            for index in missing:
-                flags[:, index : index + 1] = 0
-
-
-class PendingGradients:
-    """What no reduction has taken yet: gradients as they came, and `rows` with those that were copied."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._waiting: dict[int, torch.Tensor] = {}
-        self._waiting_bytes = 0
-        self.rows: ReduceBuffer | None = None
-        self._spare: list[ReduceBuffer] = []
-
-    @property
-    def has_any(self) -> bool:
-        """Whether any gradient is here."""
-        return self.waits or (self.rows is not None and bool(self.rows.filled))
-
-    @property
-    def waits(self) -> bool:
-        """Whether a gradient is here that is not in the rows."""
-        return bool(self._waiting)
-
-    def has_waiting(self, index: int) -> bool:
-        """Whether a gradient of the group's tensor `index` is here, and not in the rows."""
-        return index in self._waiting
-
-    @property
-    def is_due(self) -> bool:
-        """Whether enough gradients wait to be copied in one call."""
-        return self._waiting_bytes >= BATCH_BYTES
-
-    def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
-        """All of it: what a memory report counts."""
-        for gradient in self._waiting.values():
-            yield MemoryKind.ARRIVED, gradient
-        if self.rows is not None:
-            yield MemoryKind.GRADIENT_ROWS, self.rows.buffer.tensor
-
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Let the gradient of the group's tensor `index` wait."""
-        self._waiting[index] = gradient
-        self._waiting_bytes += gradient.nbytes
-
-    def borrow(self, gradient: torch.Tensor) -> None:
-        """Let the gradient of the group's only tensor be the rows."""
-        self.rows = ReduceBuffer.borrowed(self._group, gradient)
-
-    def copy_in(self, scale: float, dtype: torch.dtype) -> None:
-        """Move what waits into the rows, of `dtype`, times `scale`: written where nothing is yet, added where something
-        is."""
-        if not self._waiting:
-            return
-        rows = self._rows_of(dtype)
+    @torch.no_grad()
+    def fill(self, gradients: Mapping[int, torch.Tensor], scale: float) -> None:
+        """Copy in `gradients`, by their parameters' indices in the group, times `scale`. One of a parameter that is
+        `filled` is added to what is there."""
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        views, slots = rows.views, self._group.packing.slots
-        for index, gradient in self._waiting.items():
-            targets, sources = again if index in rows.filled else fresh
+        views, slots = self.views, self._packing.slots
+        for index, gradient in gradients.items():
+            targets, sources = again if index in self.filled else fresh
             targets.extend(views[index])
             sources.extend(sources_for(views[index], gradient, slots[index].cut))
-            rows.filled.add(index)
-        self._forget_waiting()
+            self.filled.add(index)
         if again[0]:
             torch._foreach_add_(*again, alpha=scale)
         if scale == 1.0 and fresh[0]:
@@ -143,44 +78,12 @@ class PendingGradients:
             else:
                 target.copy_(source).mul_(scale)
 
-    def take(self, dtype: torch.dtype) -> ReduceBuffer:
-        """The rows, for a reduction; empty ones of `dtype` if nothing has come. They are to be given back."""
-        rows, self.rows = self._rows_of(dtype), None
-        return rows
-
-    def give_back(self, rows: ReduceBuffer) -> None:
-        """A reduction has read them: their memory is free, the views in it are kept for the next ones."""
-        if rows.buffer.is_ours:
-            rows.filled.clear()
-            rows.buffer.free()
-            self._spare.append(rows)
-
-    def drop(self) -> None:
-        """Give up all that is here."""
-        if self.rows is not None:
-            self.give_back(self.rows)
-            self.rows = None
-        self._forget_waiting()
-
-    def drop_of(self, indices: frozenset[int]) -> None:
-        """Give up what the rows have of these tensors."""
-        if self.rows is not None:
-            self.rows.filled -= indices
-            if not self.rows.filled:
-                self.drop()
-
-    def _forget_waiting(self) -> None:
-        self._waiting.clear()
-        self._waiting_bytes = 0
-
-    def _rows_of(self, dtype: torch.dtype) -> ReduceBuffer:
-        if self.rows is not None:
-            return self.rows
-        fitting = next((each for each in self._spare if each.buffer.tensor.dtype == dtype), None)
-        if fitting is None:
-            fitting = ReduceBuffer.made(self._group, dtype)
-        else:
-            self._spare.remove(fitting)
-        fitting.buffer.allocate()
-        self.rows = fitting
-        return fitting
+    def complete(self) -> None:
+        """Write zeros where no gradient has come, and the flags."""
+        missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
+        for view in (view for index in missing for view in self.views[index]):
+            view.zero_()
+        for flags in self._places.flags if self._num_flags else ():
+            flags.fill_(1)
+            for index in missing:
+                flags[:, index : index + 1] = 0

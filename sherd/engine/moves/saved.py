@@ -19,7 +19,7 @@ import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -30,18 +30,16 @@ from sherd._torch import (
     in_backward,
     local_tensor,
     may_hook_saving,
-    move_versions,
     pop_saving_hooks,
     push_saving_hooks,
     saving_hooks,
     share_saving_hooks,
 )
-from sherd.engine.moves.position import Position
 from sherd.errors import GradientError
 from sherd.schedule.state import Live
 
 
-class Source(Position, ABC):
+class Source(ABC):
     """Parameters in memory that comes and goes. `unshard()` is called when backward is about to read them and they were
     freed.
 
@@ -50,8 +48,9 @@ class Source(Position, ABC):
     test_when_garbage_is_collected_does_not_say_when_ranks_gather.
     """
 
-    def __init__(self, name: str, unshard: Callable[[], None]) -> None:
-        super().__init__(name)
+    live: Live
+
+    def __init__(self, unshard: Callable[[], None]) -> None:
         self.num_saved_views = self.num_unread_views = 0
         self._unshard = unshard
 
@@ -67,32 +66,6 @@ class Source(Position, ABC):
         """
         if self.live is not Live.UNSHARDED:
             self._unshard()
-
-
-class Guard:
-    """Has autograd raise where it reads one of `parameters` while their memory is gone.
-
-    Where autograd has saved a parameter and a hook of ours saw it, reading it has it gathered first. Without a hook
-    autograd compares versions, so these are one ahead for as long as the memory is gone. That is what becomes of a
-    `ctx.weight` that was not kept by `save_for_backward`, in a gradient of a gradient:
-    test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._is_up = False
-
-    def raise_up(self) -> None:
-        """Their memory is about to go."""
-        if not self._is_up:
-            torch.autograd.graph.increment_version(self._parameters)
-            self._is_up = True
-
-    def take_down(self) -> None:
-        """Their memory and values are there again."""
-        if self._is_up:
-            move_versions(self._parameters, -1)
-            self._is_up = False
 
 
 class Reader(Protocol):
@@ -127,6 +100,11 @@ def source_of(tensor: torch.Tensor) -> weakref.ref[Source] | None:
         return _sources.get(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse, or wrapped by a transform: it has no storage
         return None
+
+
+def with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor`; of a unit's own parameter, or a view of it, a copy, whose memory does not go after forward."""
+    return tensor if source_of(tensor) is None else tensor.clone()
 
 
 class _Running(threading.local):

@@ -29,6 +29,8 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Transport
 from sherd.engine.moves import saved
+from sherd.engine.moves.unsharded_buffer import Guard
+from sherd.engine.moves.weights import Position
 from sherd.engine.state.group import Group
 from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
@@ -79,10 +81,10 @@ class _Made:
     parameter: nn.Parameter
     tensor: torch.Tensor
     inner: tuple[Buffer, ...]
-    guard: saved.Guard
+    guard: Guard
 
 
-class SelfGatheredWeights(saved.Source):
+class SelfGatheredWeights(Position, saved.Source):
     """The weights of a group of one such parameter; to the unit it is like any other group's."""
 
     def __init__(
@@ -93,7 +95,8 @@ class SelfGatheredWeights(saved.Source):
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
     ) -> None:
-        super().__init__(group.name, unshard)
+        Position.__init__(self, group.name)
+        saved.Source.__init__(self, unshard)
         self.group = group
         (self._record,) = group.parameters
         self._streams = streams
@@ -251,7 +254,7 @@ class SelfGatheredWeights(saved.Source):
         self._record.share_attributes(parameter)
         self._record.claim(parameter)
         self._watch(0, parameter)
-        return _Made(parameter, unsharded, tuple(Buffer.of(tensor) for tensor in inner), saved.Guard([parameter]))
+        return _Made(parameter, unsharded, tuple(Buffer.of(tensor) for tensor in inner), Guard([parameter]))
 
     def _finish(self, gathered: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor) -> Any:
         local: Any = self._record.local

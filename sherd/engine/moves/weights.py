@@ -1,8 +1,8 @@
-"""A group's parameters between shard and whole: gathered, shown to the modules, freed.
+"""A group's parameters between sharded and unsharded: gathered, shown to the modules, freed.
 
-    SHARDED ──gather──▶ GATHERING ──wait──▶ WHOLE ──free──▶ SHARDED
-                            ▲                 │
-                            └─gather─ SHRUNK ◀┘ shrink
+    SHARDED ──gather──▶ GATHERING ──wait──▶ UNSHARDED ──free──▶ SHARDED
+                            ▲                   │
+                            └─gather─ SHRUNK ◀──┘ shrink
 
 Unsharded parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage
 is gone kills the process, so the modules show shards at all other times
@@ -15,19 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sherd._torch import will_get_gradient
-from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
-from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.moves.kept_part import KeptPart
+from sherd.engine.moves.unsharded_buffer import UnshardedBuffer, are_same
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
+from sherd.engine.state.parameter import hide_unsharded, show_unsharded
 from sherd.errors import StateError
-from sherd.layout.packing import RunSlot, Slot
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
 
@@ -35,7 +33,7 @@ from sherd.schedule.state import Live
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """An all-gather under way, of the shards as of `version`. `rows` is None when it writes the unsharded buffer
-    itself; `land`, if given, puts this rank's own part there."""
+    itself; `copy_into_place`, if given, puts this rank's own part there."""
 
     handoff: Handoff
     source: torch.Tensor
@@ -44,64 +42,29 @@ class _Flight:
     copy_into_place: CopyIntoPlace | None = None
 
 
-class _UnshardedBuffer:
-    """The unsharded buffer, and the parameters cut from it, in one dtype."""
-
-    def __init__(self, group: Group, dtype: torch.dtype) -> None:
-        unsharded_memory = group.unsharded_memory
-        self.buffer = (
-            Buffer(group.packing.unsharded_numel, dtype, group.device)
-            if unsharded_memory is None
-            else Buffer.around(unsharded_memory)
-        )
-        flat = self.buffer.tensor
-        self.copy_out = copy_out(group.packing, flat)
-        self.parameters = []
-        for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
-            # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
-            # in-place operation" to autograd, while a user's change of one parameter still is.
-            tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
-            self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
-        del tensor
-        self._slots = group.packing.slots
-        offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
-        self._plain = [
-            (index, parameter, offset)
-            for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
-            if offset is not None
-        ]
-        self.guard = saved.Guard(self.parameters)
-        self.own_uses = self.buffer.uses
-
-    def free(self) -> None:
-        """Give the memory back, unless the shards are in it."""
-        if self.buffer.is_ours:
-            self.guard.raise_up()
-            self.buffer.free()
-
-    def moved(self) -> list[int]:
-        """The parameters that a user's `.data = ...` has given memory which no gather would fill."""
-        start = self.buffer.tensor.data_ptr()
-        return [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
-
-    def put_back(self, index: int) -> bool:
-        """Give a parameter its own memory again; whether there are the same values in it."""
-        parameter, slot = self.parameters[index], self._slots[index]
-        given = parameter.data
-        parameter.data = self.buffer.tensor.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(
-            slot.cut.shape
-        )
-        return _are_same(given, parameter.data)
+MOVES = {
+    Live.SHARDED: {Live.GATHERING},
+    Live.GATHERING: {Live.UNSHARDED, Live.SHARDED},
+    Live.UNSHARDED: {Live.SHARDED, Live.SHRUNK},
+    Live.SHRUNK: {Live.GATHERING, Live.SHARDED},
+}
 
 
-def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.dtype) -> int | None:
-    """Where in the buffer its bytes begin; None for a DTensor, which is not given memory in this way, and for what has
-    no elements."""
-    is_plain = parameter.unsharded_spec is None and parameter.restored is None
-    return slot.unsharded.start * dtype.itemsize if is_plain and slot.cut.numel else None
+class Position:
+    """Where the parameters of one group are (`live`), and which moves are legal."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.live = Live.SHARDED
+
+    def move(self, to: Live) -> None:
+        """Go to `to`. Raises `StateError`, with both names, if the table has no such move."""
+        if to not in MOVES[self.live]:
+            raise StateError(f"parameters of {self._name} cannot go from {self.live.name} to {to.name}")
+        self.live = to
 
 
-class Weights(saved.Source):
+class Weights(Position, saved.Source):
     """One group's parameters. `watch(index, parameter)` is told of each unsharded parameter once, when it is made."""
 
     def __init__(
@@ -111,31 +74,31 @@ class Weights(saved.Source):
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
     ) -> None:
-        super().__init__(group.name, unshard)
+        Position.__init__(self, group.name)
+        saved.Source.__init__(self, unshard)
         self.group = group
         self._streams = streams
         self._watch = watch
         # In each dtype that was asked for, and in that of the last gather. Made at the first gather: a model that is
         # only built or loaded has none.
-        self._buffers: dict[torch.dtype, _UnshardedBuffer] = {}
-        self._made: _UnshardedBuffer | None = None
+        self._buffers: dict[torch.dtype, UnshardedBuffer] = {}
+        self._made: UnshardedBuffer | None = None
         self._ids: set[int] = set()  # of the unsharded parameters in all of them
         self._dtype = group.compute_dtype
         self._flight: _Flight | None = None
         self._versions: dict[torch.dtype, int] = {}
-        self._part: torch.Tensor | None = None
-        self._part_group: dist.ProcessGroup | None = None
+        self._part: KeptPart | None = None
         # Rows may be gathered into the unsharded buffer, of which they are the first bytes then. With streams,
         # compute's memory cannot be written ahead of compute.
         self._may_be_rows = group.packing.is_cut_into_runs or (group.packing.direct and streams.in_host_order)
         # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
         self._lane_owns_buffer = False
 
-    def _make(self) -> _UnshardedBuffer:
+    def _make(self) -> UnshardedBuffer:
         """Make the unsharded buffer in the present dtype, and the parameters in it."""
         # Outside inference mode too: what is made in it can never be written in training.
         with torch.no_grad(), torch.inference_mode(False):
-            made = self._buffers[self._dtype] = _UnshardedBuffer(self.group, self._dtype)
+            made = self._buffers[self._dtype] = UnshardedBuffer(self.group, self._dtype)
             made.free()
         for index, parameter in enumerate(made.parameters):
             self.group.parameters[index].share_attributes(parameter)
@@ -147,7 +110,7 @@ class Weights(saved.Source):
         return made
 
     @property
-    def _present(self) -> _UnshardedBuffer:
+    def _present(self) -> UnshardedBuffer:
         """The unsharded buffer in the dtype of the last gather."""
         assert self._made is not None, "it is made when the first gather is started"
         return self._made
@@ -195,7 +158,7 @@ class Weights(saved.Source):
         if self._made is not None:
             yield MemoryKind.UNSHARDED, self._made.buffer.tensor
         if self._part is not None:
-            yield MemoryKind.PART, self._part
+            yield MemoryKind.PART, self._part.tensor
         if self._flight is not None:
             yield MemoryKind.SENT, self._flight.source
             if self._flight.rows is not None:
@@ -282,25 +245,15 @@ class Weights(saved.Source):
 
     def _gather_part(self) -> None:
         """Equal parts of the unsharded buffer itself were kept, so they are gathered straight into place."""
-        unsharded, part, part_group = self._present, self._part, self._part_group
+        buffer, part = self._present.buffer, self._part
         assert part is not None, "a shrunk group keeps its part"
-        transport = self.group.mesh.transport_of(part_group)
         if not self._lane_owns_buffer:
-            unsharded.buffer.allocate()
-
-        def start(async_op: bool) -> Pending | None:
-            unsharded.buffer.allocate()
-            return transport.all_gather(
-                unsharded.buffer.tensor,
-                part,
-                (part.numel(),) * (unsharded.buffer.tensor.numel() // part.numel()),
-                async_op,
-            )
-
+            buffer.allocate()
         # The part is compute's memory, and so may be the buffer.
         self._streams.gather.follow_compute()
-        self._flight = _Flight(self._streams.gather.run(start), part, self.group.version)
-        self._part = self._part_group = None
+        handoff = self._streams.gather.run(lambda async_op: part.gather(buffer, async_op))
+        self._flight = _Flight(handoff, part.tensor, self.group.version)
+        self._part = None
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
@@ -331,18 +284,20 @@ class Weights(saved.Source):
         if self._flight is not None:
             self._flight.handoff.wait()
             self._flight = None
-        self._part = self._part_group = None
-        self._free_unsharded()
+        self._part = None
         self.move(Live.SHARDED)
-        _require_none_lost(lost)
+        self._free_unsharded()
+        if lost:
+            raise _of_lost(lost)
 
     def _hide(self) -> list[str]:
         """Show the shards. The names of parameters that a user has given other values in a way that shards do not
         notice; what was only moved is put back."""
         unsharded = self._present
-        lost = [self.group.parameters[index].name for index in unsharded.moved() if not unsharded.put_back(index)]
+        moved = unsharded.moved()
+        lost = [self.group.parameters[index].name for index in moved if not unsharded.put_back(index)] if moved else []
         for record, parameter, instead in hide_unsharded(self.group.parameters, unsharded.parameters):
-            if not _are_same(instead, parameter):
+            if not are_same(instead, parameter):
                 lost.append(record.name)
         return lost
 
@@ -356,27 +311,17 @@ class Weights(saved.Source):
 
     def shrink(self, size: int) -> None:
         """Show the shards, and keep this rank's part of the whole for a mesh of `size` ranks."""
-        unsharded = self._present
-        mesh = self.group.mesh
-        numel = unsharded.buffer.tensor.numel() // size
-        start = mesh.shard_rank % size * numel
-        self._part = unsharded.buffer.tensor[start : start + numel].clone()
-        self._part_group = mesh.smaller_group(size)
+        self._part = KeptPart(self._present.buffer, self.group.mesh, size)
         lost = self._hide()
-        self._free_unsharded()
         self.move(Live.SHRUNK)
-        _require_none_lost(lost)
+        self._free_unsharded()
+        if lost:
+            raise _of_lost(lost)
 
 
-def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = type(tensor) is type(other) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
-    return alike and tensor.device == other.device and torch.equal(tensor, other)
-
-
-def _require_none_lost(names: list[str]) -> None:
-    if names:
-        raise StateError(
-            f"{', '.join(names)} had .data set, or another Parameter put in its place, while it was whole, which is a "
-            "copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
-            "them between steps, or in sherd.unsharded(model)"
-        )
+def _of_lost(names: list[str]) -> StateError:
+    return StateError(
+        f"{', '.join(names)} had .data set, or another Parameter put in its place, while it was whole, which is a copy "
+        "of the shards. FSDP does not support changing the parameters between forward and backward: change them "
+        "between steps, or in sherd.unsharded(model)"
+    )

@@ -11,6 +11,10 @@ from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
 
+WhenComplete = Callable[[int | None, bool], None]
+"""`when_complete(group, is_done)`: all gradients of the group of that number are there; None: of the last one, so of
+the unit. `is_done`: nothing in this backward will read its parameters again."""
+
 RECOMPUTED = -1
 """Stands among the numbers of groups for a recomputation of the unit."""
 
@@ -19,15 +23,16 @@ class Backward:
     """One unit's part in the present backward, and what the last one has taught.
 
     It `is_entered` once backward has reached the unit; it `has_reduced` once its reduction was started. `enter()` tells
-    the runtime that backward is there.
+    the runtime that backward is there. Sums of gradients are divided by `num_ranks`, unless the policy says otherwise.
     """
 
-    def __init__(self, enter: Callable[[], None]) -> None:
+    def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
         self.is_entered = self.has_reduced = False
         self._enter = enter
+        self._num_ranks = float(num_ranks)
         self._weights: Sequence[Weights | SelfGatheredWeights] = ()
         self._gradients: Sequence[Gradients] = ()
-        self._when_complete: Callable[[int | None], None] | None = None
+        self._when_complete: WhenComplete | None = None
         self._num_expected = self._num_completed = 0
         self._seen: list[int] = []
         self._is_gone_through_once = False
@@ -49,22 +54,22 @@ class Backward:
         itself, a weight that was used after `unshard()`, a gradient of a gradient."""
         self._enter()
 
-    def expect(self, policy: UnitPolicy, divide_by: float, when_complete: Callable[[int | None], None]) -> None:
+    def expect(self, policy: UnitPolicy, when_complete: WhenComplete) -> None:
         """Prepare for the gradients of a backward that is about to reach the unit.
 
         Args:
             policy: whether it reduces, and how.
-            divide_by: the divisor of the sum over all ranks.
-            when_complete: called with each group whose trainable parameters all have their gradient, and with None when
-                that is the last one.
+            when_complete: called for each group whose trainable parameters all have their gradient.
         """
         self.is_entered = True
         self._when_complete = when_complete
-        self._num_completed = 0
+        self._num_completed = self._num_expected = 0
+        divide_by = self._num_ranks if policy.divide_factor is None else policy.divide_factor
         may_borrow, is_one_of_many = policy.reduce_scatter is None, policy.accumulation is not None
         for gradients in self._gradients:
-            gradients.expect(divide_by, may_borrow, policy.reduce_gradients, is_one_of_many)
-        self._num_expected = sum([gradients.expects_any for gradients in self._gradients])
+            self._num_expected += gradients.arrivals.expect(
+                divide_by, may_borrow, policy.reduce_gradients, is_one_of_many
+            )
 
     def recompute_begins(self) -> None:
         """Note that a forward of the unit begins inside backward: activation checkpointing."""
@@ -88,11 +93,11 @@ class Backward:
         self._when_complete = None
         self._num_completed = 0
         if self._seen:
-            came_twice = any(gradients.came_twice for gradients in self._gradients)
+            came_twice = any(gradients.arrivals.came_twice for gradients in self._gradients)
             self._is_gone_through_once = len(set(self._seen)) == len(self._seen) and not came_twice
             self._seen.clear()
         for gradients in self._gradients:
-            gradients.end_backward()
+            gradients.arrivals.end_backward()
         for weights in self._weights:
             weights.end_backward()
 
@@ -103,8 +108,12 @@ class Backward:
         is_last = self._num_completed >= self._num_expected
         if is_last:
             self._num_completed = 0
-        if self._when_complete is not None:
-            self._when_complete(None if is_last else group)
+        if self._when_complete is None:
+            return
+        if is_last:
+            self._when_complete(None, self._is_done)
+        else:
+            self._when_complete(group, self._group_is_done(group))
 
     def drop_unreduced(self) -> None:
         """Drop gradients that wait for a reduction, or for half of one."""
@@ -118,30 +127,32 @@ class Backward:
         """Whether gradients wait for a reduction, or for the other half of one."""
         return any(gradients.unreduced for gradients in self._gradients)
 
-    def awaits_reduction(self, policy: UnitPolicy) -> bool:
-        """Whether gradients wait for the reduction that this backward is to have. Sums over the shard axis may wait for
-        a later one."""
-        return any(gradients.awaits_reduction(policy) for gradients in self._gradients)
+    def awaits_reduction(self, policy: UnitPolicy, brings_gradients: Callable[[], bool]) -> bool:
+        """Whether the unit is to take part in a reduction: gradients wait for the one that this backward is to have, or
+        other ranks may have gradients that are missing here. Sums over the shard axis may wait for a later one.
+
+        With none here, other ranks may have some if backward has gone through the unit, its reduction allows for ranks
+        without any, and `brings_gradients()` says that this is a backward for parameters. Those ranks reduce it now, so
+        this one does: test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn.
+        """
+        if any(gradients.awaits_reduction(policy) for gradients in self._gradients):
+            return True
+        if self.has_reduced or not self.is_entered or not policy.reduce_gradients:
+            return False
+        return any(gradients.may_lack(policy) for gradients in self._gradients) and brings_gradients()
 
     @property
     def has_received(self) -> bool:
         """Whether any gradient has come in the present backward."""
-        return any(gradients.has_received for gradients in self._gradients)
+        return any(gradients.arrivals.has_received for gradients in self._gradients)
 
     @property
     def awaits_gradients(self) -> bool:
         """Whether the present backward will bring gradients for the unit."""
         return any(weights.awaits_gradients for weights in self._weights)
 
-    def is_owed(self, policy: UnitPolicy) -> bool:
-        """Whether backward has reached the unit, no gradient has come, and its reduction allows for ranks that have
-        none."""
-        if self.has_reduced or not policy.reduce_gradients or not self.is_entered:
-            return False
-        return any(gradients.may_lack(policy) for gradients in self._gradients)
-
     @property
-    def is_done(self) -> bool:
+    def _is_done(self) -> bool:
         """Whether, with all gradients there, nothing in backward will read the unit's unsharded parameters again.
 
         A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
@@ -154,13 +165,13 @@ class Backward:
         if not self._is_gone_through_once:
             return False
         pairs = zip(self._gradients, self._weights, strict=True)
-        return all(gradients.expects_all and weights.is_unread for gradients, weights in pairs)
+        return all(gradients.arrivals.expects_all and weights.is_unread for gradients, weights in pairs)
 
-    def group_is_done(self, group: int) -> bool:
+    def _group_is_done(self, group: int) -> bool:
         """Whether that holds of `group`, which is a single tensor whose gradient is there."""
         gradients, weights = self._gradients[group], self._weights[group]
         is_single = len(weights.group.parameters) == 1
-        return self._is_gone_through_once and is_single and gradients.expects_all and weights.is_unread
+        return self._is_gone_through_once and is_single and gradients.arrivals.expects_all and weights.is_unread
 
 
 def _group_completed(backward: weakref.ref[Backward], group: int) -> None:

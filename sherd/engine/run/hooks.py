@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from sherd._torch import are_transforms_active, beneath_transforms, dynamo_disabled
-from sherd.engine.moves.saved import source_of
+from sherd.engine.moves.saved import source_of, with_own_memory
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import FRONT_END, RUNTIME, UNIT, runtime_of
 from sherd.engine.run.sharded_access import explain
@@ -83,7 +83,9 @@ def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Cal
 
 
 def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    runtime = runtime_of(unit, module)
+    runtime = runtime_over(unit)
+    if runtime is None or unit.id in runtime.guests:
+        runtime = runtime_of(unit, module)
     call = runtime.enter(unit, module)
     if call.outermost and unit.mesh.device.type != "cpu":
         args, kwargs = map_tensors(functools.partial(_to_device, unit.mesh.device), (args, kwargs))
@@ -104,14 +106,15 @@ def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -
 
 
 def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
+    output = map_tensors(with_own_memory, output)
+    differentiable = torch.is_grad_enabled()
+    error = sys.exc_info()[1]
+    is_in_use = _is_viewed(unit) and _keeps_view(unit, output)
     runtime = runtime_over(unit)
     if runtime is None:
         return output
-    output = map_tensors(_with_own_memory, output)
-    differentiable = torch.is_grad_enabled()
-    error = sys.exc_info()[1]
     try:
-        returned = runtime.leave(module, differentiable, _is_viewed(unit) and _keeps_view(unit, output))
+        returned = runtime.leave(module, differentiable, is_in_use)
     except CommError:
         if not isinstance(error, CommError):
             raise
@@ -129,11 +132,6 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-
-def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a unit's own parameter, or of a view of it, whose memory goes after the forward that returns it."""
-    return tensor if source_of(tensor) is None else tensor.clone()
 
 
 def _is_viewed(unit: Unit) -> bool:

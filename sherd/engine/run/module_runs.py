@@ -13,13 +13,10 @@ class ModuleRuns:
 
     def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._modules = modules
-        self._is_one = len(modules) == 1
         self._to_run: set[int] = set()
 
     def begin(self) -> bool:
         """Note that a module begins a forward. Returns True if that begins a run of the unit."""
-        if self._is_one:
-            return True
         begins = not self._to_run
         if begins:
             self._to_run = {id(module) for ref in self._modules if (module := ref()) is not None}
@@ -27,8 +24,6 @@ class ModuleRuns:
 
     def end(self, module: nn.Module) -> bool:
         """Note that `module` has ended a forward. Returns True if that ends the unit's run."""
-        if self._is_one:
-            return True
         was_running = id(module) in self._to_run
         self._to_run.discard(id(module))
         return was_running and not self._to_run

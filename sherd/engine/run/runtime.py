@@ -159,7 +159,7 @@ class Runtime:
         if outermost:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
-        handling, opens_run = sys.exc_info()[1], unit.runs.begin()
+        handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         call = Call(
             unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit.backward)
         )
@@ -180,7 +180,8 @@ class Runtime:
             return False
         call = self._pop_call()
         raised = sys.exc_info()[1] is not call.handling
-        ends = call.unit.runs.end(module) or raised
+        runs = call.unit.runs
+        ends = runs is None or runs.end(module) or raised
         if ends and all(outer.unit is not call.unit for outer in self._calls):  # not from inside its own other method
             self.on(AfterForward(self._index[call.unit.id], call.recomputing, in_use))
         if call.outermost:
@@ -206,8 +207,7 @@ class Runtime:
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.root.id):
             for each in self.units:
-                each.notice_moved()
-                each.mark_shards_written()
+                each.may_be_written()
         self.revise()
         event, self._step_event = self._step_event, None
         for streams in {id(each.streams): each.streams for each in self.units}.values():
@@ -215,7 +215,7 @@ class Runtime:
 
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
-            if unit.runs.give_up():  # a list unit of which the forward ran only some modules
+            if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(AfterForward(index))
         self.on(EndForward(differentiable))
 
@@ -238,43 +238,38 @@ class Runtime:
         self.on(BeforeBackward(self._index[unit.id]))
 
     def _expect_gradients(self, unit: Unit) -> None:
-        unit.backward.expect(unit.policy, unit.divide_by, partial(self._gradients_complete, unit))
+        unit.backward.expect(unit.policy, partial(self._gradients_complete, self._index[unit.id]))
 
     def after_backward(self, unit: Unit) -> None:
         """Autograd is past the inputs of `unit`."""
         if self.in_backward:
-            unreduced = unit.backward.awaits_reduction(unit.policy) or self._is_owed(unit)
+            unreduced = unit.backward.awaits_reduction(unit.policy, self._has_gradients)
             self.on(AfterBackward(self._index[unit.id], unreduced))
             unit.backward.leave()
 
-    def _is_owed(self, unit: Unit) -> bool:
-        """Whether backward has gone through `unit` without a gradient for it, which other ranks may have: they reduce
-        it, so this one takes part, at this very moment: test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn.
-        """
-        if not unit.backward.is_owed(unit.policy):
-            return False
-        if self._brings_gradients is None:  # else it is one for other tensors: `torch.autograd.grad`
+    def _has_gradients(self) -> bool:
+        """Whether the present backward brings gradients for any unit; else it is one for other tensors, as that of
+        `torch.autograd.grad`."""
+        if self._brings_gradients is None:
             self._brings_gradients = any(
-                each.backward.has_received or each.backward.awaits_gradients for each in self.units
+                unit.backward.has_received or unit.backward.awaits_gradients for unit in self.units
             )
         return self._brings_gradients
 
-    def _gradients_complete(self, unit: Unit, group: int | None) -> None:
-        index = self._index[unit.id]
-        if group is not None:
-            if unit.backward.group_is_done(group):
-                self.on(GroupPassed(index, group))
-            return
-        # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that is
-        # safe.
-        self.on(AfterBackward(index, unreduced=True) if unit.backward.is_done else GradientsReady(index))
+    def _gradients_complete(self, index: int, group: int | None, is_done: bool) -> None:
+        if group is None:
+            # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that
+            # is safe.
+            self.on(AfterBackward(index, unreduced=True) if is_done else GradientsReady(index))
+        elif is_done:
+            self.on(GroupPassed(index, group))
 
     def _end_backward(self) -> None:
         """Autograd is done: whatever is left over is reduced and freed."""
         if not self.in_backward:
             return
         for index, unit in enumerate(self.units):
-            if unit.backward.awaits_reduction(unit.policy) or self._is_owed(unit):
+            if unit.backward.awaits_reduction(unit.policy, self._has_gradients):
                 self.on(AfterBackward(index, unreduced=True))
         if (counted := self.root.policy.accumulation) is not None:
             counted.end_backward(self.root.id, any(unit.backward.has_received for unit in self.units))
@@ -291,8 +286,7 @@ class Runtime:
 
     def unshard(self, unit: Unit, wait: bool) -> None:
         """Start `unit`'s all-gather, and wait for it if told so."""
-        unit.notice_moved()
-        unit.mark_shards_written()
+        unit.may_be_written()
         self.revise()
         self.on(Unshard(self._index[unit.id], wait))
 
@@ -330,7 +324,8 @@ class Runtime:
         self.in_backward, self._brings_gradients = False, None
         for unit in self.units:
             unit.backward.end()
-            unit.runs.give_up()
+            if unit.runs is not None:
+                unit.runs.give_up()
 
     def _give_up_interrupted(self) -> None:
         """Back to shards if a forward has ended and nobody said so."""

@@ -91,8 +91,8 @@ class Unit:
         self._place = RestingPlace.under(offload, mesh.device)
         self._modules = tuple(weakref.ref(module) for module in modules)
         self.sealed_into: Callable[[], Conductor | None] = _nowhere
-        self.backward = Backward(partial(_surprised, weakref.ref(self)))
-        self.runs = ModuleRuns(self._modules)
+        self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
+        self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
         self.weights: list[Weights | SelfGatheredWeights] = []
         self.gradients: list[Gradients] = []
@@ -175,9 +175,9 @@ class Unit:
             self.gradients.append(gradients)
             unshard = partial(_needed, this)
             self.weights.append(
-                SelfGatheredWeights(group, self.streams, self.precision, gradients.watch, unshard)
+                SelfGatheredWeights(group, self.streams, self.precision, gradients.arrivals.watch, unshard)
                 if group.gathers_itself
-                else Weights(group, self.streams, gradients.watch, unshard)
+                else Weights(group, self.streams, gradients.arrivals.watch, unshard)
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
@@ -283,18 +283,29 @@ class Unit:
         elif self.live is not Live.SHARDED:
             conductor.show_shards(self)
 
+    def may_be_written(self) -> None:
+        """Note that a user may have written to the shards, unnoticed (`parameter.data.copy_(...)`), or given them other
+        memory, whose values are taken.
+
+        Raises:
+            WriteBackError: they are lost, or of another shape.
+        """
+        self.notice_moved()
+        self._mark_shards_written()
+
     def shards_written(self) -> None:
         """Shards have new values: unsharded parameters made from the old ones are stale."""
-        self.mark_shards_written()
+        self._mark_shards_written()
         conductor = self.sealed_into()
         if conductor is not None and self.live is not Live.SHARDED:
             conductor.shards_written(self)
 
-    def mark_shards_written(self) -> None:
-        """Shards may have been written, unnoticed (`parameter.data.copy_(...)`): what is kept of them whole, by
-        placements that say so, is brought up to date at the next gather."""
+    def _mark_shards_written(self) -> None:
+        """Have what is kept of the shards unsharded, by placements that say so, brought up to date at the next
+        gather."""
         for weights in self.weights:
-            weights.group.mark_shards_written()
+            if weights.group.keeps_copies:
+                weights.group.mark_shards_written()
 
     def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
         """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.
@@ -327,12 +338,6 @@ class Unit:
         """Shards from here on."""
         for weights in self.weights:
             weights.free()
-
-    @property
-    def divide_by(self) -> float:
-        """What the sum of gradients over all data-parallel ranks is divided by."""
-        chosen = self.policy.divide_factor
-        return chosen if chosen is not None else float(self.mesh.num_shards * self.mesh.num_replicas)
 
     @property
     def reduce_buffers(self) -> int:

@@ -172,6 +172,7 @@ class Group:
         is_one_large = len(self.parameters) == 1 and is_large(self.parameters[0])
         self.num_flags = 0 if is_one_large else len(self.parameters)
         self.fetched = self._fetched()
+        self.keeps_copies = mesh.keeps_unsharded or self.fetched is not None
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
         self.optimizer_params = self._optimizer_params()

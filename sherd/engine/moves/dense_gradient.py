@@ -1,9 +1,6 @@
-"""A gradient as autograd leaves it, as the plain dense tensor that is reduced."""
+"""Turns a gradient as autograd leaves it into the plain dense tensor that is reduced."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,16 +9,6 @@ from sherd._torch import local_tensor
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import GradientError
-
-
-class GradientObserver(Protocol):
-    """Sees the gradients of one group as they come."""
-
-    def arrives(self, index: int, unsharded: torch.Tensor) -> None:
-        """The parameter `unsharded`, of that index in the group, has a gradient that nobody has taken yet."""
-
-    def copy(self, copy: Callable[[], None]) -> None:
-        """Have gradients that waited copied into the rows, by `copy()`."""
 
 
 def as_dense(gradient: torch.Tensor, record: ShardedParameter) -> torch.Tensor:

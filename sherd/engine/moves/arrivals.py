@@ -1,0 +1,272 @@
+"""The gradients of one group as autograd brings them, until a reduction takes them.
+
+autograd ──arrived──▶ waiting, as they came ──1 MiB, or all──▶ rows of a reduce buffer ──take──▶ reduction
+                                                               ▲
+                      a large one, alone in its group ──────────┘ borrowed: it is its own rows
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from sherd._torch import dynamo_disabled
+from sherd.engine.moves.dense_gradient import as_dense
+from sherd.engine.moves.reduce_buffer import ReduceBuffer
+from sherd.engine.moves.scale import MANY_RANKS, Scale
+from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import num_trainable
+from sherd.schedule.moments import MemoryKind
+
+BATCH_BYTES = 1 << 20
+"""Small gradients wait until this many bytes have come, and are copied in one call."""
+
+
+class GradientObserver(Protocol):
+    """Sees the gradients of one group as they come."""
+
+    def arrives(self, index: int, unsharded: torch.Tensor) -> None:
+        """The parameter `unsharded`, of that index in the group, has a gradient that nobody has taken yet."""
+
+    def copy(self, copy: Callable[[], None]) -> None:
+        """Have gradients that waited copied into the rows, by `copy()`."""
+
+
+class Arrivals:
+    """One group's gradients that no reduction has taken yet. `begin()` is called when one comes though nobody has said
+    `expect`, `complete()` when every trainable parameter has had its gradient.
+
+    It `may_borrow` if a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it. It
+    `collects_late` if gradients that will be reduced wait as they are, and rows are allocated for the reduction only:
+    after the unsharded parameters were freed, and the rows of the unit before. `came_twice`: two gradients of one
+    parameter have come in this backward. `scale` turns the sum over all ranks into their mean.
+    """
+
+    def __init__(
+        self, group: Group, in_host_order: bool, begin: Callable[[], None], complete: Callable[[], None]
+    ) -> None:
+        self._group = group
+        self._begin = begin
+        self._complete = complete
+        self._observer: GradientObserver | None = None
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._waiting_bytes = 0
+        self._rows: ReduceBuffer | None = None
+        self._spare: list[ReduceBuffer] = []
+        self._arrived: set[int] = set()
+        self._came: set[int] = set()
+        self.came_twice = False
+        self._num_expected = 0
+        self._is_expecting = False
+        is_alone = len(group.parameters) == 1 and group.packing.direct and group.num_flags == 0
+        self.may_borrow = is_alone and in_host_order and group.reduce_dtype != torch.float16
+        # Without streams small gradients are copied as they come, while they are in the cache. Large rows would stand
+        # beside all activations of the unit: test_large_rows_are_allocated_once_a_units_parameters_are_free.
+        self.collects_late = group.has_large_rows or not in_host_order
+        self._borrows = False
+        self._waits_for_reduction = self.collects_late
+        self._dtype = group.reduce_dtype
+        self.scale = Scale(1.0, 1.0)
+        self._scales: dict[tuple[bool, float], Scale] = {}
+
+    def watch(self, index: int, parameter: nn.Parameter) -> None:
+        """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
+        if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
+            return
+        this = weakref.ref(self)  # the parameter holds its hook, and its group's buffers hold the parameter
+
+        @dynamo_disabled
+        def arrived(unsharded: torch.Tensor) -> None:
+            arrivals = this()
+            if arrivals is not None:
+                arrivals._take(index, unsharded)
+
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)
+        parameter.requires_grad_(self._group.parameters[index].requires_grad)
+
+    # A backward
+
+    def expect(self, divide_by: float, may_borrow: bool, reduces: bool, is_one_of_many: bool) -> bool:
+        """Prepare for a backward. Returns whether the group has a trainable parameter.
+
+        Args:
+            divide_by: the divisor of the summed gradients.
+            may_borrow: a large gradient may be sent from where autograd left it; nobody writes to it then.
+            reduces: this backward ends with a reduction.
+            is_one_of_many: it is inside `accumulate`.
+        """
+        self._is_expecting = True
+        self._num_expected = num_trainable(self._group.parameters)
+        self._waits_for_reduction = self.collects_late and reduces
+        self._dtype = self.summed_in if is_one_of_many and not reduces else self._group.reduce_dtype
+        self._borrows = may_borrow and self.may_borrow
+        scale = self._scales.get((self._borrows, divide_by))
+        if scale is None:
+            scale = self._scales[self._borrows, divide_by] = self._scale_for(divide_by)
+        self.scale = scale
+        return self._num_expected > 0
+
+    def _scale_for(self, divide_by: float) -> Scale:
+        # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed. So are those of many
+        # ranks: their rows are many short strips, which a plain copy fills faster, and a shard is soon scaled.
+        dtype = self._group.reduce_dtype
+        many = self._group.packing.num_ranks >= MANY_RANKS and dtype.itemsize >= 4
+        return Scale(1.0, 1 / divide_by) if self._borrows or many else Scale.for_(dtype, divide_by)
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The dtype in which many micro-batches are added up: the shards', if the reduce dtype is narrower."""
+        return torch.promote_types(self._group.reduce_dtype, self._group.dtype)
+
+    def _take(self, index: int, unsharded: torch.Tensor) -> None:
+        gradient = unsharded.grad
+        if gradient is None:
+            return  # frozen since its forward: autograd has come here and accumulated nothing
+        if self._observer is not None:
+            self._observer.arrives(index, unsharded)
+        unsharded.grad = None
+        if not self._is_expecting:
+            self._begin()
+        if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+            gradient = as_dense(gradient, self._group.parameters[index])
+        if index in self._waiting:
+            # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
+            # be in the rows for that.
+            self._copy_batch()
+        self.came_twice |= index in self._came
+        self._came.add(index)
+        self._arrived.add(index)
+        if self._rows is None and self._borrows and self._can_be_rows(gradient):
+            self._rows = ReduceBuffer.borrowed(self._group, gradient)
+        else:
+            self._waiting[index] = gradient
+            self._waiting_bytes += gradient.nbytes
+        is_complete = len(self._arrived) >= self._num_expected
+        # What is added to earlier backwards' gradients does not wait for the reduction, even if it collects late.
+        waits = self._waits_for_reduction and self._rows is None
+        if not waits and (is_complete or self._waiting_bytes >= BATCH_BYTES):
+            self._copy_batch()
+        if is_complete:
+            self._arrived.clear()
+            self._complete()
+
+    def _can_be_rows(self, gradient: torch.Tensor) -> bool:
+        """Whether `gradient`, the group's only one, is laid out and typed as it will be sent."""
+        fits = gradient.numel() == self._group.packing.gathered_numel and gradient.is_contiguous()
+        return fits and gradient.dtype == self._group.reduce_dtype and not gradient.requires_grad
+
+    def _copy_batch(self) -> None:
+        if not self._waiting:
+            return
+        if self._observer is None:
+            self._copy()
+        else:
+            self._observer.copy(self._copy)
+
+    def _copy(self) -> None:
+        rows = self._rows_to_fill()
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        rows.fill(waiting, self.scale.before)
+
+    def _rows_to_fill(self) -> ReduceBuffer:
+        """Returns the rows; new ones, in spare memory if there is any, if nothing was copied yet."""
+        if self._rows is None:
+            spare = next((rows for rows in self._spare if rows.buffer.tensor.dtype == self._dtype), None)
+            if spare is None:
+                spare = ReduceBuffer.made(self._group, self._dtype)
+            else:
+                self._spare.remove(spare)
+            spare.buffer.allocate()
+            self._rows = spare
+        return self._rows
+
+    def end_backward(self) -> None:
+        """Note that the backward is over: gradients that did not come will not come. Those that no reduction has taken
+        wait in the rows, where the next backward's are added to them."""
+        self._is_expecting = self.came_twice = False
+        self._copy_batch()
+        self._arrived.clear()
+        self._came.clear()
+
+    # What a reduction does
+
+    def take(self, even_if_empty: bool) -> ReduceBuffer | None:
+        """Returns the rows, for a reduction, which gives them back; None, or empty ones, if nothing has come."""
+        self._copy_batch()
+        self._arrived.clear()
+        rows = self._rows_to_fill() if even_if_empty else self._rows
+        self._rows = None
+        return rows
+
+    def give_back(self, rows: ReduceBuffer) -> None:
+        """Note that a reduction has read `rows`: their memory is freed, their views are kept for the next one."""
+        if rows.buffer.is_ours:
+            rows.filled.clear()
+            rows.buffer.free()
+            self._spare.append(rows)
+
+    # What is here
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any gradient is here."""
+        return bool(self._waiting) or (self._rows is not None and bool(self._rows.filled))
+
+    @property
+    def has_received(self) -> bool:
+        """Whether one has come in the present backward."""
+        return bool(self._came)
+
+    @property
+    def expects_any(self) -> bool:
+        """Whether the group has a trainable parameter."""
+        return self._num_expected > 0
+
+    @property
+    def expects_all(self) -> bool:
+        """Whether all of the group's parameters are trainable."""
+        return self._num_expected == len(self._group.parameters)
+
+    def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
+        """Yields everything that is here, freed buffers too: what a memory report counts."""
+        for gradient in self._waiting.values():
+            yield MemoryKind.ARRIVED, gradient
+        if self._rows is not None:
+            yield MemoryKind.GRADIENT_ROWS, self._rows.buffer.tensor
+
+    @contextmanager
+    def observed(self, observer: GradientObserver) -> Iterator[None]:
+        """Have `observer` see each gradient that comes inside the context."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    # Giving up
+
+    def discard(self) -> None:
+        """Drop all gradients that are here, and forget that they have come."""
+        self.drop()
+        self._arrived.clear()
+
+    def drop(self) -> None:
+        """Drop all gradients that are here."""
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        if self._rows is not None:
+            rows, self._rows = self._rows, None
+            self.give_back(rows)
+
+    def drop_of(self, indices: frozenset[int]) -> None:
+        """Drop those of the parameters of these indices."""
+        self._copy_batch()
+        if self._rows is not None:
+            self._rows.filled -= indices
+            if not self._rows.filled:
+                self.drop()

@@ -1,0 +1,104 @@
+"""The memory of a group's unsharded parameters, and the parameters in it, which are made once and stay the same
+objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from sherd._torch import move_versions
+from sherd.comm.buffers import Buffer
+from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.layout.packing import RunSlot, Slot
+
+
+class Guard:
+    """Has autograd raise where it reads one of `parameters` while their memory is gone.
+
+    Where autograd has saved a parameter and a hook of ours saw it, reading it has it gathered first. Without a hook
+    autograd compares versions, so these are one ahead for as long as the memory is gone. That is what becomes of a
+    `ctx.weight` that was not kept by `save_for_backward`, in a gradient of a gradient:
+    test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._is_up = False
+
+    def raise_up(self) -> None:
+        """Their memory is about to go."""
+        if not self._is_up:
+            torch.autograd.graph.increment_version(self._parameters)
+            self._is_up = True
+
+    def take_down(self) -> None:
+        """Their memory and values are there again."""
+        if self._is_up:
+            move_versions(self._parameters, -1)
+            self._is_up = False
+
+
+class UnshardedBuffer:
+    """The unsharded buffer, and the parameters cut from it, in one dtype."""
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        unsharded_memory = group.unsharded_memory
+        self.buffer = (
+            Buffer(group.packing.unsharded_numel, dtype, group.device)
+            if unsharded_memory is None
+            else Buffer.around(unsharded_memory)
+        )
+        flat = self.buffer.tensor
+        self.copy_out = copy_out(group.packing, flat)
+        self.parameters = []
+        for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
+            # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
+            # in-place operation" to autograd, while a user's change of one parameter still is.
+            tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
+            self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
+        del tensor
+        self._slots = group.packing.slots
+        offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
+        self._plain = [
+            (index, parameter, offset)
+            for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
+            if offset is not None
+        ]
+        self.guard = Guard(self.parameters)
+        self.own_uses = self.buffer.uses
+
+    def free(self) -> None:
+        """Give the memory back, unless the shards are in it."""
+        if self.buffer.is_ours:
+            self.guard.raise_up()
+            self.buffer.free()
+
+    def moved(self) -> list[int]:
+        """The parameters that a user's `.data = ...` has given memory which no gather would fill."""
+        start = self.buffer.tensor.data_ptr()
+        return [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
+
+    def put_back(self, index: int) -> bool:
+        """Give a parameter its own memory again; whether there are the same values in it."""
+        parameter, slot = self.parameters[index], self._slots[index]
+        given = parameter.data
+        parameter.data = self.buffer.tensor.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(
+            slot.cut.shape
+        )
+        return are_same(given, parameter.data)
+
+
+def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.dtype) -> int | None:
+    """Where in the buffer its bytes begin; None for a DTensor, which is not given memory in this way, and for what has
+    no elements."""
+    is_plain = parameter.unsharded_spec is None and parameter.restored is None
+    return slot.unsharded.start * dtype.itemsize if is_plain and slot.cut.numel else None
+
+
+def are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = type(tensor) is type(other) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+    return alike and tensor.device == other.device and torch.equal(tensor, other)
