@@ -289,22 +289,22 @@ def test_beneath_transforms__are_the_tensors_that_a_later_backward_goes_through(
 def test_storage_uses__counts_views_and_forgets_them_when_they_go():
     tensor = torch.ones(4)
     storage = tensor.untyped_storage()
-    before = _torch.storage_uses(storage)
+    before = _torch.storage_uses(storage._cdata)
     views = [tensor[1:], tensor.data]
-    assert _torch.storage_uses(storage) == before + 2
+    assert _torch.storage_uses(storage._cdata) == before + 2
     views.clear()
-    assert _torch.storage_uses(storage) == before
+    assert _torch.storage_uses(storage._cdata) == before
 
 
 def test_storage_uses__counts_a_view_that_autograd_keeps_for_backward():
     weight = nn.Parameter(torch.ones(2, 2))
     storage = weight.untyped_storage()
-    before = _torch.storage_uses(storage)
+    before = _torch.storage_uses(storage._cdata)
     output = torch.ones(1, 2, requires_grad=True) @ weight.t()
-    assert _torch.storage_uses(storage) > before
+    assert _torch.storage_uses(storage._cdata) > before
     output.sum().backward()
     del output
-    assert _torch.storage_uses(storage) == before
+    assert _torch.storage_uses(storage._cdata) == before
 
 
 # Modules
@@ -561,11 +561,11 @@ def test_specs_of__gives_the_same_for_many(world):
 
 def locals_held() -> bool:
     tensors = [DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),)) for _ in range(2)]
-    found = _torch.local_tensors(tensors)
+    found = list(map(_torch.local_tensor, tensors))
     return all(mine is _torch.local_tensor(each) for mine, each in zip(found, tensors, strict=True))
 
 
-def test_local_tensors__are_the_objects_that_the_dtensors_hold(world):
+def test_local_tensor__of_many_are_the_objects_that_the_dtensors_hold(world):
     assert world(1).run(locals_held) == [True]
 
 
@@ -1062,13 +1062,13 @@ def test_will_get_gradient__is_true_of_leaves_that_backward_accumulates_in():
     assert told == [[True, False, True], [False, False, True], [False, False, False]]
 
 
-def test_move_versions__counts_writes_that_nobody_made():
+def test_set_versions__counts_writes_that_nobody_made():
     x = torch.ones(2, requires_grad=True)
     y = x * x
-    _torch.move_versions([x], 1)
+    _torch.set_versions((x,), (x._version + 1,))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    _torch.move_versions([x], -1)
+    _torch.set_versions((x,), (x._version - 1,))
     y = x * x
     y.sum().backward()
     assert x._version == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,13 +62,10 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = hooks
 
 
-def move_versions(tensors: Sequence[torch.Tensor], by: int) -> None:
-    """Add `by`, which may be negative, to the version counter of each of `tensors`.
-
-    The public `increment_version` adds 1 only (2.11 to 2.13).
-    """
-    versions = tuple(tensor._version + by for tensor in tensors)
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), versions)
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+"""Sets the version counter of each tensor. The public `increment_version` adds 1 only (2.11 to 2.13)."""
 
 
 _UNCHANGED = contextlib.nullcontext()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ def has_bytes(storage: torch.UntypedStorage) -> bool:
         return False
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Returns how many tensors and handles share the memory of `storage`. No public name tells (2.11 to 2.13)."""
-    return torch._C._storage_Use_Count(storage._cdata)
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""Returns how many tensors and handles share the memory of the storage of this `_cdata`. No public name tells (2.11 to
+2.13)."""
 
 
 def gradients_of(tensors: Sequence[torch.Tensor]) -> list[Any]:

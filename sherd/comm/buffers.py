@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from sherd._torch import storage_uses
 from sherd.comm import pages
 
 
@@ -47,9 +46,11 @@ class Buffer:
         return self._nbytes
 
     @property
-    def uses(self) -> int:
-        """The number of tensors and handles that share its memory, including views that autograd keeps for backward."""
-        return storage_uses(self._storage)
+    def address(self) -> int:
+        """The address of its storage, by which `storage_uses` counts the tensors and handles that share its memory,
+        those that autograd keeps for backward included."""
+        address: int = self._storage._cdata
+        return address
 
     def allocate(self) -> None:
         """Allocate the memory, uninitialised. `resize_` would copy old contents, so it starts from nothing."""

@@ -175,14 +175,20 @@ class DataMesh:
         """The transport that gathers the pieces of a shard along the replicate axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.transport_of(self.replicate_group)
 
-    def reduce_transport(self, group: dist.ProcessGroup | None) -> Transport:
-        """Returns the transport that reduces gradients between the ranks of `group`, a group of this mesh."""
-        return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(group)
+    @cached_property
+    def reduce_transport(self) -> Transport:
+        """The transport that reduces gradients along the shard axis."""
+        return _NO_TRANSPORT if self.comm.fake_reduce else self.shard_transport
 
-    @property
+    @cached_property
+    def separate_reduce_transport(self) -> Transport:
+        """Another one, beside which all-gathers run. The first call is collective."""
+        return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.reduction_group())
+
+    @cached_property
     def replicate_transport(self) -> Transport:
         """The transport that reduces gradients along the replicate axis."""
-        return self.reduce_transport(self.replicate_group)
+        return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.replicate_group)
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
         """Returns the transport between the ranks of `group`, a group of this mesh; None stands for this rank alone."""

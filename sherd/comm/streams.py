@@ -18,7 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -28,10 +29,9 @@ Run = Callable[[bool], Pending | None]
 """A function that starts a collective. If its argument is true it must return at once, with an object to wait for."""
 
 
-class Handoff(ABC):
+class Handoff(Protocol):
     """The moment from which compute may touch a lane's result."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Order compute after the lane. May be called more than once."""
 
@@ -69,16 +69,16 @@ class Streams(ABC):
 # Without streams
 
 
-class _Started(Handoff):
+@dataclass(slots=True)
+class _Started:
     """A collective under way on gloo's threads."""
 
-    def __init__(self, work: Pending | None) -> None:
-        self._work = work
+    work: Pending | None
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 class _BackgroundLane(Lane):
@@ -109,7 +109,7 @@ class HostStreams(Streams):
 # With streams
 
 
-class _Recorded(Handoff):
+class _Recorded:
     """An event on a lane's stream."""
 
     def __init__(self, device: torch.device, event: torch.Event) -> None:
@@ -228,7 +228,7 @@ class _RecordingLane(_BackgroundLane):
         self._log.append((self._name, "follow compute"))
 
 
-class _RecordedWait(Handoff):
+class _RecordedWait:
     def __init__(self, name: str, log: list[tuple[str, str]], handoff: Handoff) -> None:
         self._name = name
         self._log = log

@@ -126,12 +126,12 @@ class _Steps:
         """Note an event that is about to be lived through."""
         self._watch.happens(event)
 
-    def perform(self, action: do.Action, perform: Callable[[do.Action], None]) -> None:
+    def perform(self, action: do.Action, perform: Callable[[], None]) -> None:
         """Look at the unit of `action` before and after it, and between its groups."""
         unit, number = self._runtime.units[action.unit], action.unit
         self._watch.look(number)
         before = held_by_groups(unit)
-        perform(action)
+        perform()
         self._look_beside(action, unit)
         turns = _in_turn(unit, before) if isinstance(action, do.Await | do.Shrink) else ()
         self._watch.look(number, *turns)

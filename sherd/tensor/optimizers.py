@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, local_tensor, local_tensors, register_optimizer_step_pre_hook, spec_of, specs_of
+from sherd._torch import DTensorSpec, local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
 from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value, mixed
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, redistribute_to, result_like
@@ -108,7 +108,7 @@ def _local_of(given: Any, first: Sequence[RaggedDTensor], specs: list[DTensorSpe
             local_tensor(value) if _may_meet(value, layout_of(spec)) else local_of(value, layout_of(spec), func)
             for value, spec in zip(given, specs, strict=True)
         ]
-    return local_tensors(given)
+    return list(map(local_tensor, given))
 
 
 def _all_ragged(tensors: Sequence[object]) -> bool:

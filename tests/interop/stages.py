@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, unsharded
-from sherd.engine.run.runtime import Runtime
 from sherd.engine.state.parameter import plain_name
 from sherd.interop.pipelining import PipelineStage
 from sherd.layout.runs import Flat
-from sherd.schedule.actions import Gather, Reduce
+from sherd.schedule.actions import Action, Event, Gather, Reduce
+from sherd.schedule.schedule import Schedule
 from sherd.wrap import ModuleWrapPolicy
 
 WIDTH = 6
@@ -114,14 +114,14 @@ def plain(num_stages: int, num_ranks: int, steps: int) -> Run:
 def counted() -> Iterator[Counter[str]]:
     """How many units were gathered and reduced inside."""
     counts: Counter[str] = Counter()
-    perform = Runtime.perform
+    answered = Schedule.on
 
-    def noting(self: Runtime, action: Any) -> None:
-        if isinstance(action, Gather | Reduce):
-            counts[type(action).__name__] += 1
-        perform(self, action)
+    def noting(self: Schedule, event: Event) -> tuple[Action, ...]:
+        actions = answered(self, event)
+        counts.update(type(action).__name__ for action in actions if isinstance(action, Gather | Reduce))
+        return actions
 
-    with mock.patch.object(Runtime, "perform", noting):
+    with mock.patch.object(Schedule, "on", noting):
         yield counts
 
 

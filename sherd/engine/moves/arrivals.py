@@ -43,8 +43,9 @@ class Arrivals:
 
     It `may_borrow` if a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it. It
     `collects_late` if gradients that will be reduced wait as they are, and rows are allocated for the reduction only:
-    after the unsharded parameters were freed, and the rows of the unit before. `came_twice`: two gradients of one
-    parameter have come in this backward. `scale` turns the sum over all ranks into their mean.
+    after the unsharded parameters were freed, and the rows of the unit before. `scale` turns the sum over all ranks
+    into their mean. It `has_any` if any gradient is here. In the present backward: `came_twice`, two gradients of one
+    parameter have come; `was_taken`, a reduction was started.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class Arrivals:
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._rows: ReduceBuffer | None = None
+        self.has_any = False
         self._spare: list[ReduceBuffer] = []
         self._arrived: set[int] = set()
         self._came: set[int] = set()
-        self.came_twice = False
+        self.came_twice = self.was_taken = False
         self._num_expected = 0
         self._is_expecting = False
         is_alone = len(group.parameters) == 1 and group.packing.direct and group.num_flags == 0
@@ -138,6 +140,7 @@ class Arrivals:
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
             self._copy_batch()
+        self.has_any = True
         self.came_twice |= index in self._came
         self._came.add(index)
         self._arrived.add(index)
@@ -181,14 +184,13 @@ class Arrivals:
                 spare = ReduceBuffer.made(self._group, self._dtype)
             else:
                 self._spare.remove(spare)
-            spare.buffer.allocate()
             self._rows = spare
         return self._rows
 
     def end_backward(self) -> None:
         """Note that the backward is over: gradients that did not come will not come. Those that no reduction has taken
         wait in the rows, where the next backward's are added to them."""
-        self._is_expecting = self.came_twice = False
+        self._is_expecting = self.came_twice = self.was_taken = False
         self._copy_batch()
         self._arrived.clear()
         self._came.clear()
@@ -199,8 +201,9 @@ class Arrivals:
         """Returns the rows, for a reduction, which gives them back; None, or empty ones, if nothing has come."""
         self._copy_batch()
         self._arrived.clear()
+        self.was_taken = True
         rows = self._rows_to_fill() if even_if_empty else self._rows
-        self._rows = None
+        self._rows, self.has_any = None, False
         return rows
 
     def give_back(self, rows: ReduceBuffer) -> None:
@@ -211,11 +214,6 @@ class Arrivals:
             self._spare.append(rows)
 
     # What is here
-
-    @property
-    def has_any(self) -> bool:
-        """Whether any gradient is here."""
-        return bool(self._waiting) or (self._rows is not None and bool(self._rows.filled))
 
     @property
     def has_received(self) -> bool:
@@ -258,7 +256,7 @@ class Arrivals:
     def drop(self) -> None:
         """Drop all gradients that are here."""
         self._waiting.clear()
-        self._waiting_bytes = 0
+        self._waiting_bytes, self.has_any = 0, False
         if self._rows is not None:
             rows, self._rows = self._rows, None
             self.give_back(rows)

@@ -48,7 +48,8 @@ class _Reduction:
 
 
 class Gradients:
-    """One group's gradients: `arrivals` that no reduction has taken yet, and what reductions have made of others.
+    """One group's gradients: `arrivals` that no reduction has taken yet; `partial`, a sum over the shard axis alone,
+    which waits for the replicas'; and those in a reduction that is under way.
 
     `begin()` is called when a gradient comes though nobody has said that a backward has begun, `complete()` when every
     trainable parameter has had its gradient.
@@ -60,17 +61,8 @@ class Gradients:
         self._streams = streams
         self._shards = ShardGradients(group)
         self._reduction: _Reduction | None = None
-        self._partial: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
         self._partly_reduced: frozenset[int] = frozenset()
-
-    @property
-    def unreduced(self) -> bool:
-        """Whether there are gradients that no reduction has taken, or that one has taken half of the way."""
-        return self._partial is not None or self.arrivals.has_any
-
-    def awaits_reduction(self, policy: UnitPolicy) -> bool:
-        """Whether one that does what `policy` says has something to do."""
-        return (self._partial is not None and policy.all_reduce_gradients) or self.arrivals.has_any
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Whether ranks that have no gradients take part in the reduction of those that others have."""
@@ -84,14 +76,14 @@ class Gradients:
             yield MemoryKind.REDUCED, self._reduction.reduced
             for source in self._reduction.sources:
                 yield MemoryKind.REDUCED, source
-        if self._partial is not None:
-            yield MemoryKind.REDUCED, self._partial
+        if self.partial is not None:
+            yield MemoryKind.REDUCED, self.partial
 
     # Reducing
 
     def reduce(self, policy: UnitPolicy, transport: Transport) -> None:
         """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
-        awaits_replicas = self._partial is not None and policy.all_reduce_gradients  # of earlier backwards
+        awaits_replicas = self.partial is not None and policy.all_reduce_gradients  # of earlier backwards
         rows = self.arrivals.take(even_if_empty=awaits_replicas or self.may_lack(policy))
         if rows is None:
             return
@@ -114,7 +106,7 @@ class Gradients:
         replicated = mesh.num_replicas > 1
         sources = [sent]
         if replicated and policy.all_reduce_gradients:
-            earlier, self._partial = self._partial, None
+            earlier, self.partial = self.partial, None
             sources += [reduced] if earlier is None else [reduced, earlier]
             if mesh.shards_replicas:
                 reduced, handoff = self._reduce_pieces(reduced, earlier, handoff, rows.sizes)
@@ -169,9 +161,7 @@ class Gradients:
         self.arrivals.give_back(reduction.rows)
         reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
         if reduction.partial:
-            self._partial = (
-                reduced.to(self.arrivals.summed_in) if self._partial is None else self._partial.add_(reduced)
-            )
+            self.partial = reduced.to(self.arrivals.summed_in) if self.partial is None else self.partial.add_(reduced)
             self._partly_reduced |= with_gradient
             return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
@@ -184,13 +174,14 @@ class Gradients:
         if policy.all_reduce_hook is not None:
             self._run_hook(policy, reduced)
         with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
-        with_gradient |= self._elsewhere(reduced, with_gradient)
-        self._shards.give(self.group.place.store(reduced), with_gradient)
+        if self.group.num_flags and len(with_gradient) < len(self.group.parameters):
+            with_gradient |= self._elsewhere(reduced, with_gradient)
+        if self.group.place.device != reduced.device:
+            reduced = self.group.place.store(reduced)
+        self._shards.give(reduced, with_gradient)
 
     def _elsewhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
         """The trainable parameters without a gradient here that have one on another rank."""
-        if not self.group.num_flags or len(here) == len(self.group.parameters):
-            return frozenset()
         flags = reduced[self.group.shard_numel :]
         missing = [i for i, each in enumerate(self.group.parameters) if i not in here and each.requires_grad]
         if not missing:
@@ -213,7 +204,7 @@ class Gradients:
     def drop_unreduced(self) -> None:
         """Drop what was collected and given to no reduction (`no_sync`), or to half of one."""
         self.arrivals.drop()
-        self._partial = None
+        self.partial = None
         self._partly_reduced = frozenset()
 
     def drop_unreduced_of(self, indices: frozenset[int]) -> None:
@@ -222,8 +213,8 @@ class Gradients:
             self.drop_unreduced()
             return
         self.arrivals.drop_of(indices)
-        if self._partial is not None:
-            self._zero(self._partial, indices)
+        if self.partial is not None:
+            self._zero(self.partial, indices)
             self._partly_reduced -= indices
 
     @torch.no_grad()

@@ -58,6 +58,8 @@ class ReduceBuffer:
     def fill(self, gradients: Mapping[int, torch.Tensor], scale: float) -> None:
         """Copy in `gradients`, by their parameters' indices in the group, times `scale`. One of a parameter that is
         `filled` is added to what is there."""
+        if not self.filled:
+            self.buffer.allocate()
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         views, slots = self.views, self._packing.slots
@@ -80,6 +82,8 @@ class ReduceBuffer:
 
     def complete(self) -> None:
         """Write zeros where no gradient has come, and the flags."""
+        if not self.filled:
+            self.buffer.allocate()
         missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
         for view in (view for index in missing for view in self.views[index]):
             view.zero_()

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sherd._torch import move_versions
+from sherd._torch import set_versions, storage_uses
 from sherd.comm.buffers import Buffer
+from sherd.comm.streams import Lane
 from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.layout.packing import RunSlot, Slot
 
 
@@ -26,7 +27,7 @@ class Guard:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
+        self._parameters = tuple(parameters)
         self._is_up = False
 
     def raise_up(self) -> None:
@@ -38,12 +39,13 @@ class Guard:
     def take_down(self) -> None:
         """Their memory and values are there again."""
         if self._is_up:
-            move_versions(self._parameters, -1)
+            set_versions(self._parameters, tuple([parameter._version - 1 for parameter in self._parameters]))
             self._is_up = False
 
 
 class UnshardedBuffer:
-    """The unsharded buffer, and the parameters cut from it, in one dtype."""
+    """The unsharded buffer, and the parameters cut from it, in one dtype. `goes`: its memory is freed when it is not
+    needed."""
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         unsharded_memory = group.unsharded_memory
@@ -61,7 +63,7 @@ class UnshardedBuffer:
             tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
             self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
         del tensor
-        self._slots = group.packing.slots
+        self._records, self._slots = group.parameters, group.packing.slots
         offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
         self._plain = [
             (index, parameter, offset)
@@ -69,27 +71,49 @@ class UnshardedBuffer:
             if offset is not None
         ]
         self.guard = Guard(self.parameters)
-        self.own_uses = self.buffer.uses
+        self.goes = self.buffer.is_ours and not group.mesh.keeps_unsharded
+        self._address = self.buffer.address
+        self._own_uses = storage_uses(self._address)
 
-    def free(self) -> None:
-        """Give the memory back, unless the shards are in it."""
+    def free(self, lane: Lane | None = None) -> None:
+        """Give the memory back, unless the shards are in it: to the pool of `lane`, if it is that lane's, once compute
+        has read it."""
         if self.buffer.is_ours:
+            if lane is not None:
+                lane.follow_compute()
             self.guard.raise_up()
             self.buffer.free()
 
-    def moved(self) -> list[int]:
-        """The parameters that a user's `.data = ...` has given memory which no gather would fill."""
-        start = self.buffer.tensor.data_ptr()
-        return [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
+    @property
+    def num_foreign_views(self) -> int:
+        """How many tensors share the memory besides those that are made here, autograd's and garbage among them."""
+        return storage_uses(self._address) - self._own_uses - self.copy_out.num_late_views
 
-    def put_back(self, index: int) -> bool:
-        """Give a parameter its own memory again; whether there are the same values in it."""
+    def show(self) -> None:
+        """Show the parameters to the modules."""
+        self.guard.take_down()
+        show_unsharded(self._records, self.parameters)
+
+    def hide(self) -> list[str]:
+        """Show the shards instead. Returns the names of parameters that a user has given other values in a way that
+        shards do not notice. What was only moved is put back."""
+        start = self.buffer.tensor.data_ptr()
+        moved = [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
+        lost = [self._records[index].name for index in moved if not self._put_back(index)] if moved else []
+        for record, parameter, instead in hide_unsharded(self._records, self.parameters):
+            if not _are_same(instead, parameter):
+                lost.append(record.name)
+        return lost
+
+    def _put_back(self, index: int) -> bool:
+        """Give a parameter, which a user's `.data = ...` has given memory that no gather would fill, its own again.
+        Returns whether there are the same values in it."""
         parameter, slot = self.parameters[index], self._slots[index]
         given = parameter.data
         parameter.data = self.buffer.tensor.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(
             slot.cut.shape
         )
-        return are_same(given, parameter.data)
+        return _are_same(given, parameter.data)
 
 
 def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.dtype) -> int | None:
@@ -99,6 +123,6 @@ def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.d
     return slot.unsharded.start * dtype.itemsize if is_plain and slot.cut.numel else None
 
 
-def are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     alike = type(tensor) is type(other) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
     return alike and tensor.device == other.device and torch.equal(tensor, other)

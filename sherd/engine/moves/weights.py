@@ -22,9 +22,8 @@ from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.kept_part import KeptPart
-from sherd.engine.moves.unsharded_buffer import UnshardedBuffer, are_same
+from sherd.engine.moves.unsharded_buffer import UnshardedBuffer
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import hide_unsharded, show_unsharded
 from sherd.errors import StateError
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
@@ -58,10 +57,14 @@ class Position:
         self.live = Live.SHARDED
 
     def move(self, to: Live) -> None:
-        """Go to `to`. Raises `StateError`, with both names, if the table has no such move."""
+        """Go to `to`. Raises `StateError` if the table has no such move."""
+        self.require_move(to)
+        self.live = to
+
+    def require_move(self, to: Live) -> None:
+        """Raise `StateError`, with both names, if the table has no move to `to`."""
         if to not in MOVES[self.live]:
             raise StateError(f"parameters of {self._name} cannot go from {self.live.name} to {to.name}")
-        self.live = to
 
 
 class Weights(Position, saved.Source):
@@ -105,7 +108,7 @@ class Weights(Position, saved.Source):
             self.group.parameters[index].claim(parameter)
             self._watch(index, parameter)
             self._ids.add(id(parameter))
-        if not self.group.mesh.keeps_unsharded and made.buffer.is_ours:
+        if made.goes:
             saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
 
@@ -128,9 +131,9 @@ class Weights(Position, saved.Source):
         """Whether somebody else than autograd seems to have a view of the parameters, which freeing them would leave
         without memory. It may also be garbage that waits to be collected."""
         made = self._made
-        if made is None or not made.buffer.is_ours or self.group.mesh.keeps_unsharded:
+        if made is None or not made.goes:
             return False
-        return made.buffer.uses > made.own_uses + made.copy_out.num_late_views + self.num_saved_views
+        return made.num_foreign_views > self.num_saved_views
 
     @property
     def awaits_gradients(self) -> bool:
@@ -177,10 +180,12 @@ class Weights(Position, saved.Source):
 
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
         """Start the all-gather, from the shards or from the part that was kept; in the shards' own dtype if told so."""
-        if self.live is Live.SHARDED:
+        was = self.live
+        self.move(Live.GATHERING)
+        if was is Live.SHARDED:
             self._dtype = self.group.dtype if full_precision else self.group.compute_dtype
             self._made = self._buffers.get(self._dtype) or self._make()
-        if self.live is Live.SHRUNK:
+        if was is Live.SHRUNK:
             self._gather_part()
         elif self._is_up_to_date():
             self._flight = _Flight(
@@ -190,7 +195,6 @@ class Weights(Position, saved.Source):
             self._gather_onto(transport)
         else:
             self._gather_rows(transport)
-        self.move(Live.GATHERING)
 
     def _is_up_to_date(self) -> bool:
         """Whether the unsharded parameters are there still, or are the shards."""
@@ -257,6 +261,7 @@ class Weights(Position, saved.Source):
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
+        self.require_move(Live.UNSHARDED)
         flight, unsharded = self._flight, self._present
         assert flight is not None, "an all-gather is waited for once it was started"
         flight.handoff.wait()
@@ -267,54 +272,39 @@ class Weights(Position, saved.Source):
             unsharded.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool below: not before compute has copied it out.
             # test_rows_return_to_the_gather_lane_after_compute_has_read_them.
-            self._streams.gather.follow_compute()
+            if not self._streams.in_host_order:
+                self._streams.gather.follow_compute()
         # Not when it was started: one that is freed while it is under way has brought nothing.
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
         self._flight = None
-        self.move(Live.UNSHARDED)
-        unsharded.guard.take_down()
-        show_unsharded(self.group.parameters, unsharded.parameters)
+        self.live = Live.UNSHARDED
+        unsharded.show()
 
     def free(self) -> None:
         """Show the shards again and give the memory back, whatever the state."""
         if self.live is Live.SHARDED:
             return
-        lost = self._hide() if self.live is Live.UNSHARDED else []
+        made = self._made
+        lost = made.hide() if made is not None and self.live is Live.UNSHARDED else []
         if self._flight is not None:
             self._flight.handoff.wait()
             self._flight = None
         self._part = None
-        self.move(Live.SHARDED)
-        self._free_unsharded()
+        self.live = Live.SHARDED  # from wherever they are
+        if made is not None and made.goes:  # there is none if the first gather has failed
+            made.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
 
-    def _hide(self) -> list[str]:
-        """Show the shards. The names of parameters that a user has given other values in a way that shards do not
-        notice; what was only moved is put back."""
-        unsharded = self._present
-        moved = unsharded.moved()
-        lost = [self.group.parameters[index].name for index in moved if not unsharded.put_back(index)] if moved else []
-        for record, parameter, instead in hide_unsharded(self.group.parameters, unsharded.parameters):
-            if not are_same(instead, parameter):
-                lost.append(record.name)
-        return lost
-
-    def _free_unsharded(self) -> None:
-        if self.group.mesh.keeps_unsharded:
-            return
-        if self._lane_owns_buffer:
-            # The buffer goes back to the lane's pool: not before compute has read it.
-            self._streams.gather.follow_compute()
-        self._present.free()
-
     def shrink(self, size: int) -> None:
         """Show the shards, and keep this rank's part of the whole for a mesh of `size` ranks."""
-        self._part = KeptPart(self._present.buffer, self.group.mesh, size)
-        lost = self._hide()
+        unsharded = self._present
+        self._part = KeptPart(unsharded.buffer, self.group.mesh, size)
         self.move(Live.SHRUNK)
-        self._free_unsharded()
+        lost = unsharded.hide()
+        if unsharded.goes:
+            unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
 

@@ -22,12 +22,12 @@ RECOMPUTED = -1
 class Backward:
     """One unit's part in the present backward, and what the last one has taught.
 
-    It `is_entered` once backward has reached the unit; it `has_reduced` once its reduction was started. `enter()` tells
-    the runtime that backward is there. Sums of gradients are divided by `num_ranks`, unless the policy says otherwise.
+    It `is_entered` once backward has reached the unit. `enter()` tells the runtime that backward is there. Sums of
+    gradients are divided by `num_ranks`, unless the policy says otherwise.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
-        self.is_entered = self.has_reduced = False
+        self.is_entered = False
         self._enter = enter
         self._num_ranks = float(num_ranks)
         self._weights: Sequence[Weights | SelfGatheredWeights] = ()
@@ -75,10 +75,6 @@ class Backward:
         """Note that a forward of the unit begins inside backward: activation checkpointing."""
         self._seen.append(RECOMPUTED)
 
-    def note_reduced(self) -> None:
-        """Note that the reduction was started."""
-        self.has_reduced = True
-
     def leave(self) -> None:
         """Note that backward has passed the unit. It may come again, to what another forward has saved."""
         self.is_entered = False
@@ -89,7 +85,7 @@ class Backward:
 
     def end(self) -> None:
         """Note that backward is over: what has not come will not come."""
-        self.has_reduced = self.is_entered = False
+        self.is_entered = False
         self._when_complete = None
         self._num_completed = 0
         if self._seen:
@@ -125,7 +121,7 @@ class Backward:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients wait for a reduction, or for the other half of one."""
-        return any(gradients.unreduced for gradients in self._gradients)
+        return any(gradients.partial is not None or gradients.arrivals.has_any for gradients in self._gradients)
 
     def awaits_reduction(self, policy: UnitPolicy, brings_gradients: Callable[[], bool]) -> bool:
         """Whether the unit is to take part in a reduction: gradients wait for the one that this backward is to have, or
@@ -135,9 +131,12 @@ class Backward:
         without any, and `brings_gradients()` says that this is a backward for parameters. Those ranks reduce it now, so
         this one does: test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn.
         """
-        if any(gradients.awaits_reduction(policy) for gradients in self._gradients):
-            return True
-        if self.has_reduced or not self.is_entered or not policy.reduce_gradients:
+        was_reduced = True
+        for gradients in self._gradients:
+            if gradients.arrivals.has_any or (gradients.partial is not None and policy.all_reduce_gradients):
+                return True
+            was_reduced = was_reduced and gradients.arrivals.was_taken
+        if was_reduced or not self.is_entered or not policy.reduce_gradients:
             return False
         return any(gradients.may_lack(policy) for gradients in self._gradients) and brings_gradients()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sherd.comm.collectives import UsersCollectives
+from sherd.comm.transport import Transport
 from sherd.engine.run.unit import Unit
 from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce, Shrink
 from sherd.schedule.state import Live
@@ -12,10 +13,11 @@ from sherd.schedule.state import Live
 
 def gather(unit: Unit) -> None:
     """Start the all-gathers."""
-    user, in_full_precision = unit.policy.all_gather, unit.in_full_precision
+    user = unit.policy.all_gather
     for weights in unit.weights:
         if weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
+        in_full_precision = unit.in_full_precision
         unit.notice_replaced(weights.group.parameters)
         mesh = weights.group.mesh
         transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
@@ -45,12 +47,13 @@ def shrink(unit: Unit) -> None:
 
 def reduce(unit: Unit) -> None:
     """Start the reductions of what has been collected."""
-    unit.backward.note_reduced()
     user, apart = unit.policy.reduce_scatter, unit.policy.separate_reduce_group
     for gradients in unit.gradients:
         mesh = gradients.group.mesh
-        group = mesh.reduction_group() if apart else mesh.shard_group
-        transport = mesh.reduce_transport(group) if user is None else UsersCollectives(user, group)
+        if user is not None:
+            transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
+        else:
+            transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
         gradients.reduce(unit.policy, transport)
 
 

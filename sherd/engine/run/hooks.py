@@ -97,19 +97,20 @@ def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -
     ):
         args, kwargs = map_tensors(functools.partial(_cast, precision.param_dtype), (args, kwargs))
     if call.opens_run and torch.is_grad_enabled():
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = _inputs_in(args, kwargs)
         if any(tensor.requires_grad and tensor.is_leaf for tensor in inputs):
             args, kwargs = map_tensors(_not_a_leaf, (args, kwargs))
-            inputs = list(tensors_in((args, kwargs)))
+            inputs = _inputs_in(args, kwargs)
         _watch_inputs(runtime, unit, inputs)
     return args, kwargs
 
 
 def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
-    output = map_tensors(with_own_memory, output)
+    is_viewed, is_tensor = _is_viewed(unit), isinstance(output, torch.Tensor)
+    output = with_own_memory(output) if is_tensor else map_tensors(with_own_memory, output)
     differentiable = torch.is_grad_enabled()
     error = sys.exc_info()[1]
-    is_in_use = _is_viewed(unit) and _keeps_view(unit, output)
+    is_in_use = is_viewed and _keeps_view(unit, output)
     runtime = runtime_over(unit)
     if runtime is None:
         return output
@@ -126,8 +127,15 @@ def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> An
     if unit.precision.output_dtype is not None:
         output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)
     if differentiable:
-        _watch_outputs(runtime, unit, output)
+        _watch_outputs(runtime, unit, [output] if is_tensor else tensors_in(output, in_any_object=True))
     return output
+
+
+def _inputs_in(args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor]:
+    """Returns the tensors among a forward's arguments."""
+    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
+        return args  # as most are, which need not be walked through
+    return list(tensors_in((args, kwargs)))
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,9 +193,9 @@ class _Border:
             runtime.after_backward(self.unit)
 
 
-def _watch_outputs(runtime: Runtime, unit: Unit, output: Any) -> None:
-    """Tell the runtime when backward reaches the first node behind an output of `unit`."""
-    for node in _nodes_of(tensors_in(output, in_any_object=True)):
+def _watch_outputs(runtime: Runtime, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
+    """Tell the runtime when backward reaches the first node behind one of `outputs`, those of `unit`."""
+    for node in _nodes_of(outputs):
         _borders_of(node).append(_Border(unit, True, runtime))
 
 

@@ -14,8 +14,8 @@ class Observer(Protocol):
     def begins(self, event: Event) -> None:
         """`event` is about to be given to the schedule."""
 
-    def perform(self, action: Action, perform: Callable[[Action], None]) -> None:
-        """Have `action` carried out, by `perform(action)`."""
+    def perform(self, action: Action, perform: Callable[[], None]) -> None:
+        """Have `action` carried out, by `perform()`."""
 
     def ended(self, event: Event) -> None:
         """All that `event` asked for was done."""

@@ -26,7 +26,6 @@ from sherd.engine.run.unit import Unit
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import (
-    Action,
     AfterBackward,
     AfterForward,
     BeforeBackward,
@@ -115,10 +114,15 @@ class Runtime:
             # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
             with torch.no_grad(), outside_transforms() if are_transforms_active() else nullcontext():
                 for action in actions:
-                    if self.observer is None:
-                        self.perform(action)
+                    unit = self.units[action.unit]
+                    if isinstance(action, FreeGroup):
+                        perform = unit.weights[action.group].free
                     else:
-                        self.observer.perform(action, self.perform)
+                        perform = partial(self._do[type(action)], unit)
+                    if self.observer is None:
+                        perform()
+                    else:
+                        self.observer.perform(action, perform)
         if self.observer is not None:
             self.observer.ended(event)
 
@@ -131,23 +135,14 @@ class Runtime:
         finally:
             self.observer = None
 
-    def perform(self, action: Action) -> None:
-        """Carry out `action`. Called outside of autograd."""
-        unit = self.units[action.unit]
-        if isinstance(action, FreeGroup):
-            unit.weights[action.group].free()
-        else:
-            self._do[type(action)](unit)
-
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.
 
         A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's
         backward is like any other.
         """
-        lent = next((each for each in (unit, *unit.companions) if each.lent is not None), None)
-        if lent is not None:
-            of = "" if lent is unit else f", which uses parameters of unit {lent.name},"
+        if (lender := _lender_to(unit)) is not None:
+            of = "" if lender is unit else f", which uses parameters of unit {lender.name},"
             raise WrapperStateError(
                 f"forward of unit {unit.name}{of} inside an unshard context (unsharded, summon_full_params) that lends "
                 "its parameters; leave the context first, or enter it with recurse=False on a unit above"
@@ -207,7 +202,8 @@ class Runtime:
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.root.id):
             for each in self.units:
-                each.may_be_written()
+                if each.keeps_copies or each.shards.have_moved:
+                    each.may_be_written()
         self.revise()
         event, self._step_event = self._step_event, None
         for streams in {id(each.streams): each.streams for each in self.units}.values():
@@ -225,7 +221,11 @@ class Runtime:
 
     def before_backward(self, unit: Unit) -> None:
         """Autograd has reached an output of `unit`."""
-        unit.require_not_lent()
+        if (lender := _lender_to(unit)) is not None:
+            raise WrapperStateError(
+                f"backward of unit {unit.name} inside an unshard context (unsharded, summon_full_params) that lends "
+                f"the parameters of unit {lender.name}; call backward before or after it"
+            )
         if not self.in_backward:
             if (counted := self.root.policy.accumulation) is not None:
                 is_last = counted.begin_backward(self.root.id, self.root.name)
@@ -374,6 +374,12 @@ class Runtime:
 
     def _indices(self, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return None if ids is None else tuple(self._index[each] for each in ids if each in self._index)
+
+
+def _lender_to(unit: Unit) -> Unit | None:
+    """Returns the unit that has lent parameters which `unit` uses, as long as an unshard context lasts. A forward would
+    gather what is there; a backward would give gradients to shards that nobody sees, and that are written over."""
+    return next((each for each in (unit, *unit.companions) if each.lent is not None), None)
 
 
 def _keep(reshard: bool | int | None, is_root: bool, num_shards: int) -> Keep:

@@ -181,6 +181,7 @@ class Unit:
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
+        self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
 
     @property
     def _gathers_as_one(self) -> bool:
@@ -252,16 +253,6 @@ class Unit:
         self.lent = terms
         self.shards.register(terms is not None)
 
-    def require_not_lent(self) -> None:
-        """Raise if its parameters, or those it borrows, are lent: a backward belongs before or after that, as in FSDP1.
-        It would give gradients to shards that nobody sees meanwhile, and that lent ones may be written over."""
-        for each in (self, *self.companions):
-            if each.lent is not None:
-                raise WrapperStateError(
-                    f"backward of unit {self.name} inside an unshard context (unsharded, summon_full_params) that "
-                    f"lends the parameters of unit {each.name}; call backward before or after it"
-                )
-
     def bump_versions(self) -> None:
         """Note that unsharded parameters were written which autograd may have kept: a backward that needs them raises,
         as it does for a plain parameter that is changed in place."""
@@ -304,8 +295,7 @@ class Unit:
         """Have what is kept of the shards unsharded, by placements that say so, brought up to date at the next
         gather."""
         for weights in self.weights:
-            if weights.group.keeps_copies:
-                weights.group.mark_shards_written()
+            weights.group.mark_shards_written()
 
     def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
         """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.

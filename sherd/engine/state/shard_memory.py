@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor, has_bytes, local_tensor, local_tensors, replace_local_tensor, spec_of
+from sherd._torch import dtensor, has_bytes, local_tensor, replace_local_tensor, spec_of
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import WriteBackError
 from sherd.tensor.gather import part_given
@@ -48,7 +48,7 @@ class ShardMemory:
     def are_taken(self) -> bool:
         """Whether each leaf is where it was put; asked at each forward, so all of it runs in C where it can."""
         try:
-            now = local_tensors(self._optimizer_params)
+            now = list(map(local_tensor, self._optimizer_params))
         except AttributeError:  # it is no DTensor any more
             return False
         return all(map(is_, now, self._locals)) and all(map(is_, map(_storage_of, self._shells), self._storages))

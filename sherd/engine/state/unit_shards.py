@@ -108,3 +108,8 @@ class UnitShards:
         for group in moved:
             group.shard_memory.settle()
         return bool(moved)
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether anything was put in the place of the shards' memory."""
+        return not all(group.shard_memory.are_taken for group in self._groups)
