@@ -62,7 +62,7 @@ class _SingleAllGather(AllGather):
         if group is None or group.size() == 1:
             output_tensor.copy_(input_tensor)
             return None
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _SingleReduceScatter(ReduceScatter):
@@ -71,14 +71,14 @@ class _SingleReduceScatter(ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup | None,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce by one call from one buffer. Copies when the group is one rank, or None."""
         if group is None or group.size() == 1:
             output_tensor.copy_(input_tensor)
             return None
-        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class GroupMemoryAllGather(_GroupMemory, _SingleAllGather):

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ CopyIntoPlace = Callable[[int, torch.Tensor], None]
 class Pending(Protocol):
     """A collective under way; torch's `Work` is one."""
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         """Return once its results are there."""
         ...
 
@@ -210,10 +210,11 @@ class SingleCalls(Transport):
         if not is_even and self._for_uneven is not None:
             return self._for_uneven.all_gather(rows, shard_buffer, sizes, async_op)
 
-        def call() -> Any:
+        def call() -> Pending | None:
             if is_even:
                 return all_gather_single(rows, shard_buffer, group=self._group, async_op=async_op)
-            return dist.all_gather(parts(rows, sizes), shard_buffer, group=self._group, async_op=async_op)
+            work: Pending | None = dist.all_gather(parts(rows, sizes), shard_buffer, self._group, async_op)
+            return work
 
         return self._called(call, f"all-gather of {rows.nbytes:,} bytes")
 
@@ -226,10 +227,11 @@ class SingleCalls(Transport):
             return self._for_uneven.reduce_scatter(shard_buffer, rows, sizes, async_op)
         op = dist.ReduceOp.SUM
 
-        def call() -> Any:
+        def call() -> Pending | None:
             if is_even:
                 return reduce_scatter_single(shard_buffer, rows, op=op, group=self._group, async_op=async_op)
-            return dist.reduce_scatter(shard_buffer, parts(rows, sizes), op=op, group=self._group, async_op=async_op)
+            work: Pending | None = dist.reduce_scatter(shard_buffer, parts(rows, sizes), op, self._group, async_op)
+            return work
 
         return self._called(call, f"reduce-scatter of {rows.nbytes:,} bytes")
 
@@ -240,7 +242,7 @@ class SingleCalls(Transport):
             f"all-reduce of {tensor.nbytes:,} bytes",
         )
 
-    def _called(self, call: Callable[[], Any], what: str) -> Pending | None:
+    def _called(self, call: Callable[[], Pending | None], what: str) -> Pending | None:
         try:
             pending = call()
         except CommError:

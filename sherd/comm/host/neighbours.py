@@ -249,7 +249,7 @@ class Neighbours:
                 del self._whose[fd]
 
 
-def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[Any, ...]) -> list[Neighbour] | None:
+def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[object, ...]) -> list[Neighbour] | None:
     """Every rank's neighbours, if all ranks of `group` can share memory; else None, on all of them.
 
     All ranks of the group call it, each with a segment, or with None if it cannot have one, and with the same `terms`.
@@ -269,7 +269,7 @@ def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[Any, ...]) 
         rendezvous.close()
 
 
-def _place() -> tuple[Any, ...]:
+def _place() -> tuple[object, ...]:
     """What must be the same for two processes to reach one another: machine, network namespace, user, torch."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -289,7 +289,7 @@ class _Rendezvous:
         self._links: dict[int, socket.socket] = {}
         self._segments: dict[int, Segment] = {}
 
-    def exchanged(self, mine: Any) -> list[Any]:
+    def exchanged(self, mine: object) -> list[Any]:
         """Everybody's."""
         return all_gather_objects(mine, "the meeting of ranks that may share memory", self._group)
 
