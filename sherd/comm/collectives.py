@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,7 @@ class _GroupMemory(Comm):
         """Returns memory from the group, or from the usual allocator where the group has none (gloo)."""
         if self._backend is None:
             return torch.empty(*size, dtype=dtype, device=device)
-        numel = 1
-        for length in size:
-            numel *= length
-        buffer: torch.Tensor = self._backend.allocate_tensor(numel, dtype=dtype, device=device)
-        return buffer.view(*size)
+        return self._backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
 
 
 class _SymmetricMemory(Comm):
@@ -103,7 +100,7 @@ class UsersCollectives(Transport):
         self._group: Any = group  # None, for a mesh of one rank, is handed on as it is
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The collective's own memory."""
+        """Returns memory that the user's collective allocates."""
         return self._collective.allocate((numel,), dtype=dtype, device=device)
 
     def all_gather(
@@ -121,5 +118,5 @@ class UsersCollectives(Transport):
         return self._collective(shard_buffer, rows, self._group, dist.ReduceOp.SUM, async_op)
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """There is none of the user's."""
+        """Raises: a user's collectives gather and scatter only."""
         raise NotImplementedError("replicas are summed by the mesh's own transport")

@@ -52,8 +52,8 @@ def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None =
 
 
 def do_without_numpy() -> None:
-    """Where numpy is missing, have torch's own calls for objects do without it too. Its checkpointing makes them when
-    there are several ranks.
+    """Have torch's own calls for objects do without numpy, if it is missing. torch's checkpointing makes these calls on
+    several ranks.
 
     This changes torch, so it is for a program that has the process to itself.
     """

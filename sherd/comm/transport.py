@@ -50,12 +50,12 @@ class Transport(ABC):
     """Whether its buffers must come from `empty`."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D buffer for a collective, uninitialised; called where the collective runs."""
+        """Returns a 1-D buffer for a collective, uninitialised. It is called on the lane of the collective."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds for other ranks to read, in bytes."""
+        """The memory that this rank holds for other ranks to read, in bytes."""
         return 0
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
@@ -105,7 +105,7 @@ def parts(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 class Sizes(tuple[int, ...]):
-    """The sizes of all parts, one a rank: a tuple that looks at its thousands of ranks once and not in each call."""
+    """The sizes of all parts, one per rank. It looks at its thousands of ranks once, not in each call."""
 
     @cached_property
     def are_even(self) -> bool:
@@ -113,11 +113,11 @@ class Sizes(tuple[int, ...]):
         return len(set(self)) <= 1
 
     def of(self, parts: range) -> Sizes:
-        """The sizes of `parts`, which are neighbours."""
+        """Returns the sizes of `parts`, which are neighbours."""
         return self if len(parts) == len(self) else Sizes(self[parts.start : parts.stop])
 
     def together(self, number: int) -> Sizes:
-        """The sizes of each `number` neighbouring parts as one."""
+        """Returns the sizes that result when every `number` neighbouring parts become one."""
         if number == 1:
             return self
         return Sizes(sum(self[start : start + number]) for start in range(0, len(self), number))

@@ -1,4 +1,4 @@
-"""Rounds: what each rank shows the others in one exchange, and what it does with their parts. No order, no messages."""
+"""Rounds: the bytes that each rank shows the others in one exchange, and how it takes theirs. No order, no messages."""
 
 from __future__ import annotations
 
