@@ -32,7 +32,9 @@ from sherd.policy import MixedPrecisionPolicy
 from sherd.port.source import NoLiteralError, written
 
 TAKES = tuple(name for name in inspect.signature(FullyShardedDataParallel.__init__).parameters if name != "self")
-DEFAULTS = {name: each.default for name, each in inspect.signature(fully_shard).parameters.items() if name != "module"}
+DEFAULTS = {
+    name: parameter.default for name, parameter in inspect.signature(fully_shard).parameters.items() if name != "module"
+}
 WIDTH = 116
 
 

@@ -96,8 +96,8 @@ class _Turn:
 
     def enter_forward(self, unit: int) -> None:
         needed = (unit, *self.state.specs[unit].companions)
-        for each in needed:
-            self.free_if_stale(each)
+        for used in needed:
+            self.free_if_stale(used)
         self._make_unsharded(needed)
         running = self.state.running | {unit}
         self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
@@ -149,7 +149,7 @@ class _Turn:
             self._prefetch_backward(unit)
 
     def _prefetch_backward(self, unit: int) -> None:
-        upcoming = [each for each in self.state.backward.upcoming() if self.state.specs[each].unshard_in_backward]
+        upcoming = [ahead for ahead in self.state.backward.upcoming() if self.state.specs[ahead].unshard_in_backward]
         explicit = self.state.specs[unit].backward_prefetch
         self._prefetch(explicit, upcoming, self.state.limits.backward_depth)
 
@@ -168,7 +168,7 @@ class _Turn:
 
     def finish_reduce(self, unit: int) -> None:
         self.actions.append(FinishReduce(unit))
-        self.state = replace(self.state, reducing=tuple(each for each in self.state.reducing if each != unit))
+        self.state = replace(self.state, reducing=tuple(other for other in self.state.reducing if other != unit))
 
     def leave_backward(self, unit: int, unreduced: bool) -> None:
         # Freed before the reduction starts, so that the two never add up in the peak:

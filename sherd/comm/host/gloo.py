@@ -254,8 +254,8 @@ class _AtOnce(_Call):
             return [given[rank]]
         # Between two ranks what travels lies in one run, so a rank's own part need not come along.
         keeps_own = size == 2
-        received = [0 if keeps_own and each == rank else sizes[rank] for each in range(size)]
-        sent = [0 if keeps_own and each == rank else sizes[each] for each in range(size)]
+        received = [0 if keeps_own and peer == rank else sizes[rank] for peer in range(size)]
+        sent = [0 if keeps_own and peer == rank else sizes[peer] for peer in range(size)]
         arriving = rows.new_empty(sum(received))
         self.all_to_all(arriving, given[1 - rank] if keeps_own else rows, received, sent)
         versions = parts(arriving, received)

@@ -104,10 +104,10 @@ class Neighbours:
         self._timeout_s = timeout_s
         self._poll = select.poll()
         self._whose: dict[int, Neighbour] = {}
-        for each in self.all:
-            self._watch(each, each.link.fileno())
-            if each.process is not None:
-                self._watch(each, each.process)
+        for neighbour in self.all:
+            self._watch(neighbour, neighbour.link.fileno())
+            if neighbour.process is not None:
+                self._watch(neighbour, neighbour.process)
 
     def _watch(self, neighbour: Neighbour, fd: int) -> None:
         self._poll.register(fd, select.POLLIN)
@@ -129,21 +129,21 @@ class Neighbours:
         """Close the sockets. `politely`: tell the others before; a forked child must not."""
         if politely:
             self._tell_all(bytes([_LEAVE]), must_arrive=False)
-            for each in self.all:
+            for neighbour in self.all:
                 # A child that was forked meanwhile has the socket too, and would keep it open.
                 with contextlib.suppress(OSError):
-                    each.link.shutdown(socket.SHUT_RDWR)
-        for each in self.all:
-            each.close()
+                    neighbour.link.shutdown(socket.SHUT_RDWR)
+        for neighbour in self.all:
+            neighbour.close()
 
     def _tell_all(self, message: bytes, must_arrive: bool = True) -> None:
-        for each in self.all:
-            while not each.fate:
+        for neighbour in self.all:
+            while not neighbour.fate:
                 try:
-                    each.link.send(message, socket.MSG_NOSIGNAL)
+                    neighbour.link.send(message, socket.MSG_NOSIGNAL)
                 except BlockingIOError:
                     if must_arrive:
-                        self._wait_for_room(each)
+                        self._wait_for_room(neighbour)
                         continue
                 except OSError:
                     break  # it has ended; its last messages are still to be read
@@ -180,26 +180,26 @@ class Neighbours:
     def _arrives_soon(self, whom: Sequence[Neighbour], arrived: Callable[[Neighbour], bool]) -> bool:
         until = time.perf_counter() + _SPIN_S
         while True:
-            for each in whom:
-                while not each.fate and self._hear(each):
-                    if arrived(each):
+            for neighbour in whom:
+                while not neighbour.fate and self._hear(neighbour):
+                    if arrived(neighbour):
                         return True
             if time.perf_counter() > until:
                 return False
 
     def _raise_if_hopeless(self, whom: Sequence[Neighbour], what: object) -> None:
-        for each in whom:
-            if each.fate and not each.gave_up:
+        for neighbour in whom:
+            if neighbour.fate and not neighbour.gave_up:
                 raise CommError(
-                    f"{each.name} has {each.fate} before its part of the {what} was there; look for the first error in "
-                    "its log, and restart all ranks from the last checkpoint"
+                    f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
+                    "first error in its log, and restart all ranks from the last checkpoint"
                 )
-        for each in self.all:
-            if each.gave_up:
-                raise CommError(f"{each.name} gave up: {each.gave_up}")
+        for neighbour in self.all:
+            if neighbour.gave_up:
+                raise CommError(f"{neighbour.name} gave up: {neighbour.gave_up}")
 
     def _late(self, whom: Sequence[Neighbour], what: str) -> str:
-        names = " and ".join(each.name for each in whom)
+        names = " and ".join(neighbour.name for neighbour in whom)
         return (
             f"waited {self._timeout_s:g} s for {names} {what}; it is stuck, or stopped, or asks for nothing more. See "
             "where it is (py-spy dump), or give init_process_group a longer timeout"
@@ -373,9 +373,9 @@ class _Rendezvous:
 
     def close(self) -> None:
         """Close everything that no neighbour owns."""
-        for each in (self._door, *self._links.values(), *self._segments.values()):
-            if each is not None:
-                each.close()
+        for opened in (self._door, *self._links.values(), *self._segments.values()):
+            if opened is not None:
+                opened.close()
 
 
 def _credentials(link: socket.socket) -> tuple[int, int, int]:

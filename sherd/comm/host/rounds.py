@@ -14,7 +14,7 @@ from sherd.comm.transport import CopyIntoPlace
 
 ALL_GATHER, ALL_GATHER_ONTO, REDUCE_SCATTER, ALL_REDUCE = range(4)
 _NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce")
-_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
