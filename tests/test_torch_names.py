@@ -310,6 +310,31 @@ def test_storage_uses__counts_a_view_that_autograd_keeps_for_backward():
 # Modules
 
 
+class Frozen(nn.Module):
+    """A module that refuses attributes."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} cannot be set")
+
+
+def test_marks_are_written_on_a_module_that_refuses_attributes():
+    module = Frozen()
+    _torch.manage(module)
+    _torch.say_fully_sharded(module)
+    assert module._is_fsdp_managed_module is True
+    assert not _torch.is_fsdp_of_torch(module)
+
+
+def test_functions_of_torch_and_marks_on_modules_are_written_in_one_place():
+    folder = Path(_torch.__file__).parent
+    writers = {
+        path.name
+        for path in folder.glob("*.py")
+        if re.search(r"\bsetattr\(|__setattr__|__dict__\W*(\[|\.update)", path.read_text())
+    }
+    assert writers == {"writes.py"}
+
+
 def test_module_call__is_the_code_that_hooks_and_forward_run_in():
     codes: list[list[object]] = []
     module = nn.Linear(1, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -35,17 +34,17 @@ def will_get_gradient(leaf: torch.Tensor) -> bool:
     return executes
 
 
-def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """Returns the hooks given to `tensor.register_hook`. No public name lists them (2.11 to 2.13)."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether any of `tensors` was given a hook of either kind on its gradient. No public name (2.11 to 2.13)."""
-    return any(each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in tensors)
+    return any(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in tensors)
 
 
-def after_accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[Any], Any]]:
+def after_accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """Returns the hooks given to `tensor.register_post_accumulate_grad_hook`. No public name lists them (2.11 to
     2.13)."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
@@ -76,7 +75,7 @@ are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 2.13)."""
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+def outside_transforms() -> contextlib.AbstractContextManager[None]:
     """A context in which tensors are ordinary ones, also inside a function under `torch.func.jvp`, `vmap` and the like.
 
     Function transforms have no public way out (2.11 to 2.13).
@@ -104,7 +103,7 @@ def beneath_transforms(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor
     """
     if not are_transforms_active():
         return tensors
-    return [each for tensor in tensors for each in _beneath(tensor)]
+    return [found for tensor in tensors for found in _beneath(tensor)]
 
 
 def _beneath(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

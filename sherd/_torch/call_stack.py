@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.stateless import _functional_call
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.stage import _PipelineStageBase
 
 MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
 """The code that runs a module's hooks and forward: a frame of it is on the stack for as long as the call lasts. No
@@ -39,7 +42,7 @@ def asked_by_checkpointing(directly: bool = False) -> bool:
     return any(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" for frame in frames)
 
 
-def splitting_stage() -> Any:
+def splitting_stage() -> _PipelineStageBase | None:
     """Returns the pipeline stage that is calling its module, if its schedule splits backward; else None.
 
     A split backward has one part for inputs and one for parameters. For the second part torch's stage looks for

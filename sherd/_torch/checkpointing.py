@@ -5,13 +5,22 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 
+from sherd._torch.writes import write_into
 
-def answer_checkpointing(answers: dict[str, Callable[..., Any]]) -> None:
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+_originals: dict[str, Callable[..., object]] = {}
+"""The functions that `answer_checkpointing` has replaced, by name."""
+
+
+def answer_checkpointing(answers: dict[str, Callable[..., object]]) -> None:
     """Have functions of `torch.distributed.checkpoint.state_dict`, by name, run as `answer(original, *args)` from now
     on.
 
@@ -20,21 +29,19 @@ def answer_checkpointing(answers: dict[str, Callable[..., Any]]) -> None:
     """
     module = sys.modules["torch.distributed.checkpoint.state_dict"]
     for name, answer in answers.items():
-        original = getattr(module, name)
-        if not hasattr(original, "sherd_answers"):
-            answering = functools.wraps(original)(functools.partial(answer, original))
-            answering.sherd_answers = answer  # type: ignore[attr-defined]  # so that it is wrapped once
-            setattr(module, name, answering)
+        if name not in _originals:
+            original = _originals[name] = getattr(module, name)
+            write_into(module, name, functools.wraps(original)(functools.partial(answer, original)))
 
 
-def is_sharded_tensor(value: Any) -> bool:
+def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
     """Whether `value` is a `ShardedTensor`. There is none before its package is imported, and the package has no public
     name (1.10 to 2.13)."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(value, module.ShardedTensor)
 
 
-def sharded_tensor_of_rows(unsharded: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def sharded_tensor_of_rows(unsharded: torch.Tensor, group: dist.ProcessGroup) -> ShardedTensor:
     """Returns `unsharded`, which every rank of `group` has, as a `ShardedTensor` of rows in memory of its own.
 
     DTensor replaces `ShardedTensor`, but programs written for FSDP1 expect it. Its package has no public name (1.10 to
@@ -59,7 +66,7 @@ def sharded_tensor_of_rows(unsharded: torch.Tensor, group: dist.ProcessGroup) ->
 
 
 def full_of_sharded_tensor(
-    value: Any, device: torch.device, shards: Sequence[Any] | None = None
+    value: object, device: torch.device, shards: Sequence[Shard] | None = None
 ) -> torch.Tensor | None:
     """Returns the full tensor of a `ShardedTensor`, on every rank of its group, all of which must call; None for any
     other value.
@@ -82,6 +89,7 @@ def full_of_sharded_tensor(
         sent = torch.empty(shard.shard_sizes, dtype=full.dtype, device=device)
         if tuple(shard.shard_offsets) in mine:
             sent.copy_(mine[tuple(shard.shard_offsets)])
+        assert shard.placement is not None, "a shard of a ShardedTensor has a rank"
         dist.broadcast(sent, src=shard.placement.rank(), group=group)
         place.copy_(sent)
     return full

@@ -5,38 +5,48 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, SupportsInt
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from sherd._torch.writes import write_into
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+
 # torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 and 2.12 know only those.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def all_gather_coalesced(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, async_op: bool
-) -> Any:
+) -> distributed_c10d._CoalescingManager | None:
     """Run several all-gathers as one, on NCCL one launch. Returns an object with `wait()`, or None without `async_op`.
 
     The context has no public name (2.1 to 2.13). Gloo takes outputs of 1 dimension only.
     """
-    with dist.distributed_c10d._coalescing_manager(group=group, async_ops=async_op) as pending:
+    with distributed_c10d._coalescing_manager(group=group, async_ops=async_op) as pending:
         for output, given in zip(outputs, inputs, strict=True):
             all_gather_single(output, given, group=group, async_op=async_op)
     return pending if async_op else None
 
 
-def symmetric_memory() -> Any:
+def symmetric_memory() -> ModuleType:
     """Returns the module of symmetric memory (`empty`, `rendezvous`); private since 2.6, imported on the first call."""
     import torch.distributed._symmetric_memory as module
 
     return module
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
     """Returns the backend of `group` for `device`; NCCL's has an allocator. `_get_backend` has no public name (2.11 to
     2.13)."""
     return group._get_backend(device)
@@ -76,17 +86,17 @@ def named_group(
     return group
 
 
-def read_objects_with(read: Callable[[torch.Tensor], Any]) -> None:
+def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:
     """Have torch's object collectives (`gather_object` and its kin) unpickle by `read` from now on.
 
     `read` gets the bytes that have arrived, a 1-D uint8 tensor. torch's checkpointing makes these calls; torch's own
     way needs numpy, and nothing public exchanges it (2.11 to 2.13).
     """
 
-    def to_object(tensor: torch.Tensor, numel: Any, *_: Any) -> Any:
+    def to_object(tensor: torch.Tensor, numel: SupportsInt, *_: object) -> object:
         return read(tensor[: int(numel)])
 
-    distributed_c10d._tensor_to_object = to_object
+    write_into(distributed_c10d, "_tensor_to_object", to_object)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
@@ -106,8 +116,8 @@ def set_timeout(timeout: timedelta) -> None:
     `_set_pg_timeout` and the two defaults have no public setter (2.11 to 2.13).
     """
     distributed_c10d._set_pg_timeout(timeout)
-    distributed_c10d.default_pg_timeout = timeout
-    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+    write_into(distributed_c10d, "default_pg_timeout", timeout)
+    write_into(distributed_c10d, "default_pg_nccl_timeout", timeout)
 
 
 def adopt_timeout(group: dist.ProcessGroup) -> None:
@@ -119,7 +129,7 @@ def adopt_timeout(group: dist.ProcessGroup) -> None:
     world = dist.group.WORLD
     assert world is not None, "no group is made before the default one"
     try:
-        ours, default = (backend_of(each, torch.device("cpu")) for each in (group, world))
+        ours, default = (backend_of(either, torch.device("cpu")) for either in (group, world))
     except RuntimeError:
         return  # the default group has nothing for a CPU
     if not all(isinstance(backend, dist.ProcessGroupGloo) for backend in (ours, default)):

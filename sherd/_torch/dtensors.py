@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -79,7 +80,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def specs_of(tensors: Sequence[DTensor]) -> list[DTensorSpec]:
-    """Returns the `spec_of` each of `tensors`."""
+    """Returns the `spec_of` of each of `tensors`."""
     return [tensor._spec for tensor in tensors]
 
 
@@ -92,14 +93,22 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-def become_view(tensor: DTensor, func: Any, args: Any, kwargs: Any, local: torch.Tensor, spec: DTensorSpec) -> None:
+def become_view(
+    tensor: DTensor,
+    func: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    local: torch.Tensor,
+    spec: DTensorSpec,
+) -> None:
     """Turn a DTensor, `args[0]`, into the result of the in-place view `func` (`squeeze_`), around `local`.
 
     No public call changes the shape of a wrapper; DTensor does it likewise (2.11 to 2.13).
     """
     from torch.utils._python_dispatch import return_and_correct_aliasing
 
-    tensor._local_tensor, tensor._spec = local, spec
+    replace_local_tensor(tensor, local)
+    tensor._spec = spec
     return_and_correct_aliasing(func, args, kwargs, tensor)
 
 
@@ -124,7 +133,13 @@ def dispatches_itself(kind: type[DTensor]) -> None:
         return
     from torch._library.simple_registry import singleton
 
-    def ask(kind: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def ask(
+        kind: type[DTensor],
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> object:
         return kind.__torch_dispatch__(func, types, args, kwargs)
 
     for name in torch._C._dispatch_get_all_op_names():

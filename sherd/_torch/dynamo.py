@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+Function = TypeVar("Function", bound=Callable[..., object])
 
-def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def dynamo_disabled(function: Function) -> Function:
     """Returns `function` such that Dynamo traces neither it nor what it calls."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=True)
+    disabled: Function = torch.compiler.disable(function, recursive=True)
     return disabled
 
 
@@ -38,7 +40,7 @@ def not_traced(reason: str) -> Exception:
     return Unsupported(reason)
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+def fake_tensors() -> contextlib.AbstractContextManager[object]:
     """A context in which new tensors have a device but no memory.
 
     Operations are those of the device, unlike on meta. torch.compile stands on it; nothing public names it (2.0 to

@@ -6,6 +6,8 @@ import sys
 
 import torch
 
+from sherd._torch.writes import write_into
+
 _MANAGED = "_sherd_managed"
 
 
@@ -36,7 +38,8 @@ def manage(module: torch.nn.Module) -> None:
     Otherwise it would guard each parameter object, which changes on every gather. Nothing public does this (2.0 to
     2.13).
     """
-    module.__dict__.update({"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True, _MANAGED: True})
+    for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", _MANAGED):
+        write_into(module, name, True)
 
 
 def say_fully_sharded(module: torch.nn.Module) -> None:
@@ -45,9 +48,13 @@ def say_fully_sharded(module: torch.nn.Module) -> None:
 
     It asks a registry; neither that nor its package has a public name (2.0 to 2.13).
     """
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 
-    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault("fully_shard", RegistryItem())
+    registry = _get_registry(module)
+    if registry is None:
+        write_into(module, REGISTRY_KEY, {"fully_shard": RegistryItem()})
+    else:
+        registry.setdefault("fully_shard", RegistryItem())
 
 
 def is_tensor_parallel(module: torch.nn.Module) -> bool:

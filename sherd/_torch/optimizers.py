@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import (
@@ -21,6 +21,8 @@ __all__ = [
     "register_optimizer_step_pre_hook",
 ]
 
+Result = TypeVar("Result")
+
 
 def register_foreach_type(kind: type[torch.Tensor]) -> None:
     """Have `torch.optim` and `clip_grad_norm_` take tensors of exactly this type for their foreach and fused forms.
@@ -35,17 +37,17 @@ def register_foreach_type(kind: type[torch.Tensor]) -> None:
             known.append(kind)
 
 
-def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+def hooked_step(step: Callable[..., Result]) -> Callable[..., Result]:
     """Returns `step`, a method of an optimizer's class, with the optimizer's step hooks and the global ones around it.
 
     `Optimizer.__init__` does so for the class it finds; a class made later has to ask. torch's own wrapper also opens a
     range for profilers, which takes a third of a small step, so it is used only while a profiler is on. None of the
     names is documented (2.11 to 2.13).
     """
-    profiled: Any = torch.optim.Optimizer.profile_hook_step(step)
+    profiled: Callable[..., Result] = torch.optim.Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
+    def hooked(*args: Any, **kwargs: Any) -> Result:
         if torch._C._autograd._profiler_enabled():
             return profiled(*args, **kwargs)
         optimizer = args[0]

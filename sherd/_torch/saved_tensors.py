@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from sherd._torch.writes import write_into
 
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """A pair of hooks: autograd calls the first with each tensor that it saves, and the second with the first one's result
 when backward reads the tensor."""
 
-_stack: Any = torch._C._autograd
+_stack: ModuleType = torch._C._autograd
 _push = _stack._push_saved_tensors_default_hooks
 
 
@@ -37,6 +40,19 @@ pop_saving_hooks: Callable[[], None] = _stack._pop_saved_tensors_default_hooks
 """Pop the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
 
 
+class _TakenOff(threading.local):
+    """The hooks that a function transform of this thread has taken off."""
+
+    hooks: SavingHooks | None = None
+
+    def put(self, hooks: SavingHooks) -> None:
+        self.hooks = hooks
+
+    def take(self) -> SavingHooks | None:
+        hooks, self.hooks = self.hooks, None
+        return hooks
+
+
 def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable[[SavingHooks], SavingHooks]) -> None:
     """Let hooks for which `are_ours` is true share the stack with other users of it.
 
@@ -51,25 +67,25 @@ def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable
         _stack._saved_tensors_hooks_disable,
         _stack._saved_tensors_hooks_enable,
     )
-    off = threading.local()
+    off = _TakenOff()
 
     def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
         top = saving_hooks()
         push(*(around((pack, unpack)) if top is not None and are_ours(top) else (pack, unpack)))
 
-    def disabled(*args: Any, **kwargs: Any) -> None:
+    def disabled(message: str, fail_if_non_empty: bool = True) -> None:
         top = saving_hooks()
         if top is not None and are_ours(top):
             pop_saving_hooks()
-            off.hooks = top
-        disable(*args, **kwargs)
+            off.put(top)
+        disable(message, fail_if_non_empty)
 
     def enabled() -> None:
         enable()
-        top, off.hooks = getattr(off, "hooks", None), None
-        if top is not None:
-            push(*top)
+        hooks = off.take()
+        if hooks is not None:
+            push(*hooks)
 
-    _stack._push_saved_tensors_default_hooks = pushed
-    _stack._saved_tensors_hooks_disable = disabled
-    _stack._saved_tensors_hooks_enable = enabled
+    write_into(_stack, "_push_saved_tensors_default_hooks", pushed)
+    write_into(_stack, "_saved_tensors_hooks_disable", disabled)
+    write_into(_stack, "_saved_tensors_hooks_enable", enabled)

@@ -27,7 +27,7 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 2.13)."""
 
 
-def gradients_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+def gradients_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Returns the gradient of each of `tensors`.
 
     It does not ask each DTensor's `__torch_function__`, which takes longer than reading; the guard for that has no
@@ -37,7 +37,7 @@ def gradients_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
         return [tensor.grad for tensor in tensors]
 
 
-def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+def attributes_of(parameter: torch.Tensor) -> dict[str, object]:
     """Returns the attributes that a user has written on a Parameter (`weight.no_decay = True`).
 
     It leaves out those of the class, those that torch.nn and Dynamo write under names of their own (2.11 to 2.13),

@@ -1,2 +1,2 @@
-"""WITH WHAT bytes travel: meshes and groups, streams and handoffs, buffers, collectives. Knows no module and no
+"""The means by which bytes travel: meshes and groups, streams and handoffs, buffers, transports. No modules, no
 schedule."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,7 @@ class _GroupMemory(Comm):
         """Returns memory from the group, or from the usual allocator where the group has none (gloo)."""
         if self._backend is None:
             return torch.empty(*size, dtype=dtype, device=device)
-        numel = 1
-        for length in size:
-            numel *= length
-        buffer: torch.Tensor = self._backend.allocate_tensor(numel, dtype=dtype, device=device)
-        return buffer.view(*size)
+        return self._backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
 
 
 class _SymmetricMemory(Comm):
@@ -62,7 +59,7 @@ class _SingleAllGather(AllGather):
         if group is None or group.size() == 1:
             output_tensor.copy_(input_tensor)
             return None
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _SingleReduceScatter(ReduceScatter):
@@ -71,14 +68,14 @@ class _SingleReduceScatter(ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup | None,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce by one call from one buffer. Copies when the group is one rank, or None."""
         if group is None or group.size() == 1:
             output_tensor.copy_(input_tensor)
             return None
-        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class GroupMemoryAllGather(_GroupMemory, _SingleAllGather):
@@ -103,7 +100,7 @@ class UsersCollectives(Transport):
         self._group: Any = group  # None, for a mesh of one rank, is handed on as it is
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The collective's own memory."""
+        """Returns memory that the user's collective allocates."""
         return self._collective.allocate((numel,), dtype=dtype, device=device)
 
     def all_gather(
@@ -121,5 +118,5 @@ class UsersCollectives(Transport):
         return self._collective(shard_buffer, rows, self._group, dist.ReduceOp.SUM, async_op)
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """There is none of the user's."""
+        """Raises: a user's collectives gather and scatter only."""
         raise NotImplementedError("replicas are summed by the mesh's own transport")

@@ -15,7 +15,7 @@ from sherd._torch import read_objects_with
 from sherd.comm.failures import named
 
 
-def all_gather_objects(mine: Any, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns the objects of all ranks of `group` (None: the default one), in rank order. All of them must call it.
 
     Args:
@@ -29,13 +29,13 @@ def all_gather_objects(mine: Any, what: str, group: dist.ProcessGroup | None = N
     sent = _bytes_of(mine, _device_of(group))
     with named(what, group):
         lengths = _all_gather(torch.tensor([sent.numel()], device=sent.device), group)
-        longest = max(int(each) for each in lengths)
+        longest = max(int(length) for length in lengths)
         padded = torch.cat((sent, sent.new_zeros(longest - sent.numel())))
         arrived = _all_gather(padded, group)
-    return [_object_of(each[: int(length)]) for each, length in zip(arrived, lengths, strict=True)]
+    return [_object_of(pickled[: int(length)]) for pickled, length in zip(arrived, lengths, strict=True)]
 
 
-def broadcast_object(value: Any, what: str, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None = None) -> Any:
     """Returns the `value` of rank 0 of `group` (None: the default one) on all its ranks. All of them must call it.
 
     Raises:
@@ -52,8 +52,8 @@ def broadcast_object(value: Any, what: str, group: dist.ProcessGroup | None = No
 
 
 def do_without_numpy() -> None:
-    """Where numpy is missing, have torch's own calls for objects do without it too. Its checkpointing makes them when
-    there are several ranks.
+    """Have torch's own calls for objects do without numpy, if it is missing. torch's checkpointing makes these calls on
+    several ranks.
 
     This changes torch, so it is for a program that has the process to itself.
     """
@@ -71,7 +71,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Returns the device on which `group` moves the bytes: the CPU if it can, because they are there."""
-    devices = {each.partition(":")[0] for each in dist.get_backend_config(group).split(",")}
+    devices = {backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")}
     if "cpu" in devices or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -79,7 +79,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _bytes_of(value: Any, device: torch.device) -> torch.Tensor:
+def _bytes_of(value: object, device: torch.device) -> torch.Tensor:
     # A bytearray, because torch warns of memory that cannot be written.
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
 

@@ -48,8 +48,8 @@ def _raise_threshold() -> None:
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
-    allocate, free = libc.malloc, libc.free
-    allocate.restype, allocate.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", libc))
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(("free", libc))
     # Not a tensor: tools that count the bytes of tensors would see it.
     free(allocate(MOST_KEPT - 16 * mmap.PAGESIZE))
 
@@ -59,10 +59,6 @@ def _advice() -> Callable[[int, int], int] | None:
     """Returns the system's `madvise(first, nbytes)` for large pages, or None where there is none."""
     if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-    def advice(first: int, nbytes: int) -> int:
-        return int(call(first, nbytes, mmap.MADV_HUGEPAGE))
-
-    return advice
+    madvise = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    call = madvise(("madvise", ctypes.CDLL(None)))
+    return lambda first, nbytes: int(call(first, nbytes, mmap.MADV_HUGEPAGE))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -58,11 +58,11 @@ class Streams(ABC):
     """Whether memory that the host frees is free for every lane at once, which is so without streams."""
 
     @abstractmethod
-    def begin_step(self, event: Any = None) -> None:
+    def begin_step(self, event: torch.Event | None = None) -> None:
         """Let gathers read the shards from now on: after the optimizer's `event` if given, else after compute."""
 
     @abstractmethod
-    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+    def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
         """Do `work` on the user's `stream`, ordered after compute and before what compute does next."""
 
 
@@ -99,10 +99,10 @@ class HostStreams(Streams):
     def __init__(self) -> None:
         self.gather = self.reduce = self.all_reduce = _BackgroundLane()
 
-    def begin_step(self, event: Any = None) -> None:
+    def begin_step(self, event: torch.Event | None = None) -> None:
         return None
 
-    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+    def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
         work()
 
 
@@ -135,7 +135,7 @@ class _StreamLane(Lane):
     def follow_compute(self) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
-    def follow_event(self, event: Any) -> None:
+    def follow_event(self, event: torch.Event) -> None:
         self._stream.wait_event(event)
 
 
@@ -151,13 +151,13 @@ class DeviceStreams(Streams):
         self.reduce = _StreamLane(device, priority=-1)
         self.all_reduce = _StreamLane(device, priority=0)
 
-    def begin_step(self, event: Any = None) -> None:
+    def begin_step(self, event: torch.Event | None = None) -> None:
         if event is not None:
             self.gather.follow_event(event)
         else:
             self.gather.follow_compute()
 
-    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+    def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
         compute = torch.accelerator.current_stream(self._device)
         stream.wait_stream(compute)
         with stream:
@@ -203,10 +203,10 @@ class RecordingStreams(Streams):
             _RecordingLane(name, self.log) for name in ("gather", "reduce", "all_reduce")
         )
 
-    def begin_step(self, event: Any = None) -> None:
+    def begin_step(self, event: torch.Event | None = None) -> None:
         self.log.append(("gather", "follow event" if event is not None else "follow compute"))
 
-    def run_beside(self, stream: Any, work: Callable[[], None]) -> None:
+    def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
         self.log.append(("compute", "run beside"))
         work()
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ CopyIntoPlace = Callable[[int, torch.Tensor], None]
 class Pending(Protocol):
     """A collective under way; torch's `Work` is one."""
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         """Return once its results are there."""
         ...
 
@@ -50,12 +50,12 @@ class Transport(ABC):
     """Whether its buffers must come from `empty`."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D buffer for a collective, uninitialised; called where the collective runs."""
+        """Returns a 1-D buffer for a collective, uninitialised. It is called on the lane of the collective."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds for other ranks to read, in bytes."""
+        """The memory that this rank holds for other ranks to read, in bytes."""
         return 0
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
@@ -105,7 +105,7 @@ def parts(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 class Sizes(tuple[int, ...]):
-    """The sizes of all parts, one a rank: a tuple that looks at its thousands of ranks once and not in each call."""
+    """The sizes of all parts, one per rank. It looks at its thousands of ranks once, not in each call."""
 
     @cached_property
     def are_even(self) -> bool:
@@ -113,11 +113,11 @@ class Sizes(tuple[int, ...]):
         return len(set(self)) <= 1
 
     def of(self, parts: range) -> Sizes:
-        """The sizes of `parts`, which are neighbours."""
+        """Returns the sizes of `parts`, which are neighbours."""
         return self if len(parts) == len(self) else Sizes(self[parts.start : parts.stop])
 
     def together(self, number: int) -> Sizes:
-        """The sizes of each `number` neighbouring parts as one."""
+        """Returns the sizes that result when every `number` neighbouring parts become one."""
         if number == 1:
             return self
         return Sizes(sum(self[start : start + number]) for start in range(0, len(self), number))
@@ -210,10 +210,11 @@ class SingleCalls(Transport):
         if not is_even and self._for_uneven is not None:
             return self._for_uneven.all_gather(rows, shard_buffer, sizes, async_op)
 
-        def call() -> Any:
+        def call() -> Pending | None:
             if is_even:
                 return all_gather_single(rows, shard_buffer, group=self._group, async_op=async_op)
-            return dist.all_gather(parts(rows, sizes), shard_buffer, group=self._group, async_op=async_op)
+            work: Pending | None = dist.all_gather(parts(rows, sizes), shard_buffer, self._group, async_op)
+            return work
 
         return self._called(call, f"all-gather of {rows.nbytes:,} bytes")
 
@@ -226,10 +227,11 @@ class SingleCalls(Transport):
             return self._for_uneven.reduce_scatter(shard_buffer, rows, sizes, async_op)
         op = dist.ReduceOp.SUM
 
-        def call() -> Any:
+        def call() -> Pending | None:
             if is_even:
                 return reduce_scatter_single(shard_buffer, rows, op=op, group=self._group, async_op=async_op)
-            return dist.reduce_scatter(shard_buffer, parts(rows, sizes), op=op, group=self._group, async_op=async_op)
+            work: Pending | None = dist.reduce_scatter(shard_buffer, parts(rows, sizes), op, self._group, async_op)
+            return work
 
         return self._called(call, f"reduce-scatter of {rows.nbytes:,} bytes")
 
@@ -240,7 +242,7 @@ class SingleCalls(Transport):
             f"all-reduce of {tensor.nbytes:,} bytes",
         )
 
-    def _called(self, call: Callable[[], Any], what: str) -> Pending | None:
+    def _called(self, call: Callable[[], Pending | None], what: str) -> Pending | None:
         try:
             pending = call()
         except CommError:

@@ -28,17 +28,14 @@ def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: 
         return _ONE_RANK
     known = _known.get(group)
     if known is None:
-        _forget_destroyed_groups()
+        # A snapshot of the keys: ranks may be threads.
+        for destroyed in [old for old in tuple(_known) if is_destroyed(old)]:
+            _known.pop(destroyed, None)
         known = _known[group] = {}
     if policy.transport not in known:
         require_alive(group, "a sharded model")
         known[policy.transport] = _made(group, device, policy.transport)
     return known[policy.transport]
-
-
-def _forget_destroyed_groups() -> None:
-    for group in [each for each in tuple(_known) if is_destroyed(each)]:  # ranks may be threads
-        _known.pop(group, None)
 
 
 def check_transport(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> None:

@@ -1,4 +1,4 @@
-"""WHAT OTHERS ASK FOR: torch's pipeline schedules, and what packages check by isinstance. Off until asked for."""
+"""Adapters for torch's pipeline schedules, and for packages that check for torch's FSDP by isinstance."""
 
 from sherd.interop.identity import torch_fsdp_identity
 

@@ -143,7 +143,7 @@ def _faces() -> tuple[type, ...]:
     return (_torch_face(),) if _torch_face.cache_info().currsize else ()
 
 
-# What torch's pipeline stages read
+# The attributes that torch's pipeline stages read
 
 
 class _ParamGroup:

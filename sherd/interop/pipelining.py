@@ -68,7 +68,7 @@ class PipelineStage(pipelining.PipelineStage):
         There are gradients if shapes are learnt again, by an evaluation between a step and the optimizer's step.
         """
         self._sherd_units.free()
-        gradients = [(each, each.grad) for each in self.submod.parameters()]
+        gradients = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
         super()._post_metadata_inference_cleanup()
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -118,9 +118,9 @@ class PipelineStage(pipelining.PipelineStage):
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of all parameters by `grad_scale_factor`."""
-        gradients = [each.grad for each in self.submod.parameters() if each.grad is not None]
+        gradients = [parameter.grad for parameter in self.submod.parameters() if parameter.grad is not None]
         if grad_scale_factor != 1 and gradients:
-            torch._foreach_div_([local_part(each) for each in gradients], grad_scale_factor)
+            torch._foreach_div_([local_part(gradient) for gradient in gradients], grad_scale_factor)
 
 
 def split_backwards_in_torchs_stages() -> Callable[[], None]:

@@ -70,7 +70,7 @@ class StageUnits:
                     f"{self.name}: unit {unit.name} also has modules that are not in the stage's module "
                     f"({', '.join(away)}); call fully_shard for each stage by itself"
                 )
-            owner = next((each for each in unit.companions if each.id not in units), None)
+            owner = next((companion for companion in unit.companions if companion.id not in units), None)
             if owner is not None:
                 raise OwnershipError(
                     f"{self.name}: unit {unit.name} uses a parameter that unit {owner.name} owns, which is not in this "
@@ -187,9 +187,9 @@ class StageUnits:
     def _deliver(self, units: list[Unit]) -> None:
         """Send gradients that were written to unsharded parameters through autograd, whose hooks take all gradients."""
         shown = (record.places[0].shown for unit in units for record in unit.parameters)
-        written = [whole for whole in shown if whole is not None and whole.is_leaf and whole.grad is not None]
-        gradients = [whole.grad for whole in written]
-        for whole in written:
-            whole.grad = None
+        written = [tensor for tensor in shown if tensor is not None and tensor.is_leaf and tensor.grad is not None]
+        gradients = [tensor.grad for tensor in written]
+        for tensor in written:
+            tensor.grad = None
         if written:
             torch.autograd.backward(written, gradients)

@@ -1,1 +1,1 @@
-"""What helps a program move from FSDP1 to `fully_shard`."""
+"""Help for programs that move from FSDP1 to `fully_shard`."""

@@ -1,6 +1,6 @@
 """`explain_migration`: the `fully_shard` calls that a `FullyShardedDataParallel(...)` call corresponds to.
 
-`Choices` reads the arguments, as it does for the wrapper; this file only puts what they mean into words.
+`Choices` reads the arguments, as it does for the wrapper. This file only puts their meaning into words.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from sherd.policy import MixedPrecisionPolicy
 from sherd.port.source import NoLiteralError, written
 
 TAKES = tuple(name for name in inspect.signature(FullyShardedDataParallel.__init__).parameters if name != "self")
-DEFAULTS = {name: each.default for name, each in inspect.signature(fully_shard).parameters.items() if name != "module"}
+DEFAULTS = {
+    name: parameter.default for name, parameter in inspect.signature(fully_shard).parameters.items() if name != "module"
+}
 WIDTH = 116
 
 
@@ -83,7 +85,7 @@ class _Explanation:
         root = module if module is not None else nn.Module()
         self._ignored = Ignored.read(root, given.get("ignored_modules"), given.get("ignored_states"))
         self._statements: dict[str, None] = {}
-        """What stands above the calls. A dict is a set in the order of insertion."""
+        """The statements above the calls. A dict is a set in the order of insertion."""
         self._notes: dict[str, None] = {}
 
     def text(self) -> str:

@@ -1,6 +1,6 @@
-"""The vocabulary of the schedule: what happens to a unit (events) and what must be done about it (actions).
+"""The words of the schedule: events, which happen to a unit, and actions, which the engine must carry out.
 
-Units are named by their index. Events come from module calls and autograd; actions are carried out by the engine.
+Units are named by their index. Events come from module calls and from autograd.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BeforeForward:
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
-    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters have outlived that."""
+    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters are still alive."""
 
     unit: int
     recomputing: bool = False
@@ -145,7 +145,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class FreeGroup:
-    """As `Free`, but one group of the unit only; the next `Gather` brings back what is not there."""
+    """As `Free`, but for one group of the unit only. The next `Gather` of the unit brings it back."""
 
     unit: int
     group: int
@@ -153,7 +153,7 @@ class FreeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """As `Free`, but keep this rank's part of the whole for a smaller mesh (`reshard_after_forward=k`)."""
+    """As `Free`, but keep this rank's part of them for a smaller mesh (`reshard_after_forward=k`)."""
 
     unit: int
 

@@ -1,4 +1,4 @@
-"""What an event asks for: one pure step from a state and an event to the next state and the actions that lead there.
+"""The decision: a pure step from a state and an event to the next state and the actions that lead there.
 
     event             what happens
     BeforeForward     gather and await the unit, then gather what the learnt order says comes next
@@ -8,10 +8,10 @@
     GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
     GroupPassed       free that group alone, if the unit is one that goes after backward
     AfterBackward     start its reduction if gradients are left, and free it
-    EndBackward       free the rest, settle all reductions; the pass teaches the order
+    EndBackward       free the rest, finish all reductions; the pass teaches the order
 
-Recomputation (activation checkpointing) runs a forward inside backward: the unit is made whole and stays so, because
-its backward follows at once.
+Recomputation (activation checkpointing) runs a forward inside backward: the unit is unsharded and stays so, because its
+backward follows at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Decision = tuple[State, tuple[Action, ...]]
 
 
 def decide(state: State, event: Event) -> Decision:
-    """The next state, and the actions that lead there."""
+    """Returns the next state, and the actions that lead there."""
     turn = _Turn(state)
     match event:
         case BeforeForward(unit, recomputing):
@@ -96,8 +96,8 @@ class _Turn:
 
     def enter_forward(self, unit: int) -> None:
         needed = (unit, *self.state.specs[unit].companions)
-        for each in needed:
-            self.free_if_stale(each)
+        for used in needed:
+            self.free_if_stale(used)
         self._make_unsharded(needed)
         running = self.state.running | {unit}
         self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
@@ -108,7 +108,7 @@ class _Turn:
         running = self.state.running - {unit}
         self.state = replace(self.state, finished=self.state.finished.after(unit), running=running)
         if unit in self.state.borrowed or in_use:
-            return  # another unit may still need it: it goes when the whole forward ends; or backward
+            return  # another unit, or backward, may still need it: it is freed when the whole forward ends
         self._release(unit)
 
     def end_forward(self, differentiable: bool) -> None:
@@ -121,7 +121,7 @@ class _Turn:
         self.state = replace(self.state, forward=self.state.forward.rewound(), finished=self.state.finished.rewound())
 
     def _release(self, unit: int) -> None:
-        """Let go of `unit` after its forward, as far as its spec says."""
+        """Free or shrink `unit` after its forward, as its spec says."""
         keep = self.state.specs[unit].after_forward
         if keep is Keep.NOTHING:
             self.free(unit)
@@ -149,7 +149,7 @@ class _Turn:
             self._prefetch_backward(unit)
 
     def _prefetch_backward(self, unit: int) -> None:
-        upcoming = [each for each in self.state.backward.upcoming() if self.state.specs[each].unshard_in_backward]
+        upcoming = [ahead for ahead in self.state.backward.upcoming() if self.state.specs[ahead].unshard_in_backward]
         explicit = self.state.specs[unit].backward_prefetch
         self._prefetch(explicit, upcoming, self.state.limits.backward_depth)
 
@@ -168,10 +168,11 @@ class _Turn:
 
     def finish_reduce(self, unit: int) -> None:
         self.actions.append(FinishReduce(unit))
-        self.state = replace(self.state, reducing=tuple(each for each in self.state.reducing if each != unit))
+        self.state = replace(self.state, reducing=tuple(other for other in self.state.reducing if other != unit))
 
     def leave_backward(self, unit: int, unreduced: bool) -> None:
-        # Freed before the reduction is started, so that the two never add up in the peak.
+        # Freed before the reduction starts, so that the two never add up in the peak:
+        # test_a_unit_is_freed_before_its_reduction_starts_so_that_the_two_never_add_up.
         if self._goes_after_backward(unit):
             self.free(unit)
         if unreduced:
@@ -185,8 +186,8 @@ class _Turn:
             self.state = replace(self.state, passed=self.state.passed | {unit})
 
     def _goes_after_backward(self, unit: int) -> bool:
-        """One that another unit borrows from may still be needed there: it goes when the whole backward ends. One whose
-        forward is under way, with a backward inside, goes after its forward."""
+        """Whether `unit` is freed after its backward. A companion of another unit is freed when the whole backward
+        ends, and a unit whose forward is under way, with a backward inside, after its forward."""
         is_needed = unit in self.state.borrowed or unit in self.state.running
         return self.state.specs[unit].reshard_after_backward and not is_needed
 
@@ -214,7 +215,7 @@ class _Turn:
             self.state = self.state.with_live(unit, Live.GATHERING)
 
     def gather_again(self, unit: int) -> None:
-        """What was freed of a whole unit: somebody will read it."""
+        """Gather the groups of an unsharded unit that backward has freed, because they will be read again."""
         if unit in self.state.passed:
             self.actions.append(Gather(unit))
             self.state = self.state.with_live(unit, Live.GATHERING)
@@ -255,7 +256,7 @@ class _Turn:
         )
 
     def _make_unsharded(self, units: Iterable[int]) -> None:
-        """All gathers are started before the first is waited for."""
+        """Gather `units`. All gathers are started before the first one is waited for."""
         units = tuple(units)
         for unit in units:
             self.gather(unit)

@@ -1,14 +1,14 @@
-"""The bytes that a training step needs, by kind and unit: asked of the schedule, in integers only.
+"""The bytes that a training step needs, by kind and unit, predicted by the schedule in integers only.
 
-A step is a list of moments: the events that the schedule knows, and between them each gradient's arrival. It is walked
-through the very `Schedule` that runs the model; what its actions do to the buffers is added up after each of them.
+A step is a list of moments: the events that the schedule knows, and between them the arrival of each gradient. The
+`Schedule` that runs the model answers them, and the effect of each of its actions on the buffers is added up.
 
     moment            bytes that come                          bytes that go
-    Gather            whole, if filled in place; else rows
-    Await             whole, if copied out of rows             rows
-    Shrink            the kept part                            whole
-    Free                                                       whole, rows, the kept part
-    FreeGroup                                                  one group's whole
+    Gather            unsharded, if filled in place; else rows
+    Await             unsharded, if copied out of rows         rows
+    Shrink            the kept part                            unsharded
+    Free                                                       unsharded, rows, the kept part
+    FreeGroup                                                  unsharded, of one group
     Arrival           one gradient, then gradient rows         gradients, once copied into the rows
     Reduce            gradient rows, if they come late;        gradients, once copied into the rows
                       this rank's sum; the transport's own
@@ -23,10 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from sherd.schedule import actions as do
-from sherd.schedule.actions import (
-    EndBackward,
-    ShardsChanged,
-)
+from sherd.schedule.actions import EndBackward, ShardsChanged
 from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment, begins_step
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Limits, Live, UnitSpec
@@ -50,11 +47,10 @@ def forecast(
     batch_bytes: int,
     unsynced: int = 0,
 ) -> Forecast:
-    """The peak of one training step whose order is learnt, from shards without gradients to shards with gradients.
+    """Returns the peak of one training step whose order is learnt, from shards without gradients to shards with them.
 
-    `sizes` are each unit's groups; `step` is forward and backward, by `step_of` or as it was recorded. `unsynced` such
-    passes go before it whose gradients stay unreduced. Small gradients wait for one another until they are
-    `batch_bytes`.
+    `sizes` are each unit's groups; `step` is forward and backward, by `step_of` or as it was recorded. Before it go
+    `unsynced` such passes whose gradients stay unreduced. Small gradients are collected until they are `batch_bytes`.
     """
     assert len(specs) == len(sizes), "every unit has sizes"
     syncing = tuple(replace(spec, reduces=True) for spec in specs)
@@ -72,14 +68,8 @@ def forecast(
     return buffers.peak
 
 
-# What happens in a step
-
-
-# What it does to the buffers
-
-
 class _Group:
-    """One group's buffers: bytes by kind. `changed(kind, more)` is told of each that comes or goes."""
+    """One group's buffers: bytes by kind. `changed(kind, more)` is called whenever bytes come or go."""
 
     def __init__(self, sizes: GroupSizes, batch_bytes: int, changed: Callable[[MemoryKind, int], None]) -> None:
         self._sizes = sizes
@@ -104,7 +94,7 @@ class _Group:
     # Weights
 
     def mark_shards_written(self) -> None:
-        """Somebody may have written the shards: what is kept of it whole may have other values."""
+        """The shards may have been written, so that kept unsharded parameters are out of date."""
         self._is_current = False
 
     def gather(self) -> None:
@@ -124,7 +114,7 @@ class _Group:
                 self._become_unsharded()
 
     def land(self) -> None:
-        """A collective is awaited, which finishes those that were begun before it."""
+        """Fill the unsharded buffer: a collective is awaited, which finishes all earlier ones."""
         if self._live is Live.GATHERING and self._sizes.lands:
             self._become_unsharded()
 
@@ -151,14 +141,14 @@ class _Group:
 
     @property
     def _rows(self) -> int:
-        """Bytes of rows that gradients are collected in, those in reduction apart."""
+        """Bytes of rows that gradients are collected in, without rows in reduction."""
         return self._held[MemoryKind.GRADIENT_ROWS] - self._reducing
 
     def _collect(self, nbytes: int) -> None:
         self._hold(MemoryKind.GRADIENT_ROWS, self._reducing + nbytes)
 
     def arrive(self, index: int, reduces: bool) -> None:
-        """A gradient has come; `reduces`: this backward will reduce it."""
+        """A gradient has come. `reduces`: this backward will reduce it."""
         sizes, nbytes = self._sizes, self._sizes.arriving[index]
         self._num_arrived += 1
         if sizes.borrows and not self._rows:
@@ -173,13 +163,13 @@ class _Group:
             self._num_arrived = 0
 
     def _copy(self) -> None:
-        """The gradients that wait go into the rows."""
+        """Copy the gradients that wait into the rows."""
         if self._held[MemoryKind.ARRIVED]:
             self._collect(self._rows or self._sizes.gradient_rows)
             self._drop(MemoryKind.ARRIVED)
 
     def end_backward(self) -> None:
-        """What has not come will not come."""
+        """Expect no further gradients of this backward."""
         self._copy()
         self._num_arrived = 0
 
@@ -218,7 +208,7 @@ DO: dict[type[do.Action], Callable[[_Group], None]] = {
     do.FinishReduce: _Group.finish_reduce,
     do.Discard: _Group.discard,
 }
-"""What each action on a whole unit does to its groups."""
+"""The effect of each action on a unit: the method that is called on all of its groups."""
 
 
 class Buffers:
@@ -230,7 +220,7 @@ class Buffers:
         self._moment: Moment | None = None
         self._note_peak()
         self._units = [
-            [_Group(each, batch_bytes, partial(self._add, unit)) for each in groups]
+            [_Group(group_sizes, batch_bytes, partial(self._add, unit)) for group_sizes in groups]
             for unit, groups in enumerate(sizes)
         ]
 
@@ -239,7 +229,7 @@ class Buffers:
         return (group for groups in self._units for group in groups)
 
     def begin_step(self) -> None:
-        """The optimizer has stepped and dropped the gradients; the peak of what comes is asked for."""
+        """Begin a step, whose peak will be asked for: the optimizer has stepped and dropped the gradients."""
         for group in self._groups:
             group.drop_gradients()
         self._moment = None
@@ -247,14 +237,14 @@ class Buffers:
 
     @property
     def peak(self) -> Forecast:
-        """The most since the step began, noted whenever something came."""
+        """The most bytes at once since the step began."""
         parts: Counter[tuple[int, MemoryKind]] = Counter()
         for part, more in self._changes[: self._num_changes_to_peak]:
             parts[part] += more
         return Forecast(self._peak, self._peak_moment, {part: nbytes for part, nbytes in parts.items() if nbytes})
 
     def live_through(self, schedule: Schedule, moment: Moment) -> None:
-        """Let `moment` happen: ask the schedule, or take a gradient."""
+        """Carry out what the schedule answers to `moment`, or take a gradient."""
         self._moment = moment
         if isinstance(moment, Arrival):
             reduces = schedule.state.specs[moment.unit].reduces
@@ -267,17 +257,14 @@ class Buffers:
             for group in self._groups:
                 group.end_backward()
         for action in schedule.on(moment):
-            self._do(action)
-
-    def _do(self, action: do.Action) -> None:
-        if isinstance(action, do.FreeGroup):
-            self._units[action.unit][action.group].free()
-            return
-        if isinstance(action, do.FinishReduce):
-            for group in self._groups:
-                group.land()
-        for group in self._units[action.unit]:
-            DO[type(action)](group)
+            if isinstance(action, do.FreeGroup):
+                self._units[action.unit][action.group].free()
+                continue
+            if isinstance(action, do.FinishReduce):
+                for group in self._groups:
+                    group.land()
+            for group in self._units[action.unit]:
+                DO[type(action)](group)
 
     def _add(self, unit: int, kind: MemoryKind, more: int) -> None:
         self._changes.append(((unit, kind), more))
@@ -286,5 +273,5 @@ class Buffers:
             self._note_peak()
 
     def _note_peak(self) -> None:
-        # What it is made of is added up when it is asked for: every unit's first gradient is a new peak.
+        # Its parts are added up only when they are asked for: every unit's first gradient is a new peak.
         self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self._changes)

@@ -21,39 +21,38 @@ from sherd.schedule.actions import (
 
 
 class MemoryKind(str, Enum):
-    """What bytes are for; the value is its name in tables. Strings, which remember their hash: there are many sums by
-    kind."""
+    """The purpose of some bytes. The value is its name in tables. A str, as its hash is remembered, for many sums."""
 
     SHARDS = "shards"
     SENT = "shards as sent"
-    """What an all-gather sends, where that is not the shards themselves: a copy in compute's dtype, or a kept part."""
+    """The input of an all-gather, where it is not the shards themselves: a copy in compute's dtype, or a kept part."""
     ROWS = "gathered rows"
     UNSHARDED = "whole"
     PART = "kept part"
     """Of a smaller mesh (`reshard_after_forward=k`)."""
     ARRIVED = "gradients arrived"
-    """Whole gradients that autograd has made and that are not in the rows yet."""
+    """Unsharded gradients that autograd has made and that are not in the rows yet."""
     GRADIENT_ROWS = "gradient rows"
-    """What a reduction sends: rows of our own, or a large gradient as autograd has left it."""
+    """The input of a reduction: rows of our own, or a large gradient as autograd has left it."""
     REDUCED = "reduced"
     """This rank's sum, while it is being made."""
     GRADIENTS = "gradients"
     """The shards' `.grad`."""
     TRANSPORT = "transport"
-    """What a collective receives into besides its result."""
+    """Memory that a collective receives into, besides its result."""
     OPTIMIZER = "optimizer state"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """Bytes of one group's buffers on this rank, each when it is allocated; 0 for one that the group does without.
+    """Bytes of one group's buffers on this rank, when they are allocated; 0 for a buffer that the group does without.
 
     `kept` are unsharded parameters that are not given up between uses; `unsharded` is 0 then.
     `rows` is 0 where an all-gather fills the unsharded buffer itself, `sent` where it sends the shards themselves.
-    `lands`: the unsharded buffer is filled while a collective is awaited, this one or a later one, and not before.
-    `arriving` are the whole gradients of the group's trainable parameters, in the order of its parameters; a group that
-    `borrows` sends its only gradient from where it is; one that `collects_late` has no rows until it is reduced, in a
-    step that reduces it. `scratch` is what the transport takes during a reduction.
+    `lands`: the unsharded buffer is filled while this collective or a later one is awaited, and not before.
+    `arriving` are the unsharded gradients of the group's trainable parameters, in the order of its parameters. A
+    group that `borrows` sends its only gradient from where it is. A group that `collects_late` has no rows until it is
+    reduced, in a step that reduces it. `scratch` is what the transport takes during a reduction.
     """
 
     shards: int
@@ -80,7 +79,7 @@ class GroupSizes:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Autograd has made the whole gradient of a parameter: the `index`-th trainable one of the unit's `group`.
+    """Autograd has made the unsharded gradient of a parameter: the `index`-th trainable one of the unit's `group`.
 
     In forward: that parameter is used.
     """
@@ -94,19 +93,19 @@ Moment = Event | Arrival
 
 
 def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> tuple[Moment, ...]:
-    """The moments of forward and backward, as autograd goes through them.
+    """Returns the moments of forward and backward, as autograd goes through them.
 
     `forward` is the beginning and the end of each call of a unit, and in between an `Arrival` for each use of a
     trainable parameter.
     """
-    calls = (each for each in forward if not isinstance(each, Arrival))
+    calls = (moment for moment in forward if not isinstance(moment, Arrival))
     return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
 
 
 def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
-    """Autograd's way back. It does not reach calls that end before anything trainable was used; a gradient is there
-    once the first use of its parameter was gone through."""
-    uses = Counter(each for each in forward if isinstance(each, Arrival))
+    """Yields the moments of backward. Autograd does not reach calls that end before anything trainable was used, and a
+    gradient is there once backward has passed the first use of its parameter."""
+    uses = Counter(moment for moment in forward if isinstance(moment, Arrival))
     missing = Counter(use.unit for use in uses)
     num_ahead = uses.total()
     reached: list[bool] = []
@@ -129,9 +128,9 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
 
 
 def _passed(unit: int, group: int, sizes: Sequence[GroupSizes], is_last: bool) -> Iterator[Moment]:
-    """What a unit can tell of itself when a gradient was its last one, or all that its group has."""
+    """Yields the event of a unit after its last gradient, or after the only gradient of one of its groups."""
     if is_last:
-        is_done_in_backward = all(each.is_all_trainable for each in sizes)
+        is_done_in_backward = all(group_sizes.is_all_trainable for group_sizes in sizes)
         yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
     elif sizes[group].is_alone:
         yield GroupPassed(unit, group)

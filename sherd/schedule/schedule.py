@@ -31,11 +31,11 @@ class Schedule:
 
     @property
     def state(self) -> State:
-        """Where everything stands now."""
+        """The present state."""
         return self._node.state
 
     def on(self, event: Event) -> tuple[Action, ...]:
-        """What `event` asks for. The caller carries the actions out, in order."""
+        """Returns the actions that `event` asks for. The caller carries them out, in order."""
         edge = self._node.edges.get(event)
         if edge is None:
             state, actions = decide(self._node.state, event)
@@ -44,7 +44,7 @@ class Schedule:
         return actions
 
     def move_to(self, state: State) -> None:
-        """Stand in `state`: the same moment under other choices, or with parameters that were live before."""
+        """Go to `state`: the same moment under other choices, or with parameters that were live before."""
         self._node = self._at(state)
 
     def _at(self, state: State) -> _Node:

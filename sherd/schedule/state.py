@@ -1,4 +1,4 @@
-"""What the schedule knows: each unit's choices, and one frozen record of where everything stands."""
+"""The knowledge of the schedule: each unit's choices, and one frozen record of the present state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sherd.schedule.order import Order
 
 
 class Live(IntEnum):
-    """Where a unit's parameters are. Ints, which hash fast: a state has one for each unit."""
+    """The form of a unit's parameters. An int, which hashes fast: a state has one for each unit."""
 
     SHARDED = auto()
     SHRUNK = auto()
@@ -19,7 +19,7 @@ class Live(IntEnum):
 
 
 class Keep(Enum):
-    """What becomes of a unit's unsharded parameters after its forward."""
+    """The part of a unit's unsharded parameters that is kept after its forward."""
 
     NOTHING = auto()
     PART = auto()
@@ -31,9 +31,9 @@ class Keep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """One unit as the schedule sees it. `unsharded_bytes`: what its gathered parameters occupy.
+    """One unit as the schedule sees it. `unsharded_bytes`: the bytes of its gathered parameters.
 
-    `companions` are units that own a parameter this one uses too (tied weights); they are whole whenever it is.
+    `companions` are units that own a parameter this one uses too (tied weights); they are unsharded whenever it is.
     `forward_prefetch`, `backward_prefetch`: what to gather behind this unit; None leaves that to the learnt order.
     """
 
@@ -49,9 +49,9 @@ class UnitSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far ahead to gather, and how much may be in flight: units, bytes (None: no bound), buffers being reduced.
+    """The limits of gathering ahead and of what is in flight: units, bytes (None: no bound), buffers being reduced.
 
-    `reduce_buffers` 0 settles each reduction as soon as it was started. `after_backward`: units are gathered ahead in
+    `reduce_buffers` 0 finishes each reduction as soon as it was started. `after_backward`: units are gathered ahead in
     backward once the one before was freed, not when it begins.
     """
 
@@ -68,8 +68,8 @@ class State:
 
     `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units
     that the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `stale`: units
-    whose live unsharded parameters are older than their shards. `passed`: whole units some of whose groups backward has
-    passed, which are freed. `running`: units whose forward is under way.
+    whose live unsharded parameters are older than their shards. `passed`: unsharded units of which backward has freed
+    some groups. `running`: units whose forward is under way.
     """
 
     # Not hashed: all states of a step have the same, and with a thousand units hashing them is what takes time.

@@ -38,9 +38,9 @@ _NUM_SLOTS = 2
 class Gloo(Transport):
     """CPU ranks over gloo; parts may be uneven or empty, and of any dtype, for they move as bytes.
 
-    An all-gather needs no memory besides the caller's. A reduce-scatter takes at most `ahead` bytes (512 KiB per peer,
-    if that is more), which it receives by itself; what is beyond, it receives in `wait()`, piece by piece, so that what
-    is added up is still in the cache. It is the sum in rank order; bfloat16 and float16 are added up in float32.
+    An all-gather needs no memory besides the caller's. A reduce-scatter receives at most `ahead` bytes (512 KiB per
+    peer, if that is more) in the background, and the rest in `wait()`, piece by piece, so that a piece is added up
+    while it is still in the cache. The sum is made in rank order; bfloat16 and float16 are added up in float32.
 
     Raises:
         CommError: from a call or its `wait()`, when a peer has died or is later than the group's timeout allows.
@@ -54,11 +54,11 @@ class Gloo(Transport):
         self._ahead = ahead
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """float32 for bfloat16 and float16, else the dtype itself."""
+        """Returns float32 for bfloat16 and float16, else the dtype itself."""
         return sums.sum_dtype(dtype)
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
-        """The other ranks' versions of this rank's part, or the pieces of them that are under way."""
+        """Returns the bytes of the other ranks' versions of this rank's part, or of the pieces that are under way."""
         if self._is_small(sizes, itemsize):
             return (1 if len(sizes) == 2 else len(sizes)) * sizes[rank] * itemsize
         piece = self._piece_bytes // itemsize
@@ -66,7 +66,7 @@ class Gloo(Transport):
         return num_slots * (len(sizes) - 1) * min(piece, sizes[rank]) * itemsize
 
     def _is_small(self, sizes: Sequence[int], itemsize: int) -> bool:
-        """The same on all ranks, whose own parts may differ."""
+        """Whether all versions are received at once. It is decided from all sizes, so all ranks decide alike."""
         return max(sizes) * len(sizes) * itemsize <= self._ahead
 
     def all_gather(
@@ -106,26 +106,28 @@ class _Order:
 
     def __init__(self) -> None:
         self.unreceived: deque[_Call] = deque()
-        """Those that will ask for more bytes in their `wait()`."""
+        """The calls that will ask for more bytes in their `wait()`."""
         self._num_calls = 0
 
     def next_number(self) -> int:
-        """The new call's number, the same on all ranks."""
+        """Returns the number of a new call, which is the same on all ranks."""
         self._num_calls += 1
         return self._num_calls
 
     def finish_before(self, number: int) -> None:
         """Wait for the earlier calls of which a peer may need more than what is under way by itself.
 
-        A peer's sends end when we have asked for them. Did we ask in the order of our own waits, then two ranks that
-        wait in different orders would wait for one another: test_ranks_may_wait_in_different_orders.
+        A send completes when the peer has posted its receive. If receives were posted in the order of waits, two ranks
+        that wait in different orders would deadlock (test_ranks_may_wait_in_different_orders). So earlier calls
+        are finished first.
         """
         while self.unreceived and self.unreceived[0].number < number:
             self.unreceived[0].finish()
 
 
-# By group, and as long as it lives: two counts would give two calls one number, and a new one on some ranks only (when
-# garbage is collected) would give one call two. So nothing in here may hold the group, but for calls under way.
+# One order per group, kept as long as the group lives. Two orders would give two calls the same number. An order that
+# is made anew on some ranks only (when garbage is collected) would give one call two numbers. So an order must not hold
+# its group, except through calls under way.
 _orders: WeakKeyDictionary[dist.ProcessGroup, _Order] = WeakKeyDictionary()
 
 
@@ -136,7 +138,7 @@ class _Link:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        # Everybody begins with another one.
+        # Every rank begins with another peer, so that they do not all send to one.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.order = _orders.setdefault(group, _Order())
 
@@ -156,7 +158,7 @@ class _Call:
         self._failure: CommError | None = None
 
     def broadcast(self, part: torch.Tensor, root: int) -> None:
-        """Begin to fill `part` on all ranks with the root's; nothing if it is empty."""
+        """Begin to fill `part` on all ranks with the root's part. An empty part needs no call."""
         if part.numel() and self._link.peers:
             peer = None if root == self._link.rank else root
             self._begin(
@@ -164,7 +166,7 @@ class _Call:
             )
 
     def all_to_all(self, into: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Begin to send `given` and to fill `into`, by rank so many elements."""
+        """Begin to send `given` and to fill `into`. `sent` and `received` count the elements for and from each rank."""
         self._begin(
             lambda: dist.all_to_all_single(
                 _bytes_of(into),
@@ -182,11 +184,11 @@ class _Call:
         self._begin(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._link.group, async_op=True), None)
 
     def send(self, part: torch.Tensor, peer: int) -> None:
-        """Begin to send `part`, of which the peer knows the length."""
+        """Begin to send `part` to `peer`, which knows its length."""
         self._begin(lambda: dist.isend(_bytes_of(part), group_dst=peer, group=self._link.group, tag=self._tag), peer)
 
     def receive(self, part: torch.Tensor, peer: int) -> dist.Work:
-        """Begin to fill `part`, and leave the waiting to the caller."""
+        """Begin to fill `part` from `peer`. Returns the work, for which the caller waits."""
         return self._begun(
             lambda: dist.irecv(_bytes_of(part), group_src=peer, group=self._link.group, tag=self._tag), peer
         )
@@ -203,14 +205,14 @@ class _Call:
         return work
 
     def answer(self, async_op: bool) -> Pending | None:
-        """What the transport's caller gets."""
+        """Returns this call if it is asynchronous; else waits for it, and returns None."""
         if async_op:
             return self
         self.wait()
         return None
 
     def wait(self) -> None:
-        """Return once the results are there; as often as it is called."""
+        """Return once the results are there. May be called again."""
         if self._failure is not None:
             raise self._failure
         if not self._is_done:
@@ -246,14 +248,14 @@ class _AtOnce(_Call):
         self._versions = self._exchanged(rows, sizes)
 
     def _exchanged(self, rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Where all ranks' versions of this rank's part will be, by rank."""
+        """Returns the tensors, by rank, that will hold all ranks' versions of this rank's part."""
         given, rank, size = parts(rows, sizes), self._link.rank, self._link.size
         if size == 1 or not rows.numel():
             return [given[rank]]
         # Between two ranks what travels lies in one run, so a rank's own part need not come along.
         keeps_own = size == 2
-        received = [0 if keeps_own and each == rank else sizes[rank] for each in range(size)]
-        sent = [0 if keeps_own and each == rank else sizes[each] for each in range(size)]
+        received = [0 if keeps_own and peer == rank else sizes[rank] for peer in range(size)]
+        sent = [0 if keeps_own and peer == rank else sizes[peer] for peer in range(size)]
         arriving = rows.new_empty(sum(received))
         self.all_to_all(arriving, given[1 - rank] if keeps_own else rows, received, sent)
         versions = parts(arriving, received)
@@ -319,13 +321,13 @@ class _InPieces(_Call):
         sums.add_up([versions[rank] for rank in range(self._link.size)], out=self._sums[piece])
 
     def _slots_of(self, piece: int) -> dict[int, torch.Tensor]:
-        """By peer, where its version of a piece arrives."""
+        """Returns the slot of each peer for its version of a piece."""
         slots, numel = self._slots[piece % _NUM_SLOTS], self._sums[piece].numel()
         return {peer: slot if slot.numel() == numel else slot[:numel] for peer, slot in slots.items()}
 
 
 def _pieces(part: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:
-    """`part` in pieces of `numel` elements and what is left; none if it is empty."""
+    """Returns `part` in pieces of `numel` elements, the last of which may be shorter. An empty part has no pieces."""
     if part.numel() > numel:
         return torch.split(part, numel)
     return (part,) if part.numel() else ()

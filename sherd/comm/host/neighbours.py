@@ -57,7 +57,7 @@ class Post(NamedTuple):
 
     @property
     def question(self) -> tuple[int, ...]:
-        """What must be the same on all ranks."""
+        """The fields that must be the same on all ranks."""
         return self[:5]
 
 
@@ -73,7 +73,7 @@ class Neighbour:
         self.fate = ""
         """Why nothing more will come from it; empty while it lives."""
         self.gave_up = ""
-        """What it gave up for, in its words."""
+        """The reason why it gave up, in its own words."""
         self.name = f"rank {world_rank} (process {pid})" if pid else f"rank {world_rank}"
         self.process = _opened_process(pid)
 
@@ -87,7 +87,7 @@ class Neighbour:
 
 
 def _opened_process(pid: int) -> int | None:
-    """Something to poll until the process has ended; None where the kernel cannot say."""
+    """Returns a descriptor that can be polled for the end of the process, or None where the kernel has none."""
     if not pid or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -97,56 +97,56 @@ def _opened_process(pid: int) -> int | None:
 
 
 class Neighbours:
-    """All of them. Not for two threads at once: the transport has a lock."""
+    """All neighbours of a rank. Not safe for two threads at once; the transport has a lock."""
 
     def __init__(self, neighbours: Sequence[Neighbour], timeout_s: float) -> None:
         self.all = list(neighbours)
         self._timeout_s = timeout_s
         self._poll = select.poll()
         self._whose: dict[int, Neighbour] = {}
-        for each in self.all:
-            self._watch(each, each.link.fileno())
-            if each.process is not None:
-                self._watch(each, each.process)
+        for neighbour in self.all:
+            self._watch(neighbour, neighbour.link.fileno())
+            if neighbour.process is not None:
+                self._watch(neighbour, neighbour.process)
 
     def _watch(self, neighbour: Neighbour, fd: int) -> None:
         self._poll.register(fd, select.POLLIN)
         self._whose[fd] = neighbour
 
     def post(self, post: Post) -> None:
-        """Tell all what this rank asks for next, and where they find its bytes."""
+        """Tell all neighbours what this rank asks for next, and where its bytes lie."""
         self._tell_all(_MESSAGE.pack(_POST, *post))
 
     def confirm(self, read: int) -> None:
-        """Tell all that this rank has read the rounds before `read`."""
+        """Tell all neighbours that this rank has read the rounds before `read`."""
         self._tell_all(_MESSAGE.pack(_READ, 0, 0, 0, 0, 0, 0, read, 0))
 
     def abort(self, why: str) -> None:
-        """Tell all that this rank gave up."""
+        """Tell all neighbours that this rank gave up, and `why`."""
         self._tell_all(bytes([_ABORT]) + why.encode()[: _LONGEST - 1], must_arrive=False)
 
     def close(self, politely: bool) -> None:
-        """Say good-bye, unless that is not ours to say, and close the sockets."""
+        """Close the sockets. `politely`: tell the others before; a forked child must not."""
         if politely:
             self._tell_all(bytes([_LEAVE]), must_arrive=False)
-            for each in self.all:
+            for neighbour in self.all:
                 # A child that was forked meanwhile has the socket too, and would keep it open.
                 with contextlib.suppress(OSError):
-                    each.link.shutdown(socket.SHUT_RDWR)
-        for each in self.all:
-            each.close()
+                    neighbour.link.shutdown(socket.SHUT_RDWR)
+        for neighbour in self.all:
+            neighbour.close()
 
     def _tell_all(self, message: bytes, must_arrive: bool = True) -> None:
-        for each in self.all:
-            while not each.fate:
+        for neighbour in self.all:
+            while not neighbour.fate:
                 try:
-                    each.link.send(message, socket.MSG_NOSIGNAL)
+                    neighbour.link.send(message, socket.MSG_NOSIGNAL)
                 except BlockingIOError:
                     if must_arrive:
-                        self._wait_for_room(each)
+                        self._wait_for_room(neighbour)
                         continue
                 except OSError:
-                    break  # it has ended; what it had told before that is still to be read
+                    break  # it has ended; its last messages are still to be read
                 break
 
     def _wait_for_room(self, neighbour: Neighbour) -> None:
@@ -180,33 +180,33 @@ class Neighbours:
     def _arrives_soon(self, whom: Sequence[Neighbour], arrived: Callable[[Neighbour], bool]) -> bool:
         until = time.perf_counter() + _SPIN_S
         while True:
-            for each in whom:
-                while not each.fate and self._hear(each):
-                    if arrived(each):
+            for neighbour in whom:
+                while not neighbour.fate and self._hear(neighbour):
+                    if arrived(neighbour):
                         return True
             if time.perf_counter() > until:
                 return False
 
     def _raise_if_hopeless(self, whom: Sequence[Neighbour], what: object) -> None:
-        for each in whom:
-            if each.fate and not each.gave_up:
+        for neighbour in whom:
+            if neighbour.fate and not neighbour.gave_up:
                 raise CommError(
-                    f"{each.name} has {each.fate} before its part of the {what} was there; look for the first error in "
-                    "its log, and restart all ranks from the last checkpoint"
+                    f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
+                    "first error in its log, and restart all ranks from the last checkpoint"
                 )
-        for each in self.all:
-            if each.gave_up:
-                raise CommError(f"{each.name} gave up: {each.gave_up}")
+        for neighbour in self.all:
+            if neighbour.gave_up:
+                raise CommError(f"{neighbour.name} gave up: {neighbour.gave_up}")
 
     def _late(self, whom: Sequence[Neighbour], what: str) -> str:
-        names = " and ".join(each.name for each in whom)
+        names = " and ".join(neighbour.name for neighbour in whom)
         return (
             f"waited {self._timeout_s:g} s for {names} {what}; it is stuck, or stopped, or asks for nothing more. See "
             "where it is (py-spy dump), or give init_process_group a longer timeout"
         )
 
     def listen(self, patience_s: float) -> None:
-        """Take in what has arrived; if that is nothing, wait `patience_s` for it."""
+        """Take in the messages that have arrived. If there are none, wait `patience_s` for one."""
         for fd, _ in self._poll.poll(math.ceil(min(patience_s, _LONGEST_NAP_S) * 1000)):
             neighbour = self._whose.get(fd)
             if neighbour is None:
@@ -249,11 +249,11 @@ class Neighbours:
                 del self._whose[fd]
 
 
-def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[Any, ...]) -> list[Neighbour] | None:
-    """Every rank's neighbours, if all ranks of `group` can share memory; else None, on all of them.
+def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[object, ...]) -> list[Neighbour] | None:
+    """Returns this rank's neighbours if all ranks of `group` can share memory; else None, on all ranks.
 
-    All ranks of the group call it, each with a segment, or with None if it cannot have one, and with the same `terms`.
-    They agree after every step over the group itself, so nobody waits for a socket that will not come.
+    All ranks of the group must call it, with the same `terms`. `own` is None on a rank that cannot have a segment. The
+    ranks agree over the group after every step, so that no rank waits for a socket that will not come.
     """
     rendezvous = _Rendezvous(group, own)
     try:
@@ -269,13 +269,13 @@ def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[Any, ...]) 
         rendezvous.close()
 
 
-def _place() -> tuple[Any, ...]:
-    """What must be the same for two processes to reach one another: machine, network namespace, user, torch."""
+def _place() -> tuple[object, ...]:
+    """Returns facts that two processes must share to reach one another: machine, network namespace, user, torch."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read(), os.readlink("/proc/self/ns/net"), os.getuid(), torch.__version__
     except OSError:
-        return (secrets.token_hex(16),)  # the same as nobody's
+        return (secrets.token_hex(16),)  # differs from that of any other rank
 
 
 class _Rendezvous:
@@ -289,8 +289,8 @@ class _Rendezvous:
         self._links: dict[int, socket.socket] = {}
         self._segments: dict[int, Segment] = {}
 
-    def exchanged(self, mine: Any) -> list[Any]:
-        """Everybody's."""
+    def exchanged(self, mine: object) -> list[Any]:
+        """Returns the objects of all ranks."""
         return all_gather_objects(mine, "the meeting of ranks that may share memory", self._group)
 
     def succeeds(self, step: Callable[[], None]) -> bool:
@@ -303,7 +303,7 @@ class _Rendezvous:
         return all(self.exchanged(done))
 
     def open(self) -> str | None:
-        """Listen at an address in no folder, which nobody guesses; None where there is no such thing."""
+        """Listen at a secret abstract address. Returns the address, or None where there are no such addresses."""
         if self._own is None:
             return None
         address = f"\0sherd-{secrets.token_hex(16)}"
@@ -362,7 +362,7 @@ class _Rendezvous:
             raise
 
     def found(self) -> list[Neighbour]:
-        """The neighbours, by rank; theirs are the sockets and segments from now on."""
+        """Returns the neighbours, by rank. They own the sockets and segments from now on."""
         neighbours = []
         for rank, link in sorted(self._links.items()):
             link.setblocking(False)
@@ -372,13 +372,13 @@ class _Rendezvous:
         return neighbours
 
     def close(self) -> None:
-        """Close what is not a neighbour's."""
-        for each in (self._door, *self._links.values(), *self._segments.values()):
-            if each is not None:
-                each.close()
+        """Close everything that no neighbour owns."""
+        for opened in (self._door, *self._links.values(), *self._segments.values()):
+            if opened is not None:
+                opened.close()
 
 
 def _credentials(link: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end, as the kernel knows them."""
+    """Returns the process, user and group at the other end, as the kernel knows them."""
     pid, user, group = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, user, group

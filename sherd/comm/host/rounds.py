@@ -1,4 +1,4 @@
-"""Rounds: what each rank shows the others in one exchange, and what it does with their parts. No order, no messages."""
+"""Rounds: the bytes that each rank shows the others in one exchange, and how it takes theirs. No order, no messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sherd.comm.transport import CopyIntoPlace
 
 ALL_GATHER, ALL_GATHER_ONTO, REDUCE_SCATTER, ALL_REDUCE = range(4)
 _NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce")
-_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 

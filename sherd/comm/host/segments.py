@@ -1,4 +1,4 @@
-"""The memory that the ranks of one host read of one another: it has no name, and is given out lowest first.
+"""Memory that the ranks of one host read from one another. It has no name, and its lowest free bytes are used first.
 
 A segment is an anonymous file in memory (`memfd`): it is in no folder, is not bound by the size of /dev/shm, and is
 gone as soon as no process has it open or mapped, however these end. Pages that were never written take no memory.
@@ -23,7 +23,7 @@ class Segment:
 
     @classmethod
     def new(cls, nbytes: int) -> Segment:
-        """A segment of `nbytes` addresses, of which none takes memory yet. Raises OSError where there is none."""
+        """Returns a segment of `nbytes` addresses, without memory so far. Raises OSError where there is none."""
         fd = os.memfd_create("sherd", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
@@ -33,7 +33,7 @@ class Segment:
             raise
 
     def view(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes `start` to `start + nbytes` as a 1-D tensor; a segment that its owner has grown is mapped again."""
+        """Returns bytes `start` to `start + nbytes` as a 1-D tensor. Maps a segment again that its owner has grown."""
         if start + nbytes > self._bytes.numel():
             self._remap()
         return self._bytes[start : start + nbytes].view(dtype)
@@ -68,7 +68,7 @@ class Segment:
 
 
 class Regions:
-    """Which bytes of a line without end are taken. New ones lie as low as they fit, where memory is warm.
+    """The bytes of an endless line that are taken. New regions lie as low as they fit, where memory is warm.
 
     | taken | free | taken | free ...      take(2) -> the first gap that is wide enough
     """
@@ -77,7 +77,7 @@ class Regions:
         self._taken: list[tuple[int, int]] = []  # start, end; by start
 
     def fit(self, nbytes: int) -> int:
-        """Where `nbytes` would lie."""
+        """Returns where `nbytes` would begin."""
         lowest = 0
         for start, end in self._taken:
             if lowest + nbytes <= start:
@@ -86,7 +86,7 @@ class Regions:
         return lowest
 
     def take(self, nbytes: int) -> int:
-        """Take `nbytes`; where they begin."""
+        """Take `nbytes`. Returns where they begin."""
         width = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         start = self.fit(width)
         if width:
@@ -95,7 +95,7 @@ class Regions:
         return start
 
     def free(self, start: int, nbytes: int) -> None:
-        """Give back what `take(nbytes)` has given."""
+        """Give back the region that `take(nbytes)` has returned."""
         if nbytes:
             self._taken.remove((start, start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT))
 

@@ -41,11 +41,11 @@ from sherd.comm.transport import CopyIntoPlace, Pending, Transport, parts
 from sherd.errors import CommError
 
 STAGING_LIMIT = 64 << 20
-"""How many bytes of a rank may wait to be read. One larger `all_gather_onto` takes what it needs."""
+"""The most bytes of a rank that may wait to be read. A larger `all_gather_onto` takes as many as it needs."""
 
 _CHUNK = 8 << 20
-"""How many bytes a large collective stages per round, if the caller waits for it. Smaller rounds stay in a nearer
-cache, but cost a meeting each: of 0.25 to 16 MiB, 4 MiB and more took the least time, above all on shared cores."""
+"""Bytes that a large collective stages per round, if the caller waits for it. Smaller rounds stay in a nearer
+cache, but each costs a meeting: of 0.25 to 16 MiB, 4 MiB and more took the least time, above all on shared cores."""
 
 _ROUNDS_AHEAD = 2  # one is read while the next one is filled
 _SMALL = 64 << 10
@@ -147,7 +147,7 @@ class SharedMemory(Transport):
                 self._stop("this transport was closed")
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """float32 for the half-precision dtypes."""
+        """Returns float32 for bfloat16 and float16, else the dtype itself."""
         return sum_dtype(dtype)
 
     def all_gather(

@@ -14,7 +14,7 @@ _BLOCK = 1 << 16
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which `dtype` is added up: float32 for bfloat16 and float16, else itself."""
+    """Returns the dtype in which `dtype` is added up: float32 for bfloat16 and float16, else itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
