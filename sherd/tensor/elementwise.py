@@ -4,7 +4,6 @@ which bring other values into a run."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from sherd.tensor.gather import piece_of
 from sherd.tensor.operands import WAYS_OUT, common_owner, layouts_in, local_of, lone_value, mixed, on_owner, unknown
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of
+from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among
 
 # Elementwise too, though torch does not tag them so.
 _ALSO = (
@@ -50,13 +49,13 @@ def _all_numbers(kwargs: Kwargs) -> bool:
     return all(isinstance(value, float | int) for value in kwargs.values())
 
 
-def _runs_of_one_spec(args: Args) -> list[Any] | None:
+def _runs_of_one_spec(args: Args) -> list[object] | None:
     """Returns the runs in the most common case: all tensors among the arguments have the very same spec. Else None."""
     first = args[0]
     if not isinstance(first, RaggedDTensor) or layout_of(spec_of(first)).strides:
         return None
     spec = spec_of(first)
-    runs: list[Any] = []
+    runs: list[object] = []
     for value in args:
         if isinstance(value, RaggedDTensor) and spec_of(value) is spec:
             runs.append(local_tensor(value))
@@ -67,7 +66,9 @@ def _runs_of_one_spec(args: Args) -> list[Any] | None:
     return runs
 
 
-def _as_given(result: Any, args: Args, kwargs: Kwargs, local_args: list[Any], layout: Layout, func: Aten) -> object:
+def _as_given(
+    result: object, args: Args, kwargs: Kwargs, local_args: list[object], layout: Layout, func: Aten
+) -> object:
     """Returns the result as a ragged tensor: the very argument, if the operation wrote into it."""
     if "out" in kwargs:
         return kwargs["out"]
@@ -93,7 +94,7 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """A view in the tensor's own shape is the tensor; other views need an owner."""
     tensor = args[0]
     (layout, *_) = layouts_in(args, kwargs)
-    if isinstance(tensor, RaggedDTensor) and tuple(args[1]) in (tuple(tensor.shape), (-1,) * (tensor.ndim == 1)):
+    if tuple(args[1]) in (tuple(tensor.shape), (-1,) * (tensor.ndim == 1)):
         local = local_tensor(tensor)
         return as_result(local.view_as(local), layout)
     return on_owner(func, args, kwargs)
@@ -128,12 +129,11 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
     if not isinstance(target, RaggedDTensor):
         raise PlacementError(f"{name_of(func)}: a ragged tensor cannot be copied into a tensor that is not; {WAYS_OUT}")
     layout = layout_of(spec_of(target))
-    run = lone_value(source)
-    if isinstance(source, RaggedDTensor):
-        if common_owner(layouts_in(args, {})) is not None:
-            return on_owner(func, args, kwargs)
-        run = local_of(source, layout, func)
-    elif run is None:
+    source_layouts = layouts_in((source,), {})
+    if source_layouts and common_owner([layout, *source_layouts]) is not None:
+        return on_owner(func, args, kwargs)
+    run = local_of(source, layout, func) if source_layouts else lone_value(source)
+    if run is None:
         is_dtensor = isinstance(source, DTensor)
         if tuple(source.shape) != layout.shape or (is_dtensor and source.device_mesh != layout.mesh):
             raise mixed(func, layout, source)
@@ -178,7 +178,7 @@ def random_like(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 def _draw(func: Aten, target: RaggedDTensor, like: RaggedDTensor, rest: Sequence[object], kwargs: Kwargs) -> None:
     layout = layout_of(spec_of(target))
-    if any(isinstance(value, torch.Tensor) for value in rest):
+    if any(True for _ in tensors_among(rest)):
         raise PlacementError(f"{name_of(func)} with a tensor of probabilities is not known here; {WAYS_OUT}")
     if func.name() == "aten::bernoulli":
         raise PlacementError(f"{name_of(func)} reads probabilities element by element; {WAYS_OUT}")

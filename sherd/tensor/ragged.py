@@ -30,7 +30,7 @@ from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
 from sherd.tensor.gather import gather, gather_part, part_given, piece_of, shard_of
-from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
+from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
 from sherd.tensor.row_copy import as_told
 from sherd.tensor.table import Args, Aten, Kwargs, operation_for
 from sherd.tensor.vectors import VectorShard
@@ -115,7 +115,7 @@ class RaggedDTensor(DTensor):
         Raises:
             PlacementError: gradients are said to be anything but replicated.
         """
-        if grad_placements is not None and not all(isinstance(each, Replicate) for each in grad_placements):
+        if grad_placements is not None and not all(placement.is_replicate() for placement in grad_placements):
             raise PlacementError(
                 f"full_tensor(grad_placements={grad_placements}) of a ragged tensor: only Replicate() is known; "
                 "reduce the gradient before it comes back"
@@ -139,13 +139,9 @@ class RaggedDTensor(DTensor):
         """
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
-        if wanted == self.placements and any(isinstance(each, RaggedShard) for each in wanted):
+        if wanted == self.placements and mesh == self.device_mesh:
             return self
-        if (
-            mesh != self.device_mesh
-            or len(wanted) != mesh.ndim
-            or any(isinstance(each, RaggedShard) for each in wanted)
-        ):
+        if mesh != self.device_mesh or len(wanted) != mesh.ndim or has_ragged(wanted):
             raise PlacementError(
                 f"redistribute(placements={wanted}) of a tensor with {self.placements} on {self.device_mesh}: give one "
                 "Replicate() or Shard(dim) per axis of the same mesh; for another ragged layout use "
@@ -162,9 +158,9 @@ class RaggedDTensor(DTensor):
         gathered: DTensor = DTensor.from_local(part, mesh, given, run_check=False, shape=self.shape, stride=strides)
         return gathered.redistribute(mesh, wanted)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> RaggedDTensor:
-        known = memo.get(id(self))
-        if isinstance(known, RaggedDTensor):
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        known: RaggedDTensor | None = memo.get(id(self))
+        if known is not None:
             return known
         if not self.is_leaf:
             raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")

@@ -29,7 +29,9 @@ class StateKind(Enum):
     NUMBER = auto()
     """A tensor without dimensions that belongs to the parameter as a whole, such as a count of steps."""
     OTHER = auto()
-    """A tensor of another shape, or no tensor."""
+    """A tensor of another shape."""
+    NO_TENSOR = auto()
+    """Any other object."""
 
 
 def kind_of(
@@ -52,7 +54,7 @@ def kind_of(
     if isinstance(value, DTensor):
         return StateKind.ELEMENTS if value.shape == shape else StateKind.OTHER
     if not isinstance(value, torch.Tensor):
-        return StateKind.OTHER
+        return StateKind.NO_TENSOR
     if value.dim():
         return StateKind.ELEMENTS if value.shape == (shape if local_shape is None else local_shape) else StateKind.OTHER
     belongs_to_element = not shape and (key in elementwise_keys or key not in COUNTS)
