@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
@@ -164,15 +164,20 @@ class RaggedDTensor(DTensor):
             return known
         if not self.is_leaf:
             raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
-        copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, _is_parameter(self))
+        is_parameter = isinstance(self, nn.Parameter)
+        copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, is_parameter)
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.take_attributes(copy.deepcopy(vars(self), memo))
         return copied
+
+    def take_attributes(self, attributes: Mapping[str, object]) -> None:
+        """Have the attributes that a user wrote on another tensor."""
+        vars(self).update(attributes)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         spec = spec_of(self)
         local, shape = local_tensor(self).detach(), tuple(spec.shape)
-        given = local, spec.mesh, spec.placements, self.requires_grad, _is_parameter(self), shape
+        given = local, spec.mesh, spec.placements, self.requires_grad, isinstance(self, nn.Parameter), shape
         attributes = attributes_of(self)
         return unpickled, (*given, attributes) if attributes else given
 
@@ -235,10 +240,6 @@ def as_result(local: torch.Tensor, layout: Layout) -> RaggedDTensor:
     return dtensor_of(RaggedDTensor, local, layout.spec(local.dtype), False)
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
 def _rebuilt(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, is_parameter: bool) -> RaggedDTensor:
     tensor = ragged_dtensor(local, spec)
     if is_parameter:
@@ -259,7 +260,7 @@ def unpickled(
 ) -> RaggedDTensor:
     """Make the tensor again, on a mesh of the same shape: pickles call this by name."""
     tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
-    vars(tensor).update(attributes or {})
+    tensor.take_attributes(attributes or {})
     return tensor
 
 
