@@ -12,7 +12,17 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.gather import piece_of
-from sherd.tensor.operands import WAYS_OUT, common_owner, layouts_in, local_of, lone_value, mixed, on_owner, unknown
+from sherd.tensor.operands import (
+    WAYS_OUT,
+    common_owner,
+    layouts_in,
+    local_of,
+    lone_value,
+    mixed,
+    on_owner,
+    refuse_plain_out,
+    unknown,
+)
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among
@@ -35,6 +45,8 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs) -> object:
     layout = layouts[0]
     if any(other.strides or not layout.same_as(other) for other in layouts) and common_owner(layouts) is not None:
         return on_owner(func, args, kwargs)
+    if "out" in kwargs:
+        refuse_plain_out(func, kwargs, layout)
     if is_in_place(func) and not isinstance(args[0], RaggedDTensor):
         raise mixed(func, layout, args[0])
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
@@ -94,6 +106,9 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """A view in the tensor's own shape is the tensor; other views need an owner."""
     tensor = args[0]
     (layout, *_) = layouts_in(args, kwargs)
+    if func.name() == "aten::view.dtype":
+        same_size = args[1].itemsize == tensor.dtype.itemsize
+        return elementwise(func, args, kwargs) if same_size else on_owner(func, args, kwargs)
     if tuple(args[1]) in (tuple(tensor.shape), (-1,) * (tensor.ndim == 1)):
         local = local_tensor(tensor)
         return as_result(local.view_as(local), layout)

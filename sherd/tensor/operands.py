@@ -140,6 +140,13 @@ def unknown(func: Aten, layout: Layout, why: str = "") -> PlacementError:
     )
 
 
+def refuse_plain_out(func: Aten, kwargs: Kwargs, layout: Layout) -> None:
+    """Raise if `out` is a plain tensor, into which ranks without elements would write nothing, or another shape."""
+    for out in tensors_among([kwargs.get("out")]):
+        if not layouts_in((out,), {}):
+            raise mixed(func, layout, out)
+
+
 # At an owner
 
 
@@ -179,6 +186,7 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
         found: tuple[Args, Kwargs] = with_changed((args, kwargs), torch.Tensor, operand)
         return found
 
+    refuse_plain_out(func, kwargs, layout)
     meta_args, meta_kwargs = with_changed(operands(_shape_only), torch.Tensor, lambda value: value.to("meta"))
     try:
         inferred = func(*meta_args, **meta_kwargs)
