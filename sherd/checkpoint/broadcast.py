@@ -1,5 +1,7 @@
-"""The pieces of a state that is loaded, and an optimizer state that only rank 0 has, on all ranks: its outline at once,
-each tensor when it is asked for."""
+"""The pieces of a state that is loaded, and the broadcast of a state that only rank 0 has.
+
+Rank 0 sends an outline of its state at once, and each tensor when all ranks ask for it.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class Held:
 
     @property
     def shape(self) -> torch.Size:
-        """The tensor's."""
+        """The shape of the tensor."""
         return self.tensor.shape
 
     def take(self) -> torch.Tensor:
@@ -84,7 +86,7 @@ class Other:
     shape: ClassVar[None] = None
 
     def take(self) -> None:
-        """It is no tensor."""
+        """Returns None: the value is no tensor."""
 
     def copied(self) -> object:
         """Returns a deep copy."""

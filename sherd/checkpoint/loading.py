@@ -38,7 +38,7 @@ def optim_state_dict_to_load(
     from_rank_0: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """A state by names, as `optim.load_state_dict` takes it on this rank.
+    """Returns a state by names as `optim.load_state_dict` takes it on this rank.
 
     All ranks must call it. State of a parameter's shape is copied, from unsharded tensors and from DTensors of any
     layout, which may gather. A parameter without state in `state_dict` gets no entry, and the state of a parameter that

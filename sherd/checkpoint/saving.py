@@ -32,7 +32,7 @@ def optim_state_dict(
     in_rows: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """The state of `optim`, by the names that the parameters have in the user's own model.
+    """Returns the state of `optim`, by the names that the parameters have in the user's own model.
 
     All ranks must call it. State with an element for each element of a parameter is returned as one tensor of the
     parameter's shape; all other state (counts of steps, numbers) as it is. The names and the two forms are those of
@@ -81,7 +81,7 @@ def optim_state_dict(
 
 
 def _sorted_out(raw: StateDict, groups: Groups, catalog: Catalog) -> tuple[dict[int, State], dict[object, State]]:
-    """The states by the id of their entry, and those that a user has put among them under other keys."""
+    """Returns the states by the id of their entry, and those that a user has put among them under other keys."""
     by_key: dict[object, Entry] = {}
     if "param_groups" in raw:
         for saved, group in zip(raw["param_groups"], groups, strict=True):
@@ -182,7 +182,7 @@ def _parts_of(state: State, entry: Entry) -> tuple[dict[str, DTensor], State]:
 
 
 def _named_groups(raw: StateDict, groups: Groups) -> list[ParamGroup]:
-    """The parameter groups with names under "params". `param_names`, which torch may keep too, is dropped."""
+    """Returns the parameter groups with names under "params". `param_names`, which torch may keep too, is dropped."""
     return [
         {key: value for key, value in saved.items() if key not in ("params", "param_names")}
         | {"params": [name for entry in group for name in entry.names]}

@@ -103,7 +103,7 @@ def given_other_memory(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("view", "_unsafe_view", "expand", "reshape")
 def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """A view in the tensor's own shape is the tensor; other views need an owner."""
+    """Returns the tensor for a view in its own shape, or as another dtype of the same size. Others need an owner."""
     tensor = args[0]
     (layout, *_) = layouts_in(args, kwargs)
     if func.name() == "aten::view.dtype":
@@ -159,7 +159,7 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """A tensor of the same shape in the same layout; a tensor of another shape needs an owner."""
+    """Returns a tensor of the same shape in the same layout. One of another shape needs an owner."""
     tensor, size, *rest = args
     (layout, *_) = layouts_in(args, kwargs)
     if tuple(size) != layout.shape or layout.strides:
@@ -172,7 +172,7 @@ def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The numbers that the unsharded tensor would get: each rank draws them all and keeps its run.
+    """Fill the run with the numbers that the unsharded tensor would get: each rank draws them all and keeps its run.
 
     So ranks that share a seed get what one process would. Replicas get the numbers of the first.
     """
@@ -183,7 +183,7 @@ def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("bernoulli", "rand_like", "randint_like", "randn_like")
 def random_like(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The run of the numbers that an unsharded tensor of this shape would get."""
+    """Returns the run of the numbers that an unsharded tensor of this shape would get."""
     tensor, *rest = args
     dtype = kwargs.get("dtype") or tensor.dtype
     made = as_result(torch.empty_like(local_tensor(tensor), dtype=dtype), layout_of(spec_of(tensor)))

@@ -214,7 +214,7 @@ def _unsharded_at_owner(value: RaggedDTensor) -> torch.Tensor:
     return local if local.shape == value.shape else local.view(value.shape)
 
 
-def _placed(result: Any, inferred: Any, layout: Layout, func: Aten) -> Any:
+def _placed(result: Any, inferred: object, layout: Layout, func: Aten) -> Any:
     """Returns the results as tensors of the same owner."""
     if isinstance(inferred, list | tuple):
         pairs = zip(result, inferred, strict=True)

@@ -68,12 +68,14 @@ def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     return DTensor if type(tensor) is DTensor else torch.Tensor
 
 
-def _picked(value: Any, chosen: list[int], length: int) -> Any:
-    is_parallel = isinstance(value, list | tuple) and len(value) == length
-    return [value[index] for index in chosen] if is_parallel else value
+def _picked(value: object, chosen: list[int], length: int) -> object:
+    """Returns the chosen items of a list of `length`; anything else as it is."""
+    if not isinstance(value, list | tuple) or len(value) != length:
+        return value
+    return [value[index] for index in chosen]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns the number itself if it came as a replicated DTensor; plain tensors cannot meet that."""
     one = lone_value(value)
     return value if one is None else one
@@ -90,7 +92,7 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] |
     return [result_like(local, spec) for local, spec in zip(results, specs, strict=True)]
 
 
-def _local_of(given: Any, first: Sequence[RaggedDTensor], specs: list[DTensorSpec], func: Aten) -> Any:
+def _local_of(given: object, first: Sequence[RaggedDTensor], specs: list[DTensorSpec], func: Aten) -> object:
     """Returns what this rank computes with: the runs of a list whose tensors lie as those of the first list, one by
     one."""
     if isinstance(given, torch.Tensor):

@@ -323,7 +323,7 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        """How the tensor is cut, for error texts."""
+        """Returns the placements of the runs, for error texts."""
         return str(self.placements) if len(self.axes) > 1 or self.splits else str(self.ragged[self.axes[0]])
 
 

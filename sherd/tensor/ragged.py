@@ -64,7 +64,7 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same tensor outside autograd. It can be set to a tensor of this layout, an unsharded tensor, or this
+        """The tensor outside autograd. It can be set to a tensor of this layout, an unsharded tensor, or this
         rank's run: the values are copied into the memory that the tensor has.
 
         Raises:
@@ -186,7 +186,7 @@ class RaggedDTensor(DTensor):
         return write_items(fqn, local_tensor(self), layout_of(spec_of(self)))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Returns the same rectangles, to read them from a checkpoint."""
+        """Returns where the rectangles of this rank's run are, to read them from a checkpoint."""
         return chunk_list(layout_of(spec_of(self)))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -105,7 +105,7 @@ def _counted(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @answers_for_all("sum", "mean", "prod")
 def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """The sum, mean or product of all elements."""
+    """Returns the sum, mean or product of all elements."""
     local = _counted(local, layout)
     kind = func.name().removeprefix("aten::").partition(".")[0]
     natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
@@ -127,7 +127,7 @@ def _numel(counted: torch.Tensor, layout: Layout) -> int:
 
 @answers_for_all("count_nonzero")
 def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """The number of elements that are not zero."""
+    """Returns the number of elements that are not zero."""
     return SUM.over(torch.count_nonzero(_counted(local, layout)), layout.groups)
 
 
@@ -136,7 +136,7 @@ def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwa
 
 @answers_for_all("max", "min", "amax", "amin")
 def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """The largest or smallest element; nan if there is one."""
+    """Returns the largest or smallest element, or nan if there is one."""
     if not layout.numel:
         raise IndexError(f"{func.name()}: a tensor of shape {layout.shape} has no largest or smallest element")
     return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
@@ -152,7 +152,7 @@ def _extreme(local: torch.Tensor, row: Reduction, layout: Layout) -> torch.Tenso
 
 @answers("_foreach_max")
 def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The largest element of each tensor."""
+    """Returns the largest element of each tensor."""
 
     def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         layouts = [layout_of(spec_of(tensor)) for tensor in args[0]]
@@ -164,7 +164,7 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers_for_all("all", "any")
 def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Whether all elements, or any, are true."""
+    """Returns True if all elements are true, or if any is."""
     is_any = func.name().startswith("aten::any")
     row, here = (ANY, local.any()) if is_any else (ALL, local.all())
     return row.over(here.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
@@ -180,7 +180,7 @@ def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
 
 @answers("_local_scalar_dense")
 def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The value of a tensor of one element, on every rank."""
+    """Returns the value of a tensor of one element, on every rank."""
     (tensor,) = args
     return gather(local_tensor(tensor), layout_of(spec_of(tensor))).item()
 
@@ -190,7 +190,7 @@ def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("linalg_vector_norm", "norm")
 def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The p-norm of all elements."""
+    """Returns the p-norm of all elements."""
     tensor, *rest = args
     given = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
     if func.name() == "aten::norm.ScalarOpt_dtype":
@@ -209,7 +209,7 @@ def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("_foreach_norm")
 def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The p-norm of each tensor; tensors that are sharded over the same mesh axes share one all-reduce per axis."""
+    """Returns the p-norm of each tensor. Tensors sharded over the same mesh axes share one all-reduce per axis."""
 
     def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         tensors, *rest = args

@@ -70,7 +70,7 @@ def name_of(func: Aten) -> str:
 
 
 def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """All tensors among an operation's arguments and in lists of them, in order."""
+    """Yields the tensors among an operation's arguments and in lists of them, in order."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
