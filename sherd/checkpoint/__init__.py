@@ -1,1 +1,1 @@
-"""WHAT IS KEPT: the state of optimizers, by the names of parameters, whole or in parts."""
+"""Checkpoints of optimizers: their state by the names of parameters, unsharded or in parts."""

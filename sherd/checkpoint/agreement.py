@@ -67,7 +67,7 @@ def agree(entries: list[Entry], states: dict[int, State]) -> None:
 
 
 def _of_all_ranks(holdings: list[list[Holding]], group: dist.ProcessGroup) -> list[list[Holding]]:
-    """The holdings that each rank of `group` has heard of, one rank after the other."""
+    """Returns the holdings that the ranks of `group` know of, one rank after the other."""
     gathered: list[list[list[Holding]]] = all_gather_objects(holdings, "the comparison of optimizer states", group)
     return [holding for by_rank in gathered for holding in by_rank]
 
@@ -90,7 +90,7 @@ def _piece(key: str, value: object, entry: Entry) -> Piece:
 
 
 def _completed(entry: Entry, state: State | None, holdings: list[Holding]) -> State | None:
-    """`state` with every piece that some rank has, in the order of the first rank that has state."""
+    """Returns `state` with every piece that some rank has, in the order of the first rank that has state."""
     having = [rank for rank, holding in enumerate(holdings) if holding.pieces]
     if not having:
         return state
@@ -106,7 +106,7 @@ def _completed(entry: Entry, state: State | None, holdings: list[Holding]) -> St
 
 
 def _resolved(by_rank: list[dict[str, Piece]]) -> list[dict[str, Piece]]:
-    """The pieces of each rank, where a plain tensor that looks like a part is a part or an object."""
+    """Returns the pieces of each rank. A plain tensor that looks like a part has become a part or an object."""
     not_parts = {key for pieces in by_rank for key, piece in pieces.items() if piece.kind not in (LIKE_PART, PART)}
 
     def resolved(key: str, piece: Piece) -> Piece:
@@ -139,7 +139,7 @@ def _described(piece: Piece) -> str:
 
 
 def _as_piece(state: State, key: str, entry: Entry, piece: Piece) -> object:
-    """The value under `key`, a DTensor if it is a part. It is made if this rank, which holds no element, has none."""
+    """Returns the value under `key`, a DTensor if it is a part. A rank that holds no element may have to make it."""
     if piece.kind == PART:
         assert entry.spec is not None, "plain parameters are not compared"
         if key not in state:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -89,7 +88,7 @@ def show_parameters_to_checkpointing() -> None:
     )
 
 
-def _init_state(theirs: Callable[..., Any], optimizer: Optimizer) -> None:
+def _init_state(theirs: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
     """Make the state that torch makes with a step, which only the user's optimizer can do."""
     if isinstance(optimizer, ByParameter):
         theirs(optimizer.optimizer)
@@ -98,12 +97,14 @@ def _init_state(theirs: Callable[..., Any], optimizer: Optimizer) -> None:
         theirs(optimizer)
 
 
-def _with_names(theirs: Callable[..., Any], model: nn.Module, *more: Any) -> Any:
+def _with_names(theirs: Callable[..., object], model: nn.Module, *more: object) -> object:
     with _names_shown(model):
         return theirs(model, *more)
 
 
-def _with_members(theirs: Callable[..., Any], model: nn.Module, optimizers: Sequence[Optimizer], *more: Any) -> Any:
+def _with_members(
+    theirs: Callable[..., object], model: nn.Module, optimizers: Sequence[Optimizer], *more: object
+) -> object:
     with _names_shown(model):
         return theirs(model, tuple(_by_parameter(model, optimizer) for optimizer in optimizers), *more)
 

@@ -55,16 +55,16 @@ class Member:
 
     @property
     def spec(self) -> DTensorSpec | None:
-        """How the shard lies over the ranks, or None for a plain parameter."""
+        """The layout of the shard over the ranks, or None for a plain parameter."""
         return _spec_of(self.parameter)
 
     def sharded_state(self, view: torch.Tensor) -> DTensor:
-        """A DTensor around `view`, the member's part of this rank's vector. Uncopied."""
+        """Returns a DTensor around `view`, the member's part of this rank's vector, uncopied."""
         assert self.spec is not None, "a member of a flat parameter is sharded"
         return around(own_view(view), self.spec)
 
     def unsharded_state(self, view: torch.Tensor) -> torch.Tensor:
-        """A copy of `view`, the member's part of the gathered vector, in the parameter's shape.
+        """Returns a copy of `view`, the member's part of the gathered vector, in the parameter's shape.
 
         Under tensor parallelism it is gathered, which is collective over those axes.
         """
@@ -93,7 +93,7 @@ class Entry:
 
     @property
     def spec(self) -> DTensorSpec | None:
-        """How the parameter lies over the ranks, or None for a plain tensor, which every rank has."""
+        """The layout of the parameter over the ranks, or None for a plain tensor, which every rank has."""
         return _spec_of(self.parameter)
 
     @property
@@ -130,11 +130,11 @@ class Catalog:
         return [name for entry in self.entries for name in entry.names]
 
     def at(self, path: str) -> Entry | None:
-        """The entry that the model calls `path`. The path of a flat parameter is that of its attribute."""
+        """Returns the entry that the model calls `path`. A flat parameter has the path of its attribute."""
         return self._by_path.get(plain_name(path))
 
     def of(self, parameter: torch.Tensor, where: str) -> Entry:
-        """The entry of `parameter`, which may be one that was replaced when it was sharded.
+        """Returns the entry of `parameter`, which may be one that was replaced when it was sharded.
 
         Raises:
             OptimStateError: it is no parameter of the model. The message begins with `where`.
@@ -148,11 +148,11 @@ class Catalog:
         return entry
 
     def groups_of(self, optimizer: Optimizer) -> Groups:
-        """The parameters of `optimizer`. Raises `OptimStateError` if one is not the model's."""
+        """Returns the parameters of `optimizer`. Raises `OptimStateError` if one is not the model's."""
         return self._groups([group["params"] for group in optimizer.param_groups], type(optimizer).__name__)
 
     def groups_of_input(self, given: object) -> tuple[Groups, list[ParamGroup]]:
-        """The parameters of an optimizer built from `given`, and the hyper-parameters of each group.
+        """Returns the parameters of an optimizer built from `given`, and the hyper-parameters of each group.
 
         `given` is an iterable of parameters, or of dicts with "params", or None for all parameters of the model.
 
@@ -196,7 +196,7 @@ class Catalog:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
-    """Every place of the model where a parameter is: its path, its record, and the parameter there."""
+    """Yields the path, the record and the parameter of every place in the model where a parameter is."""
     records = {
         (place.module_id, place.attribute): record
         for unit in units_below(model)
@@ -213,7 +213,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn
 
 
 def plain_key(key: object) -> object:
-    """The key of a state, without wrappers if it is a name."""
+    """Returns the key of a state, without wrappers if it is a name."""
     return plain_name(key) if isinstance(key, str) else key
 
 

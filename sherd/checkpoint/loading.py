@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, full_of_sharded_tensor, local_tensor
-from sherd.checkpoint.broadcast import NO_STATE, Sent, from_rank0
+from sherd.checkpoint.broadcast import Given, from_rank0, given, mapped, require_state
 from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict, plain_key
-from sherd.checkpoint.relayout import around, laid_out
+from sherd.checkpoint.relayout import around, full_of, laid_out
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.span import Span
 from sherd.errors import OptimStateError
@@ -38,7 +38,7 @@ def optim_state_dict_to_load(
     from_rank_0: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """A state by names, as `optim.load_state_dict` takes it on this rank.
+    """Returns a state by names as `optim.load_state_dict` takes it on this rank.
 
     All ranks must call it. State of a parameter's shape is copied, from unsharded tensors and from DTensors of any
     layout, which may gather. A parameter without state in `state_dict` gets no entry, and the state of a parameter that
@@ -73,31 +73,29 @@ def optim_state_dict_to_load(
             catalog.groups_of(optim),
             [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups],
         )
-    given = _read(from_rank0(state_dict, group) if from_rank_0 else state_dict)
-    users_own = _users_own(given, catalog)
+    read = _read(from_rank0(state_dict, group) if from_rank_0 else require_state(state_dict))
+    users_own = _users_own(read, catalog)
     strict = optim is None or isinstance(optim, ELEMENTWISE)
     entries = enumerate(entry for group in groups for entry in group)
     keys: dict[int, object] = {id(entry): entry.path if is_named else number for number, entry in entries}
     states: dict[object, State] = {}
     # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
     for entry in catalog.entries:
-        state = _state_of(entry, given["state"], strict) if id(entry) in keys else None
-        if state is not None:
+        loaded = _state_of(entry, read["state"], strict) if id(entry) in keys else None
+        if loaded is not None:
             kept = None if optim is None else optim.state.get(entry.parameter)
-            states[keys[id(entry)]] = _as_kept(state, kept or {})
+            states[keys[id(entry)]] = loaded.as_kept(kept or {})
     if not load_directly:
-        groups = _without_users_own(given, groups)
-    loaded = {"state": states | users_own, "param_groups": _numbered_groups(given, groups, choices, keys)}
+        groups = _without_users_own(read, groups)
+    made = {"state": states | users_own, "param_groups": _numbered_groups(read, groups, choices, keys)}
     if load_directly:
         assert optim is not None, "there is something to load it into"
-        optim.load_state_dict(loaded)
-    return loaded
+        optim.load_state_dict(made)
+    return made
 
 
-def _read(state_dict: StateDict | None) -> StateDict:
-    """The state under names without wrappers."""
-    if not isinstance(state_dict, dict) or "state" not in state_dict:
-        raise OptimStateError(NO_STATE)
+def _read(state_dict: StateDict) -> StateDict:
+    """Returns the state under names without wrappers."""
     numbers = [key for key in state_dict["state"] if isinstance(key, int)]
     if numbers:
         raise OptimStateError(
@@ -107,31 +105,27 @@ def _read(state_dict: StateDict | None) -> StateDict:
     return {**state_dict, "state": {plain_key(key): value for key, value in state_dict["state"].items()}}
 
 
-def _users_own(given: StateDict, catalog: Catalog) -> dict[object, State]:
-    """The states that a user has put under keys that are no parameter's.
+def _users_own(read: StateDict, catalog: Catalog) -> dict[object, object]:
+    """Returns copies of the states that a user has put under keys that are no parameter's.
 
     Raises:
         OptimStateError: a key was a parameter's when the state was saved.
     """
     known = set(catalog.names)
-    saved = {plain_key(name) for group in given.get("param_groups", ()) for name in group["params"]}
-    unknown = [key for key in given["state"] if key not in known]
+    saved = {plain_key(name) for group in read.get("param_groups", ()) for name in group["params"]}
+    unknown = [key for key in read["state"] if key not in known]
     gone = [key for key in unknown if key in saved]
     if gone:
         raise OptimStateError(
             f"the state has {gone[:5]}{' and others' if len(gone) > 5 else ''}, which the model does not have; load it "
             "into the model it was saved from, or rename or delete these entries first"
         )
-    return {key: _copied(given["state"][key]) for key in unknown}
+    return {key: _copied(read["state"][key]) for key in unknown}
 
 
-def _copied(value: Any) -> Any:
-    """A copy of anything in a state. A tensor that only rank 0 has is received."""
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, Sent):
-        return value.take()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _copied(value: object) -> object:
+    """Returns a copy of a piece of state, of dicts too. A tensor that only rank 0 has is received."""
+    return mapped(value, lambda item: given(item).copied())
 
 
 # The state of an entry
@@ -146,15 +140,24 @@ class _Loaded:
     parts: dict[str, DTensor]
     others: State
 
-    def __getitem__(self, key: str) -> Any:
-        return self.parts[key] if key in self.parts else self.others[key]
+    def as_kept(self, kept: State) -> State:
+        """Returns the state in the form of the one that the optimizer has kept so far: in its order, and with this
+        rank's parts as plain tensors where the optimizer has plain tensors."""
+        plain = {
+            key
+            for key, value in kept.items()
+            if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor)
+        }
+        present = self.others | self.parts
+        ordered = {key: present[key] for key in (*kept, *self.keys) if key in present}
+        return {key: local_part(value) if key in plain else value for key, value in ordered.items()}
 
 
-def _state_of(entry: Entry, states: dict[object, State], strict: bool) -> State | None:
+def _state_of(entry: Entry, states: dict[object, State], strict: bool) -> _Loaded | None:
     present = [member for member in entry.members if member.name in states]
-    for member in present:
-        for key, value in states[member.name].items():
-            _check_shape(member, key, value, strict)
+    if strict:
+        for member in present:
+            _check_shapes(member, states[member.name])
     if not present:
         return None
     device = local_part(entry.parameter).device
@@ -164,42 +167,30 @@ def _state_of(entry: Entry, states: dict[object, State], strict: bool) -> State 
         )
     (member,) = present
     if member.spec is None:
-        return {key: _plain_copy(value, device) for key, value in states[member.name].items()}
-    loaded = _loaded(member, states[member.name], device)
-    return {key: loaded[key] for key in loaded.keys}
+        state = {key: _plain_copy(value, device) for key, value in states[member.name].items()}
+        return _Loaded(list(state), {}, state)
+    return _loaded(member, states[member.name], device)
 
 
-def _as_kept(state: State, kept: State) -> State:
-    """`state` in the form of the state that the optimizer has kept so far: in its order, and with this rank's parts as
-    plain tensors where the optimizer has plain tensors."""
-    plain = {
-        key
-        for key, value in kept.items()
-        if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor)
-    }
-    ordered = {key: state[key] for key in (*kept, *state) if key in state}
-    return {
-        key: local_part(value) if key in plain and isinstance(value, torch.Tensor) else value
-        for key, value in ordered.items()
-    }
-
-
-def _plain_copy(value: Any, device: torch.device) -> Any:
-    """An unsharded copy for a plain parameter on `device`. A tensor without dimensions stays where it is."""
-    value = _copied(value.full_tensor() if isinstance(value, DTensor) else value)
-    return value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
+def _plain_copy(value: object, device: torch.device) -> object:
+    """Returns an unsharded copy for a plain parameter on `device`. A tensor without dimensions stays where it is."""
+    tensor = given(value).take()
+    if tensor is None:
+        return _copied(value)
+    copied = full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
+    return copied.to(device) if copied.dim() else copied
 
 
 def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:
-    """The state of a member on `device`, cut as the member is. Collective, for one piece after the other."""
+    """Returns the state of a member on `device`, cut as the member is. Collective, for one piece after the other."""
     spec = member.spec
     assert spec is not None, "the member is sharded"
     parts: dict[str, DTensor] = {}
     others: State = {}
     for key, value in state.items():
-        tensor = _received(value, spec)
+        tensor = _received(given(value), spec)
         if tensor is None:
-            others[key] = copy.deepcopy(value)
+            others[key] = _copied(value)
         elif kind_of(key, tensor, member.shape) is StateKind.ELEMENTS:
             parts[key] = laid_out(tensor, spec, device)
         else:
@@ -207,32 +198,30 @@ def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:
     return _Loaded(list(state), parts, others)
 
 
-def _received(value: object, spec: DTensorSpec) -> torch.Tensor | None:
-    """The tensor that `value` is, that rank 0 sends, or that FSDP1 has saved in parts. Returns None if it is none."""
-    if isinstance(value, Sent):
-        return value.take()
-    if not isinstance(value, torch.Tensor):
-        return None
-    full = full_of_sharded_tensor(value, torch.device(spec.mesh.device_type))
-    return value if full is None else full
+def _received(piece: Given, spec: DTensorSpec) -> torch.Tensor | None:
+    """Returns the tensor that `piece` is, that rank 0 sends, or that FSDP1 has saved in parts; None if it is none."""
+    tensor = piece.take()
+    full = None if tensor is None else full_of_sharded_tensor(tensor, torch.device(spec.mesh.device_type))
+    return tensor if full is None else full
 
 
-def _check_shape(member: Member, key: str, value: object, strict: bool) -> None:
-    """Raise if a tensor with dimensions does not have the parameter's shape, though the optimizer is known (`strict`)
-    to keep no other."""
-    if strict and isinstance(value, torch.Tensor | Sent) and len(value.shape) and value.shape != member.shape:
-        raise OptimStateError(
-            "Tensor optimizer state does not have same shape as its parameter: "
-            f"{tuple(value.shape)} {tuple(member.shape)}, state {key!r} of {member.name}; load it into the model that "
-            "it was saved from"
-        )
+def _check_shapes(member: Member, state: State) -> None:
+    """Raise if a tensor with dimensions does not have the parameter's shape."""
+    for key, value in state.items():
+        shape = given(value).shape
+        if shape and shape != member.shape:
+            raise OptimStateError(
+                "Tensor optimizer state does not have same shape as its parameter: "
+                f"{tuple(shape)} {tuple(member.shape)}, state {key!r} of {member.name}; load it into the model that it "
+                "was saved from"
+            )
 
 
 # Flat parameters
 
 
-def _merged(entry: Entry, span: Span, loaded: dict[str, _Loaded]) -> State:
-    """The states of all members as one.
+def _merged(entry: Entry, span: Span, loaded: dict[str, _Loaded]) -> _Loaded:
+    """Returns the states of all members as one.
 
     Raises:
         OptimStateError: a state is missing, or differs from the others in its keys, its dtypes or its numbers.
@@ -251,17 +240,16 @@ def _merged(entry: Entry, span: Span, loaded: dict[str, _Loaded]) -> State:
             f"Differing optimizer state names for the unflattened parameters: {have}; they are one flat parameter "
             "here, and need the same"
         )
-    merged: State = {}
+    merged: dict[str, DTensor] = {}
     for key in first.keys:
         if key not in first.parts:
             _require_same(key, {name: state.others[key] for name, state in loaded.items()}, _comparable)
-            merged[key] = first.others[key]
             continue
         _require_same(key, {name: state.parts[key] for name, state in loaded.items()}, lambda part: part.dtype)
         parts = [local_tensor(loaded[name].parts[key]) if name in loaded else None for name in entry.names]
         assert entry.spec is not None, "a flat parameter lies over ranks"
         merged[key] = around(span.vector(parts, first.parts[key].dtype), entry.spec)
-    return merged
+    return _Loaded(first.keys, merged, first.others)
 
 
 def _require_same(key: str, values: dict[str, T], what: Callable[[T], object]) -> None:
@@ -280,22 +268,22 @@ def _comparable(value: object) -> object:
 # Parameter groups
 
 
-def _without_users_own(given: StateDict, groups: Groups) -> Groups:
-    """The groups without plain parameters that are in no group of the state. As with FSDP1, whoever looks after those
-    adds their entries."""
-    if "param_groups" not in given:
+def _without_users_own(read: StateDict, groups: Groups) -> Groups:
+    """Returns the groups without plain parameters that are in no group of the state. As with FSDP1, whoever looks after
+    those adds their entries."""
+    if "param_groups" not in read:
         return groups
-    saved = {plain_key(name) for group in given["param_groups"] for name in group["params"]}
+    saved = {plain_key(name) for group in read["param_groups"] for name in group["params"]}
     return [
         [entry for entry in group if entry.spec is not None or not saved.isdisjoint(entry.names)] for group in groups
     ]
 
 
 def _numbered_groups(
-    given: StateDict, groups: Groups, choices: list[ParamGroup], keys: dict[int, object]
+    read: StateDict, groups: Groups, choices: list[ParamGroup], keys: dict[int, object]
 ) -> list[ParamGroup]:
-    """The optimizer's own groups, with the hyper-parameters that their parameters had when they were saved."""
-    saved = given.get("param_groups", ())
+    """Returns the optimizer's own groups, with the hyper-parameters that their parameters had when they were saved."""
+    saved = read.get("param_groups", ())
     saved_group_of = {plain_key(name): at for at, group in enumerate(saved) for name in group["params"]}
     numbered = []
     for at, (group, own) in enumerate(zip(groups, choices, strict=True)):

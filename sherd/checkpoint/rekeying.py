@@ -1,4 +1,4 @@
-"""`rekey_optim_state_dict`: a state keyed by parameter names keyed by the optimizer's numbers, and the reverse."""
+"""`rekey_optim_state_dict`: from parameter names to the optimizer's numbers as the keys of a state, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rekey_optim_state_dict(
     optim_input: object = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """A full state keyed as asked for. Returns `optim_state_dict` itself if it has these keys or no state.
+    """Returns a full state keyed as asked for, or `optim_state_dict` itself if it has these keys or no state.
 
     No tensor is copied.
 
@@ -65,7 +65,7 @@ def rekey_optim_state_dict(
 
 
 def _names(model: nn.Module, optim_input: object, optim: Optimizer | None) -> list[str]:
-    """The names of the optimizer's parameters, in the order of the numbers that it gives them."""
+    """Returns the names of the optimizer's parameters, in the order of the numbers that it gives them."""
     catalog = Catalog(model)
     groups = catalog.groups_of(optim) if optim is not None else catalog.groups_of_input(optim_input)[0]
     entries = [entry for group in groups for entry in group]

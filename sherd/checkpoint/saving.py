@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, spec_of
 from sherd.checkpoint.agreement import agree
-from sherd.checkpoint.catalog import Catalog, Entry, Groups, ParamGroup, StateDict
+from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict
 from sherd.checkpoint.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.engine.state.optimizers import watcher
 from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
@@ -31,7 +32,7 @@ def optim_state_dict(
     in_rows: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """The state of `optim`, by the names that the parameters have in the user's own model.
+    """Returns the state of `optim`, by the names that the parameters have in the user's own model.
 
     All ranks must call it. State with an element for each element of a parameter is returned as one tensor of the
     parameter's shape; all other state (counts of steps, numbers) as it is. The names and the two forms are those of
@@ -64,13 +65,13 @@ def optim_state_dict(
     states, users_own = _sorted_out(raw, groups, catalog)
     agree(catalog.entries, states)
     is_returned = not (full and rank0_only) or dist.get_rank(group) == 0
+    form = _Form(full, in_rows, offload_to_cpu and is_returned)
     named: dict[object, State] = {}
     # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
     for entry in catalog.entries:
-        for name, state in _by_name(entry, states.get(id(entry)), full):
-            state = {
-                key: _in_form(value, full, in_rows, offload_to_cpu and is_returned) for key, value in state.items()
-            }
+        if id(entry) not in states:
+            continue
+        for name, state in _by_name(entry, states[id(entry)], form):
             if is_returned:
                 named[name] = state
     if not is_returned:
@@ -80,7 +81,7 @@ def optim_state_dict(
 
 
 def _sorted_out(raw: StateDict, groups: Groups, catalog: Catalog) -> tuple[dict[int, State], dict[object, State]]:
-    """The states by the id of their entry, and those that a user has put among them under other keys."""
+    """Returns the states by the id of their entry, and those that a user has put among them under other keys."""
     by_key: dict[object, Entry] = {}
     if "param_groups" in raw:
         for saved, group in zip(raw["param_groups"], groups, strict=True):
@@ -104,61 +105,84 @@ def _sorted_out(raw: StateDict, groups: Groups, catalog: Catalog) -> tuple[dict[
     return states, users_own
 
 
-def _recognised(key: str, value: Any, entry: Entry) -> Any:
-    """The state of a scalar's element as a DTensor, which torch has loaded as a plain tensor."""
+def _recognised(key: str, value: Any, entry: Entry) -> object:
+    """Returns the state of a scalar's element as a DTensor, if torch has loaded it as a plain tensor."""
     if entry.spec is None or entry.parameter.dim() or isinstance(value, DTensor):
         return value
     is_element = kind_of(key, value, entry.parameter.shape) is StateKind.ELEMENTS
     return laid_out(value, entry.spec, value.device) if is_element else value
 
 
-def _by_name(entry: Entry, state: State | None, full: bool) -> Iterator[tuple[str, State]]:
-    """The state of each member, in DTensors that lie as the member does. Members of a flat parameter have plain
-    gathered tensors instead if `full`."""
-    if state is None:
-        return
-    laid = {key: _as_entry(value, entry) for key, value in state.items()}
-    if entry.span is None or entry.unsharded_span is None:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The form in which state was asked for; `optim_state_dict` explains the choices."""
+
+    full: bool
+    in_rows: bool
+    on_host: bool
+
+    def of_part(self, part: DTensor) -> object:
+        """Returns a piece that lies as its parameter does: gathered, in rows, or as it is."""
+        return self.placed(full_of(part) if self.full else as_rows(part) if self.in_rows else part)
+
+    def of_view(self, member: Member, view: torch.Tensor) -> object:
+        """Returns the member's part of a vector, which was gathered if the state is to be full."""
+        if self.full:
+            return self.placed(member.unsharded_state(view))
+        return self.of_part(member.sharded_state(view))
+
+    def placed(self, value: object) -> object:
+        """Returns a tensor on the host if it was asked for there; anything else as it is."""
+        if not self.on_host or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return value
+        return around(local_tensor(value).cpu(), spec_of(value)) if isinstance(value, DTensor) else value.cpu()
+
+
+def _by_name(entry: Entry, state: State, form: _Form) -> Iterator[tuple[str, State]]:
+    """Yields the names of the members, and the state of each. Collective if the state is to be full."""
+    parts, others = _parts_of(state, entry)
+    if form.full and entry.span is None:
         # A full state shares nothing with the optimizer, whose next step would change its count of steps.
-        copied = {key: value if isinstance(value, DTensor) else copy_of(value) for key, value in laid.items()}
-        yield entry.members[0].name, copied if full else laid
+        others = {key: copy_of(value) for key, value in others.items()}
+    others = {key: form.placed(value) for key, value in others.items()}
+    if entry.span is None or entry.unsharded_span is None:
+        (member,) = entry.members
+        yield member.name, {key: others[key] if key in others else form.of_part(parts[key]) for key in state}
         return
-    vectors = {key: value for key, value in laid.items() if lies_as(value, entry.spec)}
-    if full:
-        views = {key: entry.unsharded_span.views(gathered_vector(value)) for key, value in vectors.items()}
+    if form.full:
+        views = {key: entry.unsharded_span.views(gathered_vector(part)) for key, part in parts.items()}
     else:
-        views = {key: entry.span.views(local_tensor(value).detach()) for key, value in vectors.items()}
+        views = {key: entry.span.views(local_tensor(part).detach()) for key, part in parts.items()}
     for index, member in enumerate(entry.members):
-        of_view = member.unsharded_state if full else member.sharded_state
         yield (
             member.name,
-            {key: of_view(views[key][index]) if key in views else copy_of(value) for key, value in laid.items()},
+            {key: copy_of(others[key]) if key in others else form.of_view(member, views[key][index]) for key in state},
         )
 
 
-def _as_entry(value: Any, entry: Entry) -> Any:
-    """A DTensor that lies otherwise than the entry, laid out as the entry. If it has another shape, it is no vector of
-    the members: then it is gathered for a flat parameter, all of whose members have it."""
-    if entry.spec is None or not isinstance(value, DTensor) or lies_as(value, entry.spec):
-        return value
-    if value.shape == entry.parameter.shape:
-        return laid_out(value, entry.spec, local_tensor(value).device)
-    return full_of(value) if entry.span is not None else value
+def _parts_of(state: State, entry: Entry) -> tuple[dict[str, DTensor], State]:
+    """Returns the pieces of state that are DTensors, laid out as the entry, and all others.
 
-
-def _in_form(value: Any, full: bool, in_rows: bool, offload_to_cpu: bool) -> Any:
-    """A piece of state in the form that was asked for."""
-    if isinstance(value, DTensor) and full:
-        value = full_of(value)
-    elif isinstance(value, DTensor) and in_rows:
-        value = as_rows(value)
-    if not offload_to_cpu or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-        return value
-    return around(local_tensor(value).cpu(), spec_of(value)) if isinstance(value, DTensor) else value.cpu()
+    A DTensor of another shape is no vector of a flat parameter's members: it is gathered, since all of them have it.
+    """
+    parts: dict[str, DTensor] = {}
+    others: State = {}
+    for key, value in state.items():
+        if not isinstance(value, DTensor):
+            others[key] = value
+        elif entry.spec is None or lies_as(value, entry.spec):
+            parts[key] = value
+        elif value.shape == entry.parameter.shape:
+            parts[key] = laid_out(value, entry.spec, local_tensor(value).device)
+        elif entry.span is None:
+            parts[key] = value
+        else:
+            others[key] = full_of(value)
+    return parts, others
 
 
 def _named_groups(raw: StateDict, groups: Groups) -> list[ParamGroup]:
-    """The parameter groups with names under "params". `param_names`, which torch may keep too, is dropped."""
+    """Returns the parameter groups with names under "params". `param_names`, which torch may keep too, is dropped."""
     return [
         {key: value for key, value in saved.items() if key not in ("params", "param_names")}
         | {"params": [name for entry in group for name in entry.names]}

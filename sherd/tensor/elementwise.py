@@ -4,7 +4,6 @@ which bring other values into a run."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,20 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.gather import piece_of
-from sherd.tensor.operands import WAYS_OUT, common_owner, layouts_in, local_of, lone_value, mixed, on_owner, unknown
+from sherd.tensor.operands import (
+    WAYS_OUT,
+    common_owner,
+    layouts_in,
+    local_of,
+    lone_value,
+    mixed,
+    on_owner,
+    refuse_plain_out,
+    unknown,
+)
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of
+from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among
 
 # Elementwise too, though torch does not tag them so.
 _ALSO = (
@@ -36,6 +45,8 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs) -> object:
     layout = layouts[0]
     if any(other.strides or not layout.same_as(other) for other in layouts) and common_owner(layouts) is not None:
         return on_owner(func, args, kwargs)
+    if "out" in kwargs:
+        refuse_plain_out(func, kwargs, layout)
     if is_in_place(func) and not isinstance(args[0], RaggedDTensor):
         raise mixed(func, layout, args[0])
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
@@ -50,13 +61,13 @@ def _all_numbers(kwargs: Kwargs) -> bool:
     return all(isinstance(value, float | int) for value in kwargs.values())
 
 
-def _runs_of_one_spec(args: Args) -> list[Any] | None:
+def _runs_of_one_spec(args: Args) -> list[object] | None:
     """Returns the runs in the most common case: all tensors among the arguments have the very same spec. Else None."""
     first = args[0]
     if not isinstance(first, RaggedDTensor) or layout_of(spec_of(first)).strides:
         return None
     spec = spec_of(first)
-    runs: list[Any] = []
+    runs: list[object] = []
     for value in args:
         if isinstance(value, RaggedDTensor) and spec_of(value) is spec:
             runs.append(local_tensor(value))
@@ -67,7 +78,9 @@ def _runs_of_one_spec(args: Args) -> list[Any] | None:
     return runs
 
 
-def _as_given(result: Any, args: Args, kwargs: Kwargs, local_args: list[Any], layout: Layout, func: Aten) -> object:
+def _as_given(
+    result: object, args: Args, kwargs: Kwargs, local_args: list[object], layout: Layout, func: Aten
+) -> object:
     """Returns the result as a ragged tensor: the very argument, if the operation wrote into it."""
     if "out" in kwargs:
         return kwargs["out"]
@@ -90,10 +103,13 @@ def given_other_memory(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("view", "_unsafe_view", "expand", "reshape")
 def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """A view in the tensor's own shape is the tensor; other views need an owner."""
+    """Returns the tensor for a view in its own shape, or as another dtype of the same size. Others need an owner."""
     tensor = args[0]
     (layout, *_) = layouts_in(args, kwargs)
-    if isinstance(tensor, RaggedDTensor) and tuple(args[1]) in (tuple(tensor.shape), (-1,) * (tensor.ndim == 1)):
+    if func.name() == "aten::view.dtype":
+        same_size = args[1].itemsize == tensor.dtype.itemsize
+        return elementwise(func, args, kwargs) if same_size else on_owner(func, args, kwargs)
+    if tuple(args[1]) in (tuple(tensor.shape), (-1,) * (tensor.ndim == 1)):
         local = local_tensor(tensor)
         return as_result(local.view_as(local), layout)
     return on_owner(func, args, kwargs)
@@ -128,12 +144,11 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
     if not isinstance(target, RaggedDTensor):
         raise PlacementError(f"{name_of(func)}: a ragged tensor cannot be copied into a tensor that is not; {WAYS_OUT}")
     layout = layout_of(spec_of(target))
-    run = lone_value(source)
-    if isinstance(source, RaggedDTensor):
-        if common_owner(layouts_in(args, {})) is not None:
-            return on_owner(func, args, kwargs)
-        run = local_of(source, layout, func)
-    elif run is None:
+    source_layouts = layouts_in((source,), {})
+    if source_layouts and common_owner([layout, *source_layouts]) is not None:
+        return on_owner(func, args, kwargs)
+    run = local_of(source, layout, func) if source_layouts else lone_value(source)
+    if run is None:
         is_dtensor = isinstance(source, DTensor)
         if tuple(source.shape) != layout.shape or (is_dtensor and source.device_mesh != layout.mesh):
             raise mixed(func, layout, source)
@@ -144,7 +159,7 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """A tensor of the same shape in the same layout; a tensor of another shape needs an owner."""
+    """Returns a tensor of the same shape in the same layout. One of another shape needs an owner."""
     tensor, size, *rest = args
     (layout, *_) = layouts_in(args, kwargs)
     if tuple(size) != layout.shape or layout.strides:
@@ -157,7 +172,7 @@ def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The numbers that the unsharded tensor would get: each rank draws them all and keeps its run.
+    """Fill the run with the numbers that the unsharded tensor would get: each rank draws them all and keeps its run.
 
     So ranks that share a seed get what one process would. Replicas get the numbers of the first.
     """
@@ -168,7 +183,7 @@ def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("bernoulli", "rand_like", "randint_like", "randn_like")
 def random_like(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The run of the numbers that an unsharded tensor of this shape would get."""
+    """Returns the run of the numbers that an unsharded tensor of this shape would get."""
     tensor, *rest = args
     dtype = kwargs.get("dtype") or tensor.dtype
     made = as_result(torch.empty_like(local_tensor(tensor), dtype=dtype), layout_of(spec_of(tensor)))
@@ -178,7 +193,7 @@ def random_like(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 def _draw(func: Aten, target: RaggedDTensor, like: RaggedDTensor, rest: Sequence[object], kwargs: Kwargs) -> None:
     layout = layout_of(spec_of(target))
-    if any(isinstance(value, torch.Tensor) for value in rest):
+    if any(True for _ in tensors_among(rest)):
         raise PlacementError(f"{name_of(func)} with a tensor of probabilities is not known here; {WAYS_OUT}")
     if func.name() == "aten::bernoulli":
         raise PlacementError(f"{name_of(func)} reads probabilities element by element; {WAYS_OUT}")

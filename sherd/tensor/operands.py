@@ -12,11 +12,12 @@ All ranks infer the result's shape on the meta device; so all raise, if one does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import singledispatch
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from sherd._torch import become_view, local_tensor, spec_of
 from sherd.errors import PlacementError
@@ -32,13 +33,18 @@ WAYS_OUT = (
 )
 
 
+def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
+    """Returns the ragged tensors among the arguments, in order."""
+    return [value for value in tensors_among((*args, *kwargs.values())) if isinstance(value, RaggedDTensor)]
+
+
 def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
     """Returns the layouts of the ragged tensors among the arguments, in order."""
-    tensors = tensors_among((*args, *kwargs.values()))
-    return [layout_of(spec_of(tensor)) for tensor in tensors if isinstance(tensor, RaggedDTensor)]
+    return [layout_of(spec_of(tensor)) for tensor in ragged_among(args, kwargs)]
 
 
-def local_of(value: Any, layout: Layout, func: Aten) -> Any:
+@singledispatch
+def local_of(value: object, layout: Layout, func: Aten) -> object:
     """Returns what this rank computes with in place of `value`: its run of a ragged tensor, a lone value as it is.
 
     A tensor of the same shape that is unsharded at another owner is brought here; all ranks must take part.
@@ -46,28 +52,34 @@ def local_of(value: Any, layout: Layout, func: Aten) -> Any:
     Raises:
         PlacementError: the elements of `value` are not where those of `layout` are, or are in pieces elsewhere.
     """
-    if isinstance(value, RaggedDTensor):
-        other = layout_of(spec_of(value))
-        if layout.same_as(other):
-            return local_tensor(value)
-        if not at_two_owners(layout, other):
-            raise mixed(func, layout, value)
-        return piece_of(gather(local_tensor(value), other), layout)
-    if not isinstance(value, torch.Tensor):
-        return value
-    one = lone_value(value)
-    if one is None and value.shape == layout.shape and isinstance(value, ReplicatedDTensor):
+    return value
+
+
+@local_of.register
+def _run_of_ragged(value: RaggedDTensor, layout: Layout, func: Aten) -> torch.Tensor:
+    other = layout_of(spec_of(value))
+    if layout.same_as(other):
+        return local_tensor(value)
+    owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
+    if not (owned and layout.shape == other.shape and layout.shares_ranks_with(other)):
+        raise mixed(func, layout, value)
+    # Two owners, a student's and a teacher's tensor: one of them goes to the other's owner.
+    return piece_of(gather(local_tensor(value), other), layout)
+
+
+@local_of.register
+def _run_of_known(value: ReplicatedDTensor, layout: Layout, func: Aten) -> torch.Tensor:
+    if value.shape == layout.shape and lone_value(value) is None:
         return piece_of(local_tensor(value), layout)
+    return _lone_operand(value, layout, func)
+
+
+@local_of.register
+def _lone_operand(value: torch.Tensor, layout: Layout, func: Aten) -> torch.Tensor:
+    one = lone_value(value)
     if one is None or not _broadcasts(value.shape, layout.shape):
         raise mixed(func, layout, value)
     return one.reshape(1) if not layout.shape else one
-
-
-def at_two_owners(layout: Layout, other: Layout) -> bool:
-    """Returns True if two tensors of one shape are unsharded at one rank each, of the same ranks: a student's and a
-    teacher's. One of them then goes to the other's owner, in which all these ranks take part."""
-    owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
-    return owned and layout.shape == other.shape and layout.shares_ranks_with(other)
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -75,14 +87,23 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in ends)
 
 
-def lone_value(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns the one value of a scalar, or of a replicated DTensor that is an expanded scalar; None for other tensors.
+@singledispatch
+def lone_value(value: object) -> torch.Tensor | None:
+    """Returns the one value of a scalar, or of a replicated DTensor that is an expanded scalar; None for anything else.
 
     It keeps a dimension if the tensor had one, so that dtypes are promoted as torch would.
     """
-    if not isinstance(value, DTensor):
-        return value if value.ndim == 0 else None
-    if not all(isinstance(placement, Replicate) for placement in value.placements):
+    return None
+
+
+@lone_value.register
+def _lone_value_of_plain(value: torch.Tensor) -> torch.Tensor | None:
+    return value if value.ndim == 0 else None
+
+
+@lone_value.register
+def _lone_value_of_dtensor(value: DTensor) -> torch.Tensor | None:
+    if not all(placement.is_replicate() for placement in value.placements):
         return None
     local = local_tensor(value)
     if not local.ndim:
@@ -119,6 +140,13 @@ def unknown(func: Aten, layout: Layout, why: str = "") -> PlacementError:
     )
 
 
+def refuse_plain_out(func: Aten, kwargs: Kwargs, layout: Layout) -> None:
+    """Raise if `out` is a plain tensor, into which ranks without elements would write nothing, or another shape."""
+    for out in tensors_among([kwargs.get("out")]):
+        if not layouts_in((out,), {}):
+            raise mixed(func, layout, out)
+
+
 # At an owner
 
 
@@ -141,18 +169,32 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
     layouts = layouts_in(args, kwargs)
     layout = layouts[0]
     if common_owner(layouts) is None:
-        for other in tensors_among((*args, *kwargs.values())):
-            if isinstance(other, RaggedDTensor) and not layout_of(spec_of(other)).same_as(layout):
+        for other in ragged_among(args, kwargs):
+            if not layout_of(spec_of(other)).same_as(layout):
                 raise mixed(func, layout, other)
         raise unknown(func, layout)
-    meta_args, meta_kwargs = with_changed((args, kwargs), torch.Tensor, lambda value: _shape_only(value, layout, func))
+
+    def operands(of_ragged: Callable[[RaggedDTensor], torch.Tensor]) -> tuple[Args, Kwargs]:
+        """Returns the arguments with `of_ragged` of each ragged tensor, and with the lone values that others have."""
+
+        def operand(value: torch.Tensor) -> torch.Tensor:
+            one = of_ragged(value) if isinstance(value, RaggedDTensor) else lone_value(value)
+            if one is None:
+                raise mixed(func, layout, value)
+            return one
+
+        found: tuple[Args, Kwargs] = with_changed((args, kwargs), torch.Tensor, operand)
+        return found
+
+    refuse_plain_out(func, kwargs, layout)
+    meta_args, meta_kwargs = with_changed(operands(_shape_only), torch.Tensor, lambda value: value.to("meta"))
     try:
         inferred = func(*meta_args, **meta_kwargs)
     except NotImplementedError as error:
         raise unknown(func, layout, "the shape of its result depends on the values") from error
     result = inferred
     if layout.rank == layout.owner:
-        full_args, full_kwargs = with_changed((args, kwargs), torch.Tensor, lambda value: _full(value, layout, func))
+        full_args, full_kwargs = operands(_unsharded_at_owner)
         result = func(*full_args, **full_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
@@ -163,24 +205,16 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return args[0] if is_in_place(func) else _placed(result, inferred, layout, func)
 
 
-def _shape_only(value: torch.Tensor, layout: Layout, func: Aten) -> torch.Tensor:
-    if isinstance(value, RaggedDTensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return _full(value, layout, func).to("meta")
+def _shape_only(value: RaggedDTensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _full(value: torch.Tensor, layout: Layout, func: Aten) -> torch.Tensor:
-    """Returns the unsharded tensor at its owner, or a lone value."""
-    if isinstance(value, RaggedDTensor):
-        local = local_tensor(value)
-        return local if local.shape == value.shape else local.view(value.shape)
-    one = lone_value(value)
-    if one is None:
-        raise mixed(func, layout, value)
-    return one
+def _unsharded_at_owner(value: RaggedDTensor) -> torch.Tensor:
+    local = local_tensor(value)
+    return local if local.shape == value.shape else local.view(value.shape)
 
 
-def _placed(result: Any, inferred: Any, layout: Layout, func: Aten) -> Any:
+def _placed(result: Any, inferred: object, layout: Layout, func: Aten) -> Any:
     """Returns the results as tensors of the same owner."""
     if isinstance(inferred, list | tuple):
         pairs = zip(result, inferred, strict=True)

@@ -21,7 +21,7 @@ from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, redistribute_to, result_like
 from sherd.tensor.state_kind import StateKind, kind_of
-from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place
+from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, tensors_among
 
 OnRuns = Callable[[Aten, Args, Kwargs], Sequence[torch.Tensor] | None]
 
@@ -68,14 +68,16 @@ def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     return DTensor if type(tensor) is DTensor else torch.Tensor
 
 
-def _picked(value: Any, chosen: list[int], length: int) -> Any:
-    is_parallel = isinstance(value, list | tuple) and len(value) == length
-    return [value[index] for index in chosen] if is_parallel else value
+def _picked(value: object, chosen: list[int], length: int) -> object:
+    """Returns the chosen items of a list of `length`; anything else as it is."""
+    if not isinstance(value, list | tuple) or len(value) != length:
+        return value
+    return [value[index] for index in chosen]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns the number itself if it came as a replicated DTensor; plain tensors cannot meet that."""
-    one = lone_value(value) if isinstance(value, DTensor) else None
+    one = lone_value(value)
     return value if one is None else one
 
 
@@ -90,7 +92,7 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] |
     return [result_like(local, spec) for local, spec in zip(results, specs, strict=True)]
 
 
-def _local_of(given: Any, first: Sequence[RaggedDTensor], specs: list[DTensorSpec], func: Aten) -> Any:
+def _local_of(given: object, first: Sequence[RaggedDTensor], specs: list[DTensorSpec], func: Aten) -> object:
     """Returns what this rank computes with: the runs of a list whose tensors lie as those of the first list, one by
     one."""
     if isinstance(given, torch.Tensor):
@@ -98,7 +100,7 @@ def _local_of(given: Any, first: Sequence[RaggedDTensor], specs: list[DTensorSpe
         if one is None:
             raise mixed(func, layout_of(specs[0]), given)
         return one.reshape(())
-    if not isinstance(given, list | tuple) or not given or not isinstance(given[0], torch.Tensor):
+    if not isinstance(given, list | tuple) or not any(True for _ in tensors_among(given)):
         return given
     if not _all_ragged(given):
         # The step counts of optimizers, or scalars to multiply by.
@@ -137,24 +139,23 @@ def adopt_state(optimizer: Optimizer) -> None:
 
     The state of a scalar, which torch leaves plain, becomes a DTensor with a copy on every rank, as the scalar is.
     """
+    states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
     # Of a scalar's state, what other parameters keep under the same key tells more than the key's name.
     elementwise_keys = {
         key
-        for parameter, state in optimizer.state.items()
-        if isinstance(parameter, DTensor) and parameter.ndim
+        for parameter, state in states
+        if parameter.ndim
         for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.ndim
+        if kind_of(key, value, parameter.shape) in (StateKind.ELEMENTS, StateKind.OTHER) and value.ndim
     }
-    for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, DTensor):
-            continue
+    for parameter, state in states:
+        layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
         for key, value in state.items():
             kind = kind_of(key, value, parameter.shape, None, elementwise_keys)
-            if kind is StateKind.NUMBER or not isinstance(value, torch.Tensor):
+            if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
-            if isinstance(parameter, RaggedDTensor):
-                if type(value) is not RaggedDTensor:
-                    state[key] = _cut(value, layout_of(spec_of(parameter)))
+            if layout is not None:
+                state[key] = _cut(value, layout)
             elif not parameter.ndim and not isinstance(value, DTensor) and kind is StateKind.ELEMENTS:
                 state[key] = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
 

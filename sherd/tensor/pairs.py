@@ -26,7 +26,7 @@ Shardings = list[tuple[list[Replicate | Shard], list[Replicate | Shard]]]
 
 @answers("view_as_real")
 def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """A view of this rank's run, with twice as many elements."""
+    """Returns a view of this rank's run, with twice as many elements."""
     layout = layout_of(spec_of(args[0]))
     if layout.strides:
         return on_owner(func, args, kwargs)
@@ -38,7 +38,7 @@ def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("view_as_complex")
 def as_complex(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """A view of this rank's run, with half as many elements.
+    """Returns a view of this rank's run, with half as many elements.
 
     Raises:
         PlacementError: a pair is cut in two.

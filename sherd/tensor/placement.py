@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -164,14 +164,15 @@ class Layout:
     owner: the one of these ranks that holds the tensor unsharded, in its own shape; None if there is none.
     joined_axes: the mesh axes whose ranks hold different elements: reductions go over these.
     copied_axes: the mesh axes whose ranks hold the same elements.
+    is_of_vectors: the tensor is a flat parameter over tensor parallelism.
     counted: the extents of this rank's run that a reduction counts here, for a flat parameter over tensor parallelism,
         of which other ranks count some elements; None if this rank counts all.
     strides: of a tensor at one owner whose elements are not in order there (a transposed view); else None.
     """
 
     __slots__ = (
-        "axes", "by_dtype", "copied_axes", "counted", "cut", "joined_axes", "local_shape", "mesh", "numel", "offsets",
-        "owner", "placements", "ragged", "rank", "shape", "splits", "strides", "value_specs",
+        "axes", "by_dtype", "copied_axes", "counted", "cut", "is_of_vectors", "joined_axes", "local_shape", "mesh",
+        "numel", "offsets", "owner", "placements", "ragged", "rank", "shape", "splits", "strides", "value_specs",
     )  # fmt: skip
 
     def __init__(
@@ -186,22 +187,75 @@ class Layout:
         self.shape = shape
         self.numel = prod(shape)
         self.strides = strides
-        self.ragged = _ragged(placements)
+        self.ragged, sharded = _by_axis(placements)
         self.cut = next(iter(self.ragged.values())).cut
         coordinate = mesh.get_coordinate()
-        self.axes = _axes_of(mesh, placements, self.ragged, coordinate)
+        self.axes = self._axes_of_runs(coordinate)
         assert coordinate is not None, "or the axes would have been refused"
-        self.splits, self.offsets = _splits_of(mesh, placements, shape, self.cut, coordinate)
+        vectors = {axis: each for axis, each in sharded.items() if isinstance(each, VectorShard)}
+        self.is_of_vectors = bool(vectors)
+        self.splits, self.offsets = self._splits_before_runs(sharded, vectors, coordinate)
         self.rank: int = sum(coordinate[axis] * self.ragged[axis].stride for axis in self.axes)
         self.local_shape = self.cut.local_shape(self.rank)
         many = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self.joined_axes = tuple(axis for axis in many if not placements[axis].is_replicate())
         self.copied_axes = tuple(axis for axis in many if placements[axis].is_replicate())
-        self.counted = counted(placements, self.cut.piece(self.rank), coordinate)
-        sharded = any(split.axis in self.joined_axes for split in self.splits)
-        self.owner = None if sharded else _owner(self.cut)
+        self.counted = counted(vectors, self.cut.piece(self.rank), coordinate)
+        self.owner = None if any(axis in self.joined_axes for axis in sharded) else _owner(self.cut)
         self.by_dtype: dict[torch.dtype, DTensorSpec] = {}
         self.value_specs: dict[tuple[torch.Size, torch.dtype], DTensorSpec] = {}
+
+    def _axes_of_runs(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
+        """Returns the axes that the runs are on, the fastest first."""
+        mesh, ragged, cut = self.mesh, self.ragged, self.cut
+        axes = sorted(ragged, key=lambda axis: (ragged[axis].stride, mesh.size(axis)))
+        num_ranks, overlap = 1, False
+        for axis in axes:
+            size = mesh.size(axis)
+            overlap = overlap or (size > 1 and ragged[axis].stride != num_ranks)
+            num_ranks *= size
+        if coordinate is None or cut.num_ranks != num_ranks:
+            named = " x ".join(f"axis {axis}" for axis in axes)
+            sizes = " x ".join(str(mesh.size(axis)) for axis in axes)
+            raise PlacementError(
+                f"a tensor of shape {cut.shape} is cut for {cut.num_ranks} ranks, but {named} of {mesh} has {sizes}, "
+                f"this rank at {coordinate}; plan the cut for the mesh it is used on"
+            )
+        if overlap:
+            raise PlacementError(
+                f"placements {self.placements} on {mesh}: two ranks would hold one run; let the stride of each axis be "
+                "the number of ranks on the faster ones (ragged_spec does)"
+            )
+        return tuple(axes)
+
+    def _splits_before_runs(
+        self, sharded: Mapping[int, Shard], vectors: Mapping[int, VectorShard], coordinate: Sequence[int]
+    ) -> tuple[tuple[Split, ...], Shape]:
+        """Returns the axes that shard the tensor on a dim, from left to right, and the first index of what they leave
+        to this rank. The placements in `vectors` say how many elements each rank has, others cut evenly.
+
+        Raises:
+            PlacementError: what they leave is not what is cut into runs.
+        """
+        mesh, shape = self.mesh, self.shape
+        splits: list[Split] = []
+        offsets, sizes = [0] * len(shape), list(shape)
+        for axis, placement in sharded.items():
+            dim = placement.dim
+            if not 0 <= dim < len(shape):
+                raise PlacementError(
+                    f"placements {self.placements}: a tensor of shape {shape} has no dim {dim} to shard"
+                )
+            extents = vectors[axis].extents if axis in vectors else chunks(sizes[dim], mesh.size(axis))
+            splits.append(Split(axis, dim, extents, coordinate[axis]))
+            offsets[dim] += extents[coordinate[axis]].start
+            sizes[dim] = extents[coordinate[axis]].numel
+        if tuple(sizes) != self.cut.shape:
+            raise PlacementError(
+                f"a cut of shape {self.cut.shape} cannot place a tensor of shape {shape} with {self.placements} on "
+                f"{mesh}, of which this rank's part has shape {tuple(sizes)}; cut that part"
+            )
+        return tuple(splits), tuple(offsets)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         return self
@@ -222,11 +276,6 @@ class Layout:
         """The placements of the tensor once its runs are gathered, and nothing else. They are torch's own, unless it is
         a flat parameter over tensor parallelism."""
         return tuple(Replicate() if axis in self.ragged else each for axis, each in enumerate(self.placements))
-
-    @property
-    def is_of_vectors(self) -> bool:
-        """Whether the tensor is a flat parameter over tensor parallelism."""
-        return any(isinstance(placement, VectorShard) for placement in self.placements)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Returns the spec of a tensor of `dtype` in this layout; the same object each time."""
@@ -274,87 +323,34 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        """How the tensor is cut, for error texts."""
+        """Returns the placements of the runs, for error texts."""
         return str(self.placements) if len(self.axes) > 1 or self.splits else str(self.ragged[self.axes[0]])
 
 
-def _ragged(placements: tuple[Placement, ...]) -> dict[int, RaggedShard]:
-    """Returns the ragged placements, by mesh axis.
+def _by_axis(placements: tuple[Placement, ...]) -> tuple[dict[int, RaggedShard], dict[int, Shard]]:
+    """Returns the ragged placements, and the others that shard a dim, by mesh axis. All other axes have copies.
 
     Raises:
-        PlacementError: there are none, they have different cuts, or an axis has neither of the other known placements.
+        PlacementError: no placement is ragged, they have different cuts, or an axis has one of no known kind.
     """
-    ragged = {axis: each for axis, each in enumerate(placements) if isinstance(each, RaggedShard)}
+    ragged: dict[int, RaggedShard] = {}
+    sharded: dict[int, Shard] = {}
+    is_known = True
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):
+            ragged[axis] = placement
+        elif isinstance(placement, Shard):
+            sharded[axis] = placement
+        else:
+            is_known = is_known and placement.is_replicate()
     cuts = [placement.cut for placement in ragged.values()]
-    if not cuts or any(cut != cuts[0] for cut in cuts) or not all(isinstance(each, _KNOWN) for each in placements):
+    if not is_known or not cuts or any(cut != cuts[0] for cut in cuts):
         raise PlacementError(
             f"placements {placements}: a ragged tensor has RaggedShard, of one cut, on the axes it is cut over, and "
             "Replicate() or Shard(dim) on the others; reduce what is Partial, and redistribute what is sharded in "
             "another way, before it is cut"
         )
-    return ragged
-
-
-_KNOWN = (Replicate, Shard)
-
-
-def _axes_of(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    ragged: dict[int, RaggedShard],
-    coordinate: Sequence[int] | None,
-) -> tuple[int, ...]:
-    """Returns the axes that the runs are on, the fastest first."""
-    axes = sorted(ragged, key=lambda axis: (ragged[axis].stride, mesh.size(axis)))
-    cut = ragged[axes[0]].cut
-    num_ranks, overlap = 1, False
-    for axis in axes:
-        size = mesh.size(axis)
-        overlap = overlap or (size > 1 and ragged[axis].stride != num_ranks)
-        num_ranks *= size
-    if coordinate is None or cut.num_ranks != num_ranks:
-        named = " x ".join(f"axis {axis}" for axis in axes)
-        sizes = " x ".join(str(mesh.size(axis)) for axis in axes)
-        raise PlacementError(
-            f"a tensor of shape {cut.shape} is cut for {cut.num_ranks} ranks, but {named} of {mesh} has {sizes}, this "
-            f"rank at {coordinate}; plan the cut for the mesh it is used on"
-        )
-    if overlap:
-        raise PlacementError(
-            f"placements {placements} on {mesh}: two ranks would hold one run; let the stride of each axis be the "
-            "number of ranks on the faster ones (ragged_spec does)"
-        )
-    return tuple(axes)
-
-
-def _splits_of(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, cut: Runs, coordinate: Sequence[int]
-) -> tuple[tuple[Split, ...], Shape]:
-    """Returns the axes that shard the tensor on a dim, from left to right, and the first index of what they leave to
-    this rank.
-
-    Raises:
-        PlacementError: what they leave is not what is cut into runs.
-    """
-    splits: list[Split] = []
-    offsets, sizes = [0] * len(shape), list(shape)
-    for axis, placement in enumerate(placements):
-        if not isinstance(placement, Shard) or isinstance(placement, RaggedShard):
-            continue
-        dim = placement.dim
-        if not 0 <= dim < len(shape):
-            raise PlacementError(f"placements {placements}: a tensor of shape {shape} has no dim {dim} to shard")
-        even = chunks(sizes[dim], mesh.size(axis))
-        extents = placement.extents if isinstance(placement, VectorShard) else even
-        splits.append(Split(axis, dim, extents, coordinate[axis]))
-        offsets[dim] += extents[coordinate[axis]].start
-        sizes[dim] = extents[coordinate[axis]].numel
-    if tuple(sizes) != cut.shape:
-        raise PlacementError(
-            f"a cut of shape {cut.shape} cannot place a tensor of shape {shape} with {placements} on {mesh}, of which "
-            f"this rank's part has shape {tuple(sizes)}; cut that part"
-        )
-    return tuple(splits), tuple(offsets)
+    return ragged, sharded
 
 
 def _owner(cut: Runs) -> int | None:
@@ -386,6 +382,11 @@ def layout_of(spec: DTensorSpec) -> Layout:
     return found
 
 
+def has_ragged(placements: Sequence[Placement]) -> bool:
+    """Returns True if one of the placements is a ragged shard."""
+    return any(isinstance(placement, RaggedShard) for placement in placements)
+
+
 def is_ragged(spec: DTensorSpec) -> bool:
     """Returns True if a spec is that of a ragged tensor."""
-    return any(isinstance(placement, RaggedShard) for placement in spec.placements)
+    return has_ragged(spec.placements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
@@ -30,7 +30,7 @@ from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
 from sherd.tensor.gather import gather, gather_part, part_given, piece_of, shard_of
-from sherd.tensor.placement import Layout, RaggedShard, is_ragged, layout_of
+from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
 from sherd.tensor.row_copy import as_told
 from sherd.tensor.table import Args, Aten, Kwargs, operation_for
 from sherd.tensor.vectors import VectorShard
@@ -64,7 +64,7 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same tensor outside autograd. It can be set to a tensor of this layout, an unsharded tensor, or this
+        """The tensor outside autograd. It can be set to a tensor of this layout, an unsharded tensor, or this
         rank's run: the values are copied into the memory that the tensor has.
 
         Raises:
@@ -115,7 +115,7 @@ class RaggedDTensor(DTensor):
         Raises:
             PlacementError: gradients are said to be anything but replicated.
         """
-        if grad_placements is not None and not all(isinstance(each, Replicate) for each in grad_placements):
+        if grad_placements is not None and not all(placement.is_replicate() for placement in grad_placements):
             raise PlacementError(
                 f"full_tensor(grad_placements={grad_placements}) of a ragged tensor: only Replicate() is known; "
                 "reduce the gradient before it comes back"
@@ -139,13 +139,9 @@ class RaggedDTensor(DTensor):
         """
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
-        if wanted == self.placements and any(isinstance(each, RaggedShard) for each in wanted):
+        if wanted == self.placements and mesh == self.device_mesh:
             return self
-        if (
-            mesh != self.device_mesh
-            or len(wanted) != mesh.ndim
-            or any(isinstance(each, RaggedShard) for each in wanted)
-        ):
+        if mesh != self.device_mesh or len(wanted) != mesh.ndim or has_ragged(wanted):
             raise PlacementError(
                 f"redistribute(placements={wanted}) of a tensor with {self.placements} on {self.device_mesh}: give one "
                 "Replicate() or Shard(dim) per axis of the same mesh; for another ragged layout use "
@@ -162,21 +158,26 @@ class RaggedDTensor(DTensor):
         gathered: DTensor = DTensor.from_local(part, mesh, given, run_check=False, shape=self.shape, stride=strides)
         return gathered.redistribute(mesh, wanted)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> RaggedDTensor:
-        known = memo.get(id(self))
-        if isinstance(known, RaggedDTensor):
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        known: RaggedDTensor | None = memo.get(id(self))
+        if known is not None:
             return known
         if not self.is_leaf:
             raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
-        copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, _is_parameter(self))
+        is_parameter = isinstance(self, nn.Parameter)
+        copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, is_parameter)
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.take_attributes(copy.deepcopy(vars(self), memo))
         return copied
+
+    def take_attributes(self, attributes: Mapping[str, object]) -> None:
+        """Have the attributes that a user wrote on another tensor."""
+        vars(self).update(attributes)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         spec = spec_of(self)
         local, shape = local_tensor(self).detach(), tuple(spec.shape)
-        given = local, spec.mesh, spec.placements, self.requires_grad, _is_parameter(self), shape
+        given = local, spec.mesh, spec.placements, self.requires_grad, isinstance(self, nn.Parameter), shape
         attributes = attributes_of(self)
         return unpickled, (*given, attributes) if attributes else given
 
@@ -185,7 +186,7 @@ class RaggedDTensor(DTensor):
         return write_items(fqn, local_tensor(self), layout_of(spec_of(self)))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Returns the same rectangles, to read them from a checkpoint."""
+        """Returns where the rectangles of this rank's run are, to read them from a checkpoint."""
         return chunk_list(layout_of(spec_of(self)))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -239,10 +240,6 @@ def as_result(local: torch.Tensor, layout: Layout) -> RaggedDTensor:
     return dtensor_of(RaggedDTensor, local, layout.spec(local.dtype), False)
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
 def _rebuilt(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, is_parameter: bool) -> RaggedDTensor:
     tensor = ragged_dtensor(local, spec)
     if is_parameter:
@@ -263,7 +260,7 @@ def unpickled(
 ) -> RaggedDTensor:
     """Make the tensor again, on a mesh of the same shape: pickles call this by name."""
     tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
-    vars(tensor).update(attributes or {})
+    tensor.take_attributes(attributes or {})
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""How the values of all ranks become one: each reduction as a row of a table.
+"""The table of reductions: each row says how the values of all ranks become one.
 
     row        a rank sends              ranks join by    a rank without elements sends    the answer
     SUM        its sum                   SUM              0                                what is joined

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
+from sherd.tensor.elementwise import elementwise
 from sherd.tensor.gather import counted_here, gather
 from sherd.tensor.operands import layouts_in, local_of, lone_value, on_owner, unknown
 from sherd.tensor.optimizers import by_kind
@@ -54,9 +55,12 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
                 raise unknown(func, layout, "out= of a reduction")
             dim = given.get("dim")
             dims = None if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+            if dim == [] and func.name() in ("aten::all.dims", "aten::any.dims"):
+                return elementwise(func, args, kwargs)  # no dims are none to these two, and all to others
             # max.dim and min.dim give the places too.
             if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dims, layout):
                 return on_owner(func, args, kwargs)
+            _require_accepted(func, tensor, rest, kwargs)
             return _answer(reduce(func, local_tensor(tensor), layout, kwargs), layout, bool(given.get("keepdim")))
 
         return reduce
@@ -67,6 +71,21 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
 def _covers(dims: Sequence[int] | None, layout: Layout) -> bool:
     ndim = len(layout.shape)
     return dims is None or {dim % ndim if ndim else 0 for dim in dims} >= set(range(ndim))
+
+
+_accepted: set[tuple[Aten, int, torch.dtype, str]] = set()
+
+
+def _require_accepted(func: Aten, tensor: torch.Tensor, rest: Sequence[object], kwargs: Kwargs) -> None:
+    """Raise what torch raises for these arguments: on all ranks, also on those that have nothing to reduce.
+
+    Otherwise they would wait for ranks that have raised (test_what_torch_refuses_is_refused_on_all_ranks). An operation
+    is tried once on a tensor without data, since that takes up to 2 ms.
+    """
+    tried = func, tensor.ndim, tensor.dtype, repr((rest, kwargs))
+    if tried not in _accepted:
+        func(torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device="meta"), *rest, **kwargs)
+        _accepted.add(tried)
 
 
 def _answer(value: torch.Tensor, layout: Layout, keepdim: bool) -> DTensor:
@@ -86,13 +105,11 @@ def _counted(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 @answers_for_all("sum", "mean", "prod")
 def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """The sum, mean or product of all elements."""
+    """Returns the sum, mean or product of all elements."""
     local = _counted(local, layout)
     kind = func.name().removeprefix("aten::").partition(".")[0]
     natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
     dtype = kwargs.get("dtype") or natural
-    if kind == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise RuntimeError(f"mean(): expected a floating point or complex dtype, found {dtype}")
     row = PRODUCT if kind == "prod" else SUM
     full = row.over(row.fold(local.to(dtype), dtype=wide(dtype, local.device)), layout.groups)
     if kind == "mean":
@@ -110,7 +127,7 @@ def _numel(counted: torch.Tensor, layout: Layout) -> int:
 
 @answers_for_all("count_nonzero")
 def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """The number of elements that are not zero."""
+    """Returns the number of elements that are not zero."""
     return SUM.over(torch.count_nonzero(_counted(local, layout)), layout.groups)
 
 
@@ -119,13 +136,15 @@ def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwa
 
 @answers_for_all("max", "min", "amax", "amin")
 def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """The largest or smallest element; nan if there is one."""
+    """Returns the largest or smallest element, or nan if there is one."""
     if not layout.numel:
         raise IndexError(f"{func.name()}: a tensor of shape {layout.shape} has no largest or smallest element")
     return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
 
 
 def _extreme(local: torch.Tensor, row: Reduction, layout: Layout) -> torch.Tensor:
+    if local.is_complex():  # said here, since a rank without elements would not find out
+        raise NotImplementedError(f"{local.dtype} numbers have no largest or smallest; compare their abs()")
     dtype = wide(local.dtype, local.device)
     here = row.fold(local).to(dtype) if local.numel() else row.nothing(dtype, local.device)
     return row.over(here, layout.groups).to(local.dtype)
@@ -133,7 +152,7 @@ def _extreme(local: torch.Tensor, row: Reduction, layout: Layout) -> torch.Tenso
 
 @answers("_foreach_max")
 def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The largest element of each tensor."""
+    """Returns the largest element of each tensor."""
 
     def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         layouts = [layout_of(spec_of(tensor)) for tensor in args[0]]
@@ -145,7 +164,7 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers_for_all("all", "any")
 def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Whether all elements, or any, are true."""
+    """Returns True if all elements are true, or if any is."""
     is_any = func.name().startswith("aten::any")
     row, here = (ANY, local.any()) if is_any else (ALL, local.all())
     return row.over(here.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
@@ -161,7 +180,7 @@ def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
 
 @answers("_local_scalar_dense")
 def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The value of a tensor of one element, on every rank."""
+    """Returns the value of a tensor of one element, on every rank."""
     (tensor,) = args
     return gather(local_tensor(tensor), layout_of(spec_of(tensor))).item()
 
@@ -171,24 +190,26 @@ def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("linalg_vector_norm", "norm")
 def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The p-norm of all elements."""
+    """Returns the p-norm of all elements."""
     tensor, *rest = args
-    is_norm = func.name().startswith("aten::norm")
     given = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
     if func.name() == "aten::norm.ScalarOpt_dtype":
         given = {"ord": rest[0], "dtype": rest[1] if len(rest) > 1 else kwargs["dtype"]}
     layout = layout_of(spec_of(tensor))
     power = given.get("ord", given.get("p"))
     power = 2.0 if power is None else float(power)
-    if not _covers(given.get("dim") or None, layout) or (is_norm and given.get("out") is not None):
+    if given.get("out") is not None:
+        raise unknown(func, layout, "out= of a reduction")
+    if not _covers(given.get("dim") or None, layout):
         return on_owner(func, args, kwargs)
+    _require_accepted(func, tensor, rest, kwargs)
     (value,) = norms([tensor], power, given.get("dtype"), layout)
     return _answer(value, layout, bool(given.get("keepdim")))
 
 
 @answers("_foreach_norm")
 def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """The p-norm of each tensor; tensors that are sharded over the same mesh axes share one all-reduce per axis."""
+    """Returns the p-norm of each tensor. Tensors sharded over the same mesh axes share one all-reduce per axis."""
 
     def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         tensors, *rest = args
@@ -221,6 +242,9 @@ def norms(
     the axes that `layout` is sharded over."""
     locals_ = [_counted(local_tensor(tensor), layout_of(spec_of(tensor))) for tensor in tensors]
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
+    wrong = next((local.dtype for local in locals_ if not (local.is_floating_point() or local.is_complex())), None)
+    if wrong is not None:  # said here, since a rank without elements would not find out
+        raise RuntimeError(f"a norm is of floating point or complex numbers, not of {wrong}")
     row = norm_of_order(power)
     if len({local.dtype for local in locals_}) == 1 and all(local.numel() for local in locals_):
         here = local_norms(locals_, power, foreach=True)

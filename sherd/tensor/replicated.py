@@ -26,11 +26,19 @@ class ReplicatedDTensor(DTensor):
     ) -> object:
         """Compute with the values, unless other DTensors take part: then let those answer."""
         kwargs = kwargs or {}
-        tensors = list(tensors_among((*args, *kwargs.values())))
-        others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
-        if all(not isinstance(other, DTensor) and other.ndim == 0 for other in others):
-            return _computed(func, args, kwargs, next(each for each in tensors if isinstance(each, ReplicatedDTensor)))
-        if any(isinstance(other, DTensor) and type(other) is not DTensor for other in others):
+        replicated: list[ReplicatedDTensor] = []
+        dtensors: list[DTensor] = []
+        only_scalars = True
+        for tensor in tensors_among((*args, *kwargs.values())):
+            if isinstance(tensor, ReplicatedDTensor):
+                replicated.append(tensor)
+            elif isinstance(tensor, DTensor):
+                dtensors.append(tensor)
+            else:
+                only_scalars = only_scalars and tensor.ndim == 0
+        if only_scalars and not dtensors:
+            return _computed(func, args, kwargs, replicated[0])
+        if any(type(dtensor) is not DTensor for dtensor in dtensors):
             return operation_for(func)(func, args, kwargs)
         stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, _stock)
         return func(*stock_args, **stock_kwargs)
@@ -52,7 +60,7 @@ def _computed(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -
     result = func(*local_args, **local_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
-    if isinstance(args[0], ReplicatedDTensor) and result is local_args[0]:
+    if result is local_args[0]:
         return args[0]
     mesh, placements = spec_of(like).mesh, spec_of(like).placements
 

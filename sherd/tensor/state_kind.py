@@ -1,4 +1,4 @@
-"""What a piece of optimizer state is: elements of its parameter, one number such as a count of steps, or neither.
+"""The kinds of optimizer state: elements of its parameter, one number such as a count of steps, or neither.
 
 An optimizer says nowhere which of its state belongs to the single elements of a parameter and must be cut, gathered
 and merged as the parameter is. Shapes tell, but for a scalar parameter, of which a momentum and a count of steps look
@@ -15,21 +15,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 State = dict[str, Any]
-"""What an optimizer keeps for one parameter, by key."""
+"""The state that an optimizer keeps for one parameter, by key."""
 
 COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys under which the optimizers of torch keep one number for a parameter, even for a scalar one."""
 
 
 class StateKind(Enum):
-    """What an optimizer keeps for a parameter under one key."""
+    """The kind of one piece of a parameter's state."""
 
     ELEMENTS = auto()
     """A tensor with an element for each of the parameter's, such as a momentum."""
     NUMBER = auto()
     """A tensor without dimensions that belongs to the parameter as a whole, such as a count of steps."""
     OTHER = auto()
-    """A tensor of another shape, or no tensor."""
+    """A tensor of another shape."""
+    NO_TENSOR = auto()
+    """Any other object."""
 
 
 def kind_of(
@@ -44,7 +46,7 @@ def kind_of(
     Args:
         key: the name of this piece of state. It decides for a tensor without dimensions and a scalar parameter.
         value: the piece of state.
-        shape: the parameter's, unsharded; DTensors of this shape have its elements.
+        shape: the unsharded shape of the parameter. DTensors of this shape have its elements.
         local_shape: the shape of a plain tensor that has the elements: `shape` (None) in a state dict of unsharded
             tensors, that of this rank's shard in the state of an optimizer that steps.
         elementwise_keys: keys that are known to hold elements, whatever their names say.
@@ -52,7 +54,7 @@ def kind_of(
     if isinstance(value, DTensor):
         return StateKind.ELEMENTS if value.shape == shape else StateKind.OTHER
     if not isinstance(value, torch.Tensor):
-        return StateKind.OTHER
+        return StateKind.NO_TENSOR
     if value.dim():
         return StateKind.ELEMENTS if value.shape == (shape if local_shape is None else local_shape) else StateKind.OTHER
     belongs_to_element = not shape and (key in elementwise_keys or key not in COUNTS)
@@ -60,5 +62,5 @@ def kind_of(
 
 
 def copy_of(value: Any) -> Any:
-    """A copy of a tensor; anything else as it is."""
+    """Returns a copy of a tensor, and anything else as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -21,7 +21,7 @@ class Aten(Protocol):
 
     def name(self) -> str: ...
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: object, **kwargs: object) -> Any: ...
 
 
 Operation = Callable[[Aten, Args, Kwargs], object]
@@ -70,7 +70,7 @@ def name_of(func: Aten) -> str:
 
 
 def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """All tensors among an operation's arguments and in lists of them, in order."""
+    """Yields the tensors among an operation's arguments and in lists of them, in order."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

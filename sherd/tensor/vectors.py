@@ -7,12 +7,11 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from torch import SymInt
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from sherd.layout.extent import Extent
 
@@ -70,20 +69,16 @@ class VectorShard(Shard):
         return self
 
 
-def counted(placements: Sequence[Placement], held: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
+def counted(vectors: Mapping[int, VectorShard], held: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
     """Returns the extents of a run that reductions count at this rank, from where the run begins, or None if they count
-    all of it. The run is `held`, some elements of the vector; what the first rank of an axis has too is left out."""
-    copies = [
-        held.intersect(copy)
-        for axis, each in enumerate(placements)
-        if isinstance(each, VectorShard) and coordinate[axis]
-        for copy in each.copies
-    ]
-    if not any(each.numel for each in copies):
+    all of it. The run is `held`, some elements of the vector; `vectors` are the placements by mesh axis. Elements that
+    the first rank of an axis has too are left out."""
+    copies = [held.intersect(copy) for axis, vector in vectors.items() if coordinate[axis] for copy in vector.copies]
+    if not any(copy.numel for copy in copies):
         return None
     found, start = [], held.start
-    for copy in sorted(copies, key=lambda each: each.start):
+    for copy in sorted(copies, key=lambda copy: copy.start):
         found.append(Extent(start, max(0, copy.start - start)))
         start = max(start, copy.stop)
     found.append(Extent(start, held.stop - start))
-    return tuple(each.shifted(-held.start) for each in found if each.numel)
+    return tuple(extent.shifted(-held.start) for extent in found if extent.numel)

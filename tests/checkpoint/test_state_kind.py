@@ -21,8 +21,8 @@ SCALAR, MATRIX = torch.Size(()), torch.Size((3, 4))
         ("exp_avg", torch.tensor(3.0), MATRIX, StateKind.NUMBER),
         ("exp_avg", torch.tensor(3.0), SCALAR, StateKind.ELEMENTS),
         ("step", torch.tensor(3.0), SCALAR, StateKind.NUMBER),
-        ("step", 3, SCALAR, StateKind.OTHER),
-        ("momentum_buffer", None, MATRIX, StateKind.OTHER),
+        ("step", 3, SCALAR, StateKind.NO_TENSOR),
+        ("momentum_buffer", None, MATRIX, StateKind.NO_TENSOR),
     ],
 )
 def test_shapes_tell_and_of_a_scalar_the_name(key, value, shape, kind):

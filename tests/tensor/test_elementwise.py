@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.ragged import RaggedDTensor
-from tests.tensor.cuts import KINDS, SHAPES, cuts, line, local_of, numbers, ragged, whole_of
+from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, local_of, numbers, ragged, uneven, whole_of
 
 OPERATIONS = {
     "arithmetic": lambda a, b: (a * 2 + b / 3 - 1) ** 2,
@@ -216,3 +217,23 @@ def a_pair_cut_in_two():
 def test_a_pair_cut_in_two_is_no_complex_number(threads):
     with pytest.raises(Exception, match="a pair of numbers is on two ranks"):
         threads(2).run(a_pair_cut_in_two)
+
+
+def into_plain_and_as_other_numbers():
+    mesh = line(2)
+    for shape in ((), (3, 4)):
+        for cut in (uneven, last):
+            whole = numbers(shape)
+            mine = ragged(whole, cut(shape, 2), mesh)
+            for operation in (torch.add, torch.maximum):
+                with pytest.raises(PlacementError, match="met a plain tensor"):
+                    operation(mine, mine, out=torch.zeros(shape))
+            assert torch.equal(mine.view(torch.int32).full_tensor(), whole.view(torch.int32))
+            if cut is uneven:
+                with pytest.raises(PlacementError):
+                    ragged(numbers((3, 4)), uneven((3, 4), 2), mesh).view(torch.int16)
+    return True
+
+
+def test_a_plain_out_is_refused_on_all_ranks_and_a_view_as_another_dtype_is_of_the_run(threads):
+    assert all(threads(2).run(into_plain_and_as_other_numbers))

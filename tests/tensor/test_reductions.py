@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.tensor.cuts import KINDS, SHAPES, cuts, line, local_like, numbers, ragged, uneven, whole_of
+from sherd.errors import PlacementError
+from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, local_like, numbers, ragged, uneven, whole_of
 
 REDUCTIONS = {
     "sum": lambda a: a.sum(),
@@ -150,3 +151,75 @@ def test_gradient_scaling_skips_the_step_on_all_ranks_when_one_finds_infinity(th
     for kind in ("uneven", "rows", "last"):
         values = threads(3).run(unscaled, kind, bad)
         assert values == [([0.0] * 3, 4.0) if bad else ([-2.0] * 3, 8.0)] * 3
+
+
+REFUSED = {
+    "out of a vector norm": lambda a: torch.linalg.vector_norm(a, out=torch.zeros(())),
+    "out of a norm": lambda a: torch.norm(a, out=torch.zeros(())),
+    "out of a sum": lambda a: torch.sum(a, dim=tuple(range(a.ndim)), out=torch.zeros(())),
+    "out of a maximum": lambda a: torch.max(a, out=torch.zeros(())),
+}
+WRONG = {
+    "largest complex": lambda a: a.to(torch.complex64).amax(),
+    "smallest complex": lambda a: a.to(torch.complex64).min(),
+    "largest complex of a list": lambda a: torch._foreach_max([a.to(torch.complex64)]),
+    "norm of whole numbers": lambda a: torch.linalg.vector_norm(a.to(torch.int64)),
+    "norm of whole numbers in a list": lambda a: torch._foreach_norm([a.to(torch.int64)], 2),
+    "norm in whole numbers": lambda a: torch.linalg.vector_norm(a, dtype=torch.int64),
+    "norm in a complex dtype": lambda a: torch.linalg.vector_norm(a, dtype=torch.complex64),
+    "norm of complex numbers in a real dtype": lambda a: torch.linalg.vector_norm(
+        a.to(torch.complex64), dtype=torch.float32
+    ),
+    "norm in a narrower dtype": lambda a: torch.linalg.vector_norm(a.double(), dtype=torch.float32),
+    "mean of whole numbers": lambda a: a.to(torch.int64).mean(),
+    "a dim too many": lambda a: a.sum(dim=(*range(a.ndim), 7)),
+    "a dim too many of a maximum": lambda a: a.amax(dim=(*range(a.ndim), 5)),
+    "a dim twice": lambda a: a.sum(dim=(*range(a.ndim), -1)),
+    "a dim twice in a norm": lambda a: torch.linalg.vector_norm(a, dim=(*range(a.ndim), -1)),
+}
+
+
+def kind_of_error(operation, tensor):
+    try:
+        operation(tensor)
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def refused(operation):
+    """Each rank's error, where the first rank holds nothing, and where only the last one holds something."""
+    mesh = line(3)
+    return [
+        kind_of_error(operation, ragged(numbers(shape), cut(shape, 3), mesh))
+        for shape in ((3, 4), (5,))
+        for cut in (uneven, last)
+    ]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_out_of_a_reduction_is_refused_by_name_on_all_ranks(threads, name):
+    assert REFUSED[name](numbers((3, 4))) is not None
+    for errors in threads(3).run(refused, REFUSED[name]):
+        assert errors == [PlacementError] * 4
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_torch_refuses_is_refused_on_all_ranks(threads, name):
+    expected = kind_of_error(WRONG[name], numbers((5,)))
+    assert expected is not None
+    for errors in threads(3).run(refused, WRONG[name]):
+        assert errors == [expected] * 4
+
+
+def over_no_dims():
+    mesh = line(2)
+    whole = numbers((3, 4))
+    mine = ragged(whole, uneven((3, 4), 2), mesh)
+    assert torch.equal(mine.any(dim=()).full_tensor(), whole.any(dim=()))
+    assert torch.equal(mine.all(dim=()).full_tensor(), whole.all(dim=()))
+    torch.testing.assert_close(mine.sum(dim=()).to_local(), whole.sum(dim=()))
+
+
+def test_a_reduction_over_no_dims_is_of_all_or_of_none_as_in_torch(threads):
+    threads(2).run(over_no_dims)
