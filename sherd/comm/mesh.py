@@ -102,7 +102,7 @@ class DataMesh:
         Raises:
             RuntimeError: `others` are not parts of the mesh that `given` is a part of.
         """
-        key = (behind, tuple(others))
+        key = behind, tuple(others)
         if key not in self._joined:
             parts = [*others, self.given] if behind else [self.given, *others]
             joined = _in_one(parts)
@@ -192,10 +192,9 @@ class DataMesh:
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
         """Returns the transport between the ranks of `group`, a group of this mesh; None stands for this rank alone."""
-        transport = self._transports.get(group)
-        if transport is None:
-            transport = self._transports[group] = transport_of(group, self.device, self.comm)
-        return transport
+        if group not in self._transports:
+            self._transports[group] = transport_of(group, self.device, self.comm)
+        return self._transports[group]
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
         """Returns the group of this rank and its neighbours: `size` ranks of the shard axis. Collective at first."""
@@ -205,8 +204,7 @@ class DataMesh:
         return self._group_beside("neighbours", self.shard_ranks[first : first + size])
 
     def reduction_group(self) -> dist.ProcessGroup:
-        """Returns a second group over the shard axis, so that reduce-scatters run beside all-gathers. The first call is
-        collective."""
+        """Returns a second group over the shard axis, for reductions beside all-gathers. Collective at first."""
         return self._group_beside("reduction", self.shard_ranks)
 
     def _group_beside(self, purpose: str, ranks: list[int]) -> dist.ProcessGroup:
@@ -226,7 +224,9 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
         MeshError: no process group; another number of axes, a 2-D mesh without names, or a name that the mesh does not
             have.
     """
-    mesh = mesh if mesh is not None else _default_mesh()
+    if mesh is None:
+        group = default_group()
+        mesh = init_device_mesh(default_device_type(group), (group.size(),))
     return _read(mesh, comm) if dims is None else _pick(mesh, dims, comm)
 
 
@@ -245,9 +245,8 @@ def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:
     groups = [mesh.get_group(axis) for axis in order]
     names = mesh.mesh_dim_names
     assert names is not None, "a mesh of several axes has names, or it was refused"
-    ranks = mesh.mesh.permute(*order)
     return DeviceMesh.from_group(
-        groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names[axis] for axis in order)
+        groups, mesh.device_type, mesh=mesh.mesh.permute(*order), mesh_dim_names=tuple(names[axis] for axis in order)
     )
 
 
@@ -300,11 +299,6 @@ def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
             flat = flatten_mesh(flat, "_".join(flat.mesh_dim_names))
         one = DataMesh(flat, 0, None, comm=mesh.comm)
     return one if shards else one.with_axes(None, 0, shards_replicas=False, keeps_unsharded=True)
-
-
-def _default_mesh() -> DeviceMesh:
-    group = default_group()
-    return init_device_mesh(default_device_type(group), (group.size(),))
 
 
 def default_device_type(group: dist.ProcessGroup | None = None) -> str:
