@@ -37,13 +37,18 @@ class ShardingRequest:
     placement: AnyPlacement | None
     mesh: DataMesh
 
+    @property
+    def run_placement(self) -> RunPlacement | None:
+        """The rule for runs, or None if the parameter is cut by itself: also where there is no axis to cut over."""
+        return self.placement if isinstance(self.placement, RunPlacement) and self.mesh.shard_axis is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
     """How one parameter will be sharded: over what, the numbers, both specs, and the tensor to cut."""
 
     mesh: DataMesh
-    cut: Cut | Runs
+    cut: Cut
     plan_id: int
     shard_spec: DTensorSpec
     unsharded_spec: DTensorSpec | None
@@ -63,26 +68,29 @@ def sharding_plans(
     _require_memory(found)
     requests = [request_of(each) for each in found]
     planned = _planned(found, streams, requests, surrounds)
-    plans = [
-        _plan_of(each, request.mesh, *(planned[index] if index in planned else (_cut_by_itself(each, request), 0)))
-        for index, (each, request) in enumerate(zip(found, requests, strict=True))
-    ]
+    plans = []
+    for index, (each, request) in enumerate(zip(found, requests, strict=True)):
+        cut, plan_id = planned[index] if index in planned else (_cut_by_itself(each, request), 0)
+        plans.append(_plan_of(each, request.mesh, cut, plan_id))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for made, request in zip(plans, requests, strict=True):
-        if isinstance(made.cut, Runs) and isinstance(request.placement, RunPlacement) and request.placement.owned:
+        rule = request.run_placement
+        if rule is not None and rule.owned:
             loads_of(made.mesh)[made.cut.first] += made.cut.numel
     return plans
 
 
-def _plan_of(each: Found, mesh: DataMesh, cut: Cut | Runs, plan_id: int) -> ShardingPlan:
+def _plan_of(each: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPlan:
     parameter, data = each.parameter, _data(each)
-    if data.is_complex() and not isinstance(cut, Runs):
+    if data.is_complex() and not cut.in_line:
         see_complex_shards_as_pairs()
     if not isinstance(parameter, DTensor):
         _require_own_mesh(each, mesh)
         return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
     unsharded = spec_of(parameter)
-    spec = beside(unsharded, mesh, cut, each.name) if mesh.full is None else on_full_mesh(unsharded, mesh, cut, each.name)
+    spec = (
+        beside(unsharded, mesh, cut, each.name) if mesh.full is None else on_full_mesh(unsharded, mesh, cut, each.name)
+    )
     return ShardingPlan(mesh, cut, plan_id, spec, unsharded, data)
 
 
@@ -148,8 +156,8 @@ def _planned(
     plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
     for index, (each, request) in enumerate(zip(found, requests, strict=True)):
-        placement, mesh = request.placement, request.mesh
-        if isinstance(placement, RunPlacement) and mesh.shard_axis is not None:
+        placement, mesh = request.run_placement, request.mesh
+        if placement is not None:
             _require_no_own_gather(each, placement)
             data = _data(each)
             wanted[index] = Wanted(tuple(data.shape), placement, each.name)

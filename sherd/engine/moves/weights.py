@@ -27,7 +27,7 @@ from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.errors import StateError
-from sherd.layout.packing import RunSlot, Slot
+from sherd.layout.packing import Slot
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
 
@@ -94,7 +94,7 @@ class _UnshardedBuffer:
         return _are_same(given, parameter.data)
 
 
-def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.dtype) -> int | None:
+def _offset_of(parameter: ShardedParameter, slot: Slot, dtype: torch.dtype) -> int | None:
     """Where in the buffer its bytes begin; None for a DTensor, which is not given memory in this way, and for what has
     no elements."""
     is_plain = parameter.unsharded_spec is None and parameter.restored is None

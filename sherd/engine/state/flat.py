@@ -119,7 +119,7 @@ class FlatShard:
     def __init__(self, group: Group) -> None:
         self.names = tuple(record.name for record in group.parameters)
         self.shapes = tuple(record.shape for record in group.parameters)
-        self._pieces = tuple(cut.piece(group.mesh.piece) for cut in group.packing.runs)
+        self._pieces = tuple(slot.cut.piece(group.mesh.piece) for slot in group.packing.slots)
         self.parameter = _flat_parameter(group)
         vars(self.parameter).update(_common_attributes([record.shard for record in group.parameters], self.names))
 

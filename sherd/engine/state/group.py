@@ -26,7 +26,6 @@ from sherd.engine.state.shard_memory import ShardMemory
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
-from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.moments import MemoryKind as Memory
 from sherd.tensor.ragged import as_dtensor
@@ -56,7 +55,7 @@ class GroupKey:
 def group_key_of(parameter: ShardedParameter) -> GroupKey:
     """The group that `parameter` belongs to."""
     resting = parameter.resting
-    plan_id = parameter.plan_id if isinstance(parameter.cut, Runs) else None
+    plan_id = parameter.plan_id if parameter.cut.in_line else None
     return GroupKey(resting.dtype, parameter.requires_grad, _gathers_itself(resting), plan_id, parameter.mesh)
 
 

@@ -24,7 +24,6 @@ from sherd.comm.mesh import DataMesh
 from sherd.engine.state.place import Place
 from sherd.errors import UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
-from sherd.layout.runs import Runs
 from sherd.tensor.gather import part_given, shard_of
 from sherd.tensor.ragged import as_dtensor
 
@@ -104,7 +103,7 @@ class ShardedParameter:
     shape: torch.Size
     dtype: torch.dtype
     mesh: DataMesh
-    cut: Cut | Runs
+    cut: Cut
     plan_id: int
     shard_spec: DTensorSpec
     unsharded_spec: DTensorSpec | None

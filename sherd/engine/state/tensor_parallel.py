@@ -35,21 +35,13 @@ from sherd.tensor.placement import ragged_spec
 from sherd.tensor.vectors import VectorShard
 
 
-def own_spec(mesh: DataMesh, cut: Cut | Runs, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """The shard of a plain parameter."""
-    if isinstance(cut, Runs):
-        return ragged_spec(mesh.mesh, _copies(mesh), shape, dtype, cut, mesh.piece_axes)
-    placements = _placements_in_cut_order(mesh, cut.dim) if mesh.shards_replicas else _data_placements(mesh, cut.dim)
-    return dtensor_spec(mesh.in_cut_order, placements, shape, dtype)
+def own_spec(mesh: DataMesh, cut: Cut, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Returns the spec of a plain parameter's shard."""
+    return _shard_spec(shape, dtype, [], (), mesh, cut, "a plain parameter")
 
 
 def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
     return (ReplicateSpec(),) * mesh.mesh.ndim
-
-
-def _placements_in_cut_order(mesh: DataMesh, dim: int | None) -> tuple[PlacementSpec, ...]:
-    """Placements on the axes that cut, one behind the other, of a mesh that spreads."""
-    return (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
 
 
 def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[PlacementSpec, ...]:
@@ -60,7 +52,7 @@ def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[P
     return tuple(placements)
 
 
-def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
+def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
     """The shard of a parameter that is a DTensor on another mesh, of which `cut` cuts this rank's part.
 
     Raises:
@@ -75,10 +67,10 @@ def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -
             "it over another axis"
         )
     _require_no_sums(unsharded, name)
-    return _in_front_or_behind(unsharded, [unsharded.mesh], unsharded.placements, mesh, cut, name)
+    return _shard_spec(unsharded.shape, _dtype(unsharded), [unsharded.mesh], unsharded.placements, mesh, cut, name)
 
 
-def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
+def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
     """The shard of a parameter that is a DTensor on the full mesh whose data-parallel axes the user named; or, where it
     has no others, on another one.
 
@@ -109,18 +101,19 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: 
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
     others = [axis for axis in range(full.ndim) if axis not in data_axes]
     remaining = tuple(unsharded.placements[axis] for axis in others)
-    return _in_front_or_behind(unsharded, [full[names[axis]] for axis in others], remaining, mesh, cut, name)
+    meshes = [full[names[axis]] for axis in others]
+    return _shard_spec(unsharded.shape, _dtype(unsharded), meshes, remaining, mesh, cut, name)
 
 
-def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTensorSpec | None:
+def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut) -> DTensorSpec | None:
     """The whole's spec with the shard axis, one of the same mesh, cutting it too; None if that reads otherwise."""
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
-    dim = None if isinstance(cut, Runs) else cut.dim
-    if not mesh.dims.shard_names or (dim is None and isinstance(cut, Cut)):
+    if not mesh.dims.shard_names or (cut.dim is None and not cut.in_line):
         return unsharded
     axis = (mesh.full.mesh_dim_names or ()).index(mesh.dims.shard_names[0])
     if isinstance(cut, Runs):
         return ragged_spec(mesh.full, unsharded.placements, unsharded.shape, _dtype(unsharded), cut, (axis,))
+    dim = cut.dim
     assert dim is not None, "what is not cut stays as it is"
     sizes = [mesh.full.size(at) if _cuts_dim(each, dim) else 1 for at, each in enumerate(unsharded.placements)]
     before, behind = sizes[:axis], sizes[axis + 1 :]
@@ -131,42 +124,33 @@ def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTenso
     return dtensor_spec(mesh.full, placements, unsharded.shape, _dtype(unsharded))
 
 
-def _in_front_or_behind(
-    unsharded: DTensorSpec,
+def _shard_spec(
+    shape: torch.Size,
+    dtype: torch.dtype,
     meshes: Sequence[DeviceMesh],
     remaining: tuple[PlacementSpec, ...],
     mesh: DataMesh,
-    cut: Cut | Runs,
+    cut: Cut,
     name: str,
 ) -> DTensorSpec:
-    """The shard on the data-parallel axes and `meshes`, whose axes have the placements `remaining`."""
-    if not meshes:
-        return own_spec(mesh, cut, unsharded.shape, _dtype(unsharded))
+    """Returns the spec of a shard on the data-parallel axes and on `meshes`, whose axes have the placements
+    `remaining`: our axes in front, or behind where DTensor would not read what lies in front as it was cut."""
     _require_apart(mesh.given, meshes, name)
+    joined = _joined(mesh, meshes, name) if meshes else mesh.mesh
     if isinstance(cut, Runs):
-        joined, given = _joined(mesh, meshes, name), (*_copies(mesh), *remaining)
-        return ragged_spec(joined, given, unsharded.shape, _dtype(unsharded), cut, mesh.piece_axes)
+        return ragged_spec(joined, (*_copies(mesh), *remaining), shape, dtype, cut, mesh.piece_axes)
     dim = cut.dim if mesh.shard_axis is not None else None
     if mesh.shards_replicas:
-        base = _joined(mesh, meshes, name)
-        in_cut_order = permuted(base, (*range(mesh.mesh.ndim, base.ndim), *mesh.piece_axes))
-        return dtensor_spec(
-            in_cut_order, (*remaining, *_placements_in_cut_order(mesh, dim)), unsharded.shape, _dtype(unsharded)
-        )
+        in_cut_order = permuted(joined, (*range(mesh.mesh.ndim, joined.ndim), *mesh.piece_axes))
+        pieces = (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
+        return dtensor_spec(in_cut_order, (*remaining, *pieces), shape, dtype)
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
     behind = [size for size, placement in zip(sizes, remaining, strict=True) if _cuts_dim(placement, dim)]
     strided = any(_is_strided(each) for each in remaining)
-    if dim is None or _reads_as_cut(unsharded.shape[dim], mesh.num_shards, behind, strided):
-        joined, placements = (
-            _joined(mesh, meshes, name),
-            (*_data_placements(mesh, dim, prod(behind)), *remaining),
-        )
-    else:
-        joined, placements = (
-            _joined(mesh, meshes, name, behind=True),
-            (*remaining, *_data_placements(mesh, dim)),
-        )
-    return dtensor_spec(joined, placements, unsharded.shape, _dtype(unsharded))
+    if dim is None or _reads_as_cut(shape[dim], mesh.num_shards, behind, strided):
+        return dtensor_spec(joined, (*_data_placements(mesh, dim, prod(behind)), *remaining), shape, dtype)
+    joined = _joined(mesh, meshes, name, behind=True)
+    return dtensor_spec(joined, (*remaining, *_data_placements(mesh, dim)), shape, dtype)
 
 
 def merged_spec(
