@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -77,12 +76,12 @@ def total(held: Held) -> int:
     return sum(nbytes for _, nbytes in held.values())
 
 
-def optimizer_bytes(state: dict[Any, Any]) -> dict[int | None, int]:
+def optimizer_bytes(state: Mapping[torch.Tensor, object]) -> dict[int | None, int]:
     """Bytes of an optimizer's tensors by the id of the unit whose parameter they are kept for; None for no unit's."""
     sums: Counter[int | None] = Counter()
     seen: set[int] = set()
     for parameter, values in state.items():
-        record = record_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        record = record_of(parameter)
         owner = None if record is None or record.owner is None else record.owner.id
         for value in values.values() if isinstance(values, dict) else ():
             for storage in _storages(value) if isinstance(value, torch.Tensor) else ():

@@ -46,7 +46,7 @@ def _sizes(weights: Weights | SelfGatheredWeights, gradients: Gradients, policy:
         gradients=summed * group.dtype.itemsize,
         scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
         is_all_trainable=len(trained) == len(group.parameters),
-        lands=sender.shares_memory and isinstance(weights, Weights),
+        lands=sender.shares_memory and not group.gathers_itself,
         collects_late=gradients.collects_late,
     )
 

@@ -144,14 +144,16 @@ class _Steps:
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
         """Look at what `action` did to others: gathers under way may have come while `unit`, which held all it had
         until then, was finished; and a reduction takes memory of its transport."""
-        if isinstance(action, do.FinishReduce):
-            for number, other in enumerate(self._runtime.units):
-                if other is not unit and other.live is Live.GATHERING:
-                    self._watch.look(number)
-        if isinstance(action, do.Reduce):
-            self._watch.reduces(action.unit, sum(size.scratch for size in sizes_of(unit) if size.arriving))
-        elif isinstance(action, do.FinishReduce | do.Discard):
-            self._watch.reduces(action.unit, 0)
+        match action:
+            case do.Reduce():
+                self._watch.reduces(action.unit, sum(size.scratch for size in sizes_of(unit) if size.arriving))
+            case do.FinishReduce():
+                for number, other in enumerate(self._runtime.units):
+                    if other is not unit and other.live is Live.GATHERING:
+                        self._watch.look(number)
+                self._watch.reduces(action.unit, 0)
+            case do.Discard():
+                self._watch.reduces(action.unit, 0)
 
 
 class _Arrivals:

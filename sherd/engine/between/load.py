@@ -8,7 +8,6 @@ communication, as every rank holds all of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from sherd.engine.run.hooks import eager
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import group_key_of
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.parameter import ShardedParameter, record_of
+from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
 from sherd.errors import StateError
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged
@@ -39,7 +38,7 @@ def before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> 
     require_names(unit, module, "state_dict")
 
 
-def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     """Show the shards of `module`, and cut the whole tensors that are about to be loaded into them."""
     unit.show_shards()
     require_names(unit, module, "load_state_dict")
@@ -49,14 +48,14 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefi
         if record is None or not isinstance(given, torch.Tensor):
             continue
         if isinstance(given, DTensor):
-            if _can_be_copied(given, record.shard):
+            if _can_be_copied(given, record):
                 continue
             given = given.full_tensor()
         if given.shape == record.shard.shape:
             state_dict[prefix + attribute] = _shard_of(record, given)
 
 
-def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
+def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None:
     """Take up Parameters that `assign=True` has exchanged, and note that the shards have new values."""
     moved = []
     for attribute, parameter in module._parameters.items():
@@ -86,9 +85,8 @@ def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
     is_alike = group_key_of(record) == key and record.local.device == place.device
     if key.gathers_itself or place.is_meta or not is_alike:
         return True
-    assert isinstance(parameter, DTensor), "what is not sharded was cut before it was assigned"
     place.copy_(record.local)
-    replace_local_tensor(parameter, place)
+    replace_local_tensor(as_sharded(parameter), place)
     return False
 
 
@@ -105,14 +103,14 @@ def require_names(unit: Unit, module: nn.Module, method: str) -> None:
         )
 
 
-def _can_be_copied(given: DTensor, shard: nn.Parameter) -> bool:
-    """Whether torch may copy the one into the other: both of one kind and cut alike.
+def _can_be_copied(given: DTensor, record: ShardedParameter) -> bool:
+    """Returns whether torch may copy `given` into the shard: both are ragged or neither is, and they are cut alike.
 
-    Of stock DTensors too: for other placements torch's copy fails where chunks are empty, and `assign=True` would take
-    over a piece that is not the parameter's (test_a_state_dict_of_any_layout_loads_into_any).
+    Two of torch's own DTensors must be cut alike, too: otherwise its copy fails where chunks are empty, and
+    `assign=True` would take over a piece that is not the parameter's (test_a_state_dict_of_any_layout_loads_into_any).
     """
-    assert isinstance(shard, DTensor), "a shard is a DTensor"
-    return isinstance(given, RaggedDTensor) == isinstance(shard, RaggedDTensor) and given.placements == shard.placements
+    placements = as_sharded(record.shard).placements
+    return isinstance(given, RaggedDTensor) == record.cut.in_line and given.placements == placements
 
 
 def _shard_of(record: ShardedParameter, unsharded: torch.Tensor) -> DTensor:

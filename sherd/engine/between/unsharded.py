@@ -13,18 +13,17 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
 from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.group import Group, OptimizerParam
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
 from sherd.policy import UnshardTerms
 from sherd.tensor.ragged import as_dtensor, local_part
@@ -88,7 +87,7 @@ class UnshardedCopies:
         if self._terms.writeback and self._is_shown:
             self._write_back(taken)
 
-    def _write_back(self, taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[Any]]]) -> None:
+    def _write_back(self, taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[object]]]) -> None:
         present: dict[int, torch.Tensor] = {}
         wrong: list[PlacementError] = []
         for record, lent, found in taken:
@@ -211,8 +210,8 @@ def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.
     """Of a tensor subclass with its own all-gather: DTensor knows how to put it together."""
     copies = []
     for record in group.parameters:
-        tensor: Any = record.shard.detach() if values else record.shard.grad
-        unsharded = tensor.full_tensor() if tensor is not None else torch.zeros(record.shape)
+        tensor = record.shard.detach() if values else record.shard.grad
+        unsharded = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
         copies.append(unsharded.cpu() if on_host else unsharded)
     return copies
 
@@ -268,7 +267,7 @@ def _digest(unsharded: torch.Tensor) -> torch.Tensor:
 # Writing back
 
 
-def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequence[Any]) -> torch.Tensor:
+def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequence[object]) -> torch.Tensor:
     """What the modules show in the end: the lent copy, or what a user has put in its place; on one place is enough.
 
     Raises:
@@ -288,7 +287,7 @@ def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequenc
             f"was lent, and is {shown} at the end of the unshard context; change its values, not its shape, or leave "
             "with writeback=False"
         )
-    if _placement_of(unsharded) != (None if record.unsharded_spec is None else record.unsharded_spec.placements):
+    if _placements_of(unsharded) != (None if record.unsharded_spec is None else record.unsharded_spec.placements):
         raise PlacementError(
             f"{record.name} was lent as {_kind_of(lent)} and is {_kind_of(unsharded)} at the end of the unshard "
             "context; replace it by a tensor of the same kind, or change its values in place"
@@ -296,17 +295,19 @@ def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequenc
     return unsharded
 
 
-def _same(one: Any, other: Any) -> bool:
-    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return tensors and one.shape == other.shape and torch.equal(local_part(one), local_part(other))
+def _same(one: object, other: object) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and torch.equal(local_part(one), local_part(other))
 
 
-def _placement_of(tensor: torch.Tensor) -> Any:
+def _placements_of(tensor: torch.Tensor | None) -> tuple[Placement, ...] | None:
     return tensor.placements if isinstance(tensor, DTensor) else None
 
 
 def _kind_of(tensor: torch.Tensor | None) -> str:
-    return f"a DTensor with {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+    placements = _placements_of(tensor)
+    return "a plain tensor" if placements is None else f"a DTensor with {placements}"
 
 
 def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
@@ -335,21 +336,25 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
 
 
 def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
-    """Give each optimizer parameter this rank's part of the gradients of its members, None where none has one."""
-    rank = group.mesh.piece
+    """Give each optimizer parameter this rank's part of the gradients of its members."""
     for optimizer_param in group.optimizer_params:
-        members = [(index, group.parameters[index]) for index in sorted(optimizer_param.members)]
-        if any(id(record) not in present for _, record in members):
-            continue  # of another shape: that is raised
-        gradients = [present[id(record)].grad for _, record in members]
-        if all(gradient is None for gradient in gradients):
-            optimizer_param.parameter.grad = None
-            continue
-        local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
-        flat = local.view(-1)
-        for (index, record), gradient in zip(members, gradients, strict=True):
-            held = group.packing.slots[index].held(rank)
-            if gradient is not None and held.numel:
-                start = held.start - optimizer_param.extent.start
-                flat[start : start + held.numel].copy_(_part_of(record, gradient).reshape(-1))
-        optimizer_param.parameter.grad = as_dtensor(local, optimizer_param.gradient_spec(local.dtype))
+        records = {index: group.parameters[index] for index in sorted(optimizer_param.members)}
+        if all(id(record) in present for record in records.values()):  # else one is of another shape, which is raised
+            gradients = {index: present[id(record)].grad for index, record in records.items()}
+            optimizer_param.parameter.grad = _joined_gradient(group, optimizer_param, gradients)
+
+
+def _joined_gradient(
+    group: Group, optimizer_param: OptimizerParam, gradients: dict[int, torch.Tensor | None]
+) -> DTensor | None:
+    """Returns this rank's part of the members' unsharded `gradients` as one gradient, or None if no member has one."""
+    if all(gradient is None for gradient in gradients.values()):
+        return None
+    local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
+    flat = local.view(-1)
+    for index, gradient in gradients.items():
+        held = group.packing.slots[index].held(group.mesh.piece)
+        if gradient is not None and held.numel:
+            start = held.start - optimizer_param.extent.start
+            flat[start : start + held.numel].copy_(_part_of(group.parameters[index], gradient).reshape(-1))
+    return as_dtensor(local, optimizer_param.gradient_spec(local.dtype))

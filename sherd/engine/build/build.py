@@ -95,7 +95,6 @@ def _shard(
         part = shard_of(plan.data.detach(), plan.cut, plan.mesh.piece)
         local = part.clone(memory_format=torch.contiguous_format)
         shard = nn.Parameter(as_dtensor(local, plan.shard_spec), requires_grad=each.parameter.requires_grad)
-        vars(shard).update(attributes_of(each.parameter))
         record = ShardedParameter(
             each.name,
             plan.data.shape,
@@ -108,6 +107,7 @@ def _shard(
             shard,
             weakref.ref(each.holder),
             each.places,
+            attributes=attributes_of(each.parameter),
         )
         move_hooks(each.parameter, shard)
         record.claim(each.parameter)

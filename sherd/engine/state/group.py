@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor, spec_of
@@ -20,7 +19,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.offload import RestingPlace
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.engine.state.replica_shard import FetchedShard
 from sherd.engine.state.shard_memory import ShardMemory
 from sherd.layout.extent import Extent
@@ -114,9 +113,7 @@ class OptimizerParam:
 
     def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
         """What its gradient is as a DTensor: its own layout, in `dtype`."""
-        parameter = self.parameter
-        assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
-        own = spec_of(parameter)
+        own = spec_of(as_sharded(self.parameter))
         assert own.tensor_meta is not None, "a DTensor's spec has it"
         if own.tensor_meta.dtype == dtype:
             return own
@@ -310,8 +307,7 @@ class Group:
             )
             if not shard_buffer.is_meta:
                 seat.copy_(optimizer_param.record.resting)
-            assert isinstance(optimizer_param.parameter, DTensor), "what the optimizer owns is a DTensor"
-            replace_local_tensor(optimizer_param.parameter, seat)
+            replace_local_tensor(as_sharded(optimizer_param.parameter), seat)
             optimizer_param.record.claim(optimizer_param.parameter)
         if self.is_flat:
             self._view_shards_in(shard_buffer)
@@ -358,8 +354,7 @@ class Group:
         local = parameter.local
         if not local.is_meta and "fsdp_pre_all_gather" not in vars(local):
             local = local.to(self.place.device, copy=True)
-        assert isinstance(parameter.shard, DTensor), "a shard is a DTensor"
-        replace_local_tensor(parameter.shard, local)
+        replace_local_tensor(as_sharded(parameter.shard), local)
         parameter.claim(parameter.shard)
         return local
 

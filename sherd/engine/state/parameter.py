@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
     return record if is_it else None
 
 
-def _forget(key: int, died: Any) -> None:
+def _forget(key: int, died: object) -> None:
     """Drop the entry that `died`, a weak reference, is part of; the id may have gone to another tensor since."""
     if any(died is each for each in _records.get(key, ())):
         _records.pop(key, None)
@@ -65,6 +65,12 @@ def plain_name(path: str) -> str:
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements, and no memory for them."""
     return not isinstance(tensor, DTensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def as_sharded(parameter: torch.Tensor) -> DTensor:
+    """Returns `parameter`, a shard or a flat parameter, as the DTensor that it is besides."""
+    assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
+    return parameter
 
 
 class Merged(Protocol):
@@ -113,29 +119,27 @@ class ShardedParameter:
     flat: Merged | None = None
     restored: Callable[[torch.Tensor], torch.Tensor] | None = None
     lent: nn.Parameter | None = None
-    attributes: dict[str, Any] = field(init=False)
+    attributes: dict[str, object] = field(default_factory=dict)
     _owner: weakref.ref[Owner] | None = None
     _taken_ids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.attributes = vars(self.shard)
+        self.keep_attributes()
 
     def share_attributes(self, form: torch.Tensor) -> None:
         """Let a form of this parameter have what users write on any of them, now or later.
 
         What a class has written on its own tensor stays there, beside a copy of the rest.
         """
-        if vars(form).keys() <= self.attributes.keys():
-            form.__dict__ = self.attributes
-        else:
-            vars(form).update({key: value for key, value in self.attributes.items() if key not in vars(form)})
+        own = vars(form)
+        form.__dict__ = self.attributes if own.keys() <= self.attributes.keys() else {**self.attributes, **own}
 
     def keep_attributes(self) -> None:
-        """Let the shard have them still, where `module.to()` has swapped its `__dict__` for another tensor's."""
+        """Let the shard share them: a new one, or one whose `__dict__` `module.to()` has swapped for another's."""
         found = vars(self.shard)
         if found is not self.attributes:
             self.attributes.update(found)
-            self.shard.__dict__ = self.attributes
+            self.share_attributes(self.shard)
 
     def claim(self, tensor: torch.Tensor) -> None:
         """Remember that `tensor` is a form of this parameter: its shard, its whole, or what it was before."""
@@ -180,15 +184,12 @@ class ShardedParameter:
     @property
     def resting(self) -> torch.Tensor:
         """This rank's part of the leaf: the memory that the optimizer writes."""
-        optimizer_param = self.optimizer_param
-        assert isinstance(optimizer_param, DTensor), f"{self.name}: what the optimizer owns is a DTensor"
-        return local_tensor(optimizer_param)
+        return local_tensor(as_sharded(self.optimizer_param))
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard as a plain tensor, `cut.local_shape(rank)`."""
-        assert isinstance(self.shard, DTensor), f"{self.name}: a shard is a DTensor"
-        return local_tensor(self.shard)
+        return local_tensor(as_sharded(self.shard))
 
     def register(self, registered: bool) -> None:
         """Have it among its modules' parameters, or only as an attribute."""
@@ -287,7 +288,7 @@ class ShardedParameter:
         self.show(unsharded)
         self.lent = unsharded
 
-    def take_back(self) -> list[Any]:
+    def take_back(self) -> list[object]:
         """Show the shard again; return what the places had instead of it, lent or put there by the user."""
         found = [place.shown for place in self.places]
         self.lent = None

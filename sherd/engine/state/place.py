@@ -35,7 +35,7 @@ class Place:
 
     @property
     def shown(self) -> Any:
-        """What the module has there now; None if it was deleted."""
+        """The module's attribute now: the parameter, what a user has put in its place, or None if it was deleted."""
         registered = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
         return self._shown_in.get(self.attribute) if registered is None else registered
 

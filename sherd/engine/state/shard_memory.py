@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import dtensor, has_bytes, local_tensor, local_tensors, replace_local_tensor, spec_of
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.ragged import RaggedDTensor
@@ -38,7 +37,7 @@ class ShardMemory:
 
     def note(self) -> None:
         """Remember where the leaves are now, which may be other objects than before."""
-        self._optimizer_params: list[Any] = [record.optimizer_param for record in self._records]
+        self._optimizer_params = [as_sharded(record.optimizer_param) for record in self._records]
         self._locals = [record.resting for record in self._records]
         # Held, so that no other storage can be where one of them was.
         self._shells = [each for each in self._optimizer_params if not isinstance(each, RaggedDTensor)]
@@ -67,10 +66,9 @@ class ShardMemory:
         for record, local in zip(self._records, self._locals, strict=True):
             optimizer_param = record.optimizer_param
             _require_alike(record, optimizer_param)
-            assert isinstance(optimizer_param, DTensor), "that was looked at"
             storage = storages.get(id(optimizer_param))
-            if local_tensor(optimizer_param) is not local:
-                _take_swapped(record, optimizer_param, local)
+            if record.resting is not local:
+                _take_swapped(record, as_sharded(optimizer_param), local)
             elif storage is not None and _storage_of(optimizer_param) is not storage:
                 if has_bytes(_storage_of(optimizer_param)):
                     _take_plain(record, optimizer_param, local)

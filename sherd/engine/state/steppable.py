@@ -5,13 +5,12 @@ Torch would raise in the middle of the step, and name only the operation that DT
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
 
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import OptimizerError
 from sherd.tensor.ragged import RaggedDTensor
 
@@ -24,13 +23,13 @@ _NEEDS_EVEN = (
 )
 
 
-def require_steppable(optimizer: Optimizer, group: dict[str, Any], record: ShardedParameter) -> None:
+def require_steppable(optimizer: Optimizer, group: Mapping[str, object], record: ShardedParameter) -> None:
     """Raise `OptimizerError` if `optimizer` is of one of torch's own classes and cannot step `record`'s parameter.
 
     `group` is the parameter's group in the optimizer. A subclass may step otherwise, so it is never refused.
     `test_what_is_refused_torch_cannot_step` tries each refusal on torch.
     """
-    remedy = _remedy(type(optimizer), group, record.optimizer_param)
+    remedy = _remedy(type(optimizer), group, as_sharded(record.optimizer_param))
     if remedy is not None:
         form = "(fused=True)" if remedy is _NOT_FUSED else ""
         raise OptimizerError(
@@ -39,8 +38,8 @@ def require_steppable(optimizer: Optimizer, group: dict[str, Any], record: Shard
         )
 
 
-def _remedy(kind: type[Optimizer], group: dict[str, Any], optimizer_param: nn.Parameter) -> str | None:
-    if kind not in _EXAMINED or not isinstance(optimizer_param, DTensor) or optimizer_param.device_mesh.size() == 1:
+def _remedy(kind: type[Optimizer], group: Mapping[str, object], optimizer_param: DTensor) -> str | None:
+    if kind not in _EXAMINED or optimizer_param.device_mesh.size() == 1:
         return None
     stock = not isinstance(optimizer_param, RaggedDTensor)
     sharded = any(not each.is_replicate() for each in optimizer_param.placements)
