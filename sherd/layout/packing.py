@@ -48,7 +48,7 @@ by no more than this share."""
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies: in the shard buffer of the first rank that holds some of it, and in the unsharded buffer.
+    """The place of a tensor in the shard buffer of the first rank that holds some of it, and in the unsharded buffer.
 
     Both extents include the padding of a tensor that is cut by itself, which lies alike in every rank's shard buffer.
     """
@@ -58,7 +58,7 @@ class Slot:
     unsharded: Extent
 
     def held(self, rank: int) -> Extent:
-        """The tensor's elements in `rank`'s shard buffer, without padding."""
+        """Returns the extent of the tensor's elements in `rank`'s shard buffer, without padding."""
         # A run that goes on from the rank before is the first thing in its rank's buffer.
         goes_on = self.cut.in_line and rank != self.cut.first
         return Extent(0 if goes_on else self.shard.start, self.cut.local_numel(rank))
@@ -110,17 +110,17 @@ class Packing:
 
     @property
     def is_cut_into_runs(self) -> bool:
-        """Whether the tensors are cut into runs, so that the rows are the unsharded buffer."""
+        """True if the tensors are cut into runs, so that the rows are the unsharded buffer."""
         return bool(self.slots) and self.slots[0].cut.in_line
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all shard buffers are equally long."""
+        """True if all shard buffers are equally long."""
         return len(set(self.shard_numels)) <= 1
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's shard buffer begins in the rows."""
+        """The beginning of each rank's shard buffer in the rows."""
         return _starts(self.shard_numels)
 
     @cached_property
@@ -130,7 +130,7 @@ class Packing:
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the rows are the first bytes of the unsharded buffer, so that an all-gather may write into it."""
+        """True if the rows are the first bytes of the unsharded buffer, so that an all-gather may write into it."""
         if self.is_cut_into_runs:
             return True
         if not self.is_in_order:
@@ -139,7 +139,7 @@ class Packing:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether every tensor is cut by itself, and its pieces, rank after rank, are the tensor in its own order. Such
+        """True if every tensor is cut by itself, and its pieces, rank after rank, are the tensor in its own order. Such
         tensors need no copy if they are gathered one by one."""
         return all(slot.cut.in_order for slot in self.slots)
 
@@ -153,7 +153,7 @@ class Packing:
         return tuple(Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def gaps_of(self, rank: int) -> tuple[Extent, ...]:
-        """The gaps in `rank`'s shard buffer, counted from its beginning."""
+        """Returns the gaps in `rank`'s shard buffer, counted from its beginning."""
         start, stop = self.starts[rank], self.starts[rank] + self.shard_numels[rank]
         parts = ((max(gap.start, start), min(gap.stop, stop)) for gap in self.gaps)
         return tuple(Extent(a - start, b - a) for a, b in parts if a < b)
@@ -233,7 +233,7 @@ def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
 
 
 def _gap_behind(slot: int) -> bool:
-    """Whether a slot of this size leaves the next one unaligned. Short slots may, so they come last of all."""
+    """Returns whether a slot of this size leaves the next one unaligned. Short slots may, so they come last of all."""
     return slot < SHORT or slot % SHARD_ALIGNMENT != 0
 
 
@@ -267,12 +267,12 @@ def _pack_runs(cuts: Sequence[Cut], num_ranks: int) -> Packing:
 
 
 def even_share(numel: int, num_ranks: int) -> int:
-    """The length of the shortest `num_ranks` equal runs that hold `numel` elements. Runs start aligned, too."""
+    """Returns the length of the shortest `num_ranks` equal runs that hold `numel` elements. Runs start aligned, too."""
     return aligned(-(-numel // num_ranks), UNSHARDED_ALIGNMENT)
 
 
 def _even_numel(cuts: Sequence[Cut], numels: tuple[int, ...]) -> int | None:
-    """The length of equal runs for these cuts. Returns None if equal runs are impossible or need too much padding.
+    """Returns the length of equal runs for these cuts, or None if they are impossible or need too much padding.
 
     `numels` are the lengths of the unpadded runs. A run in the middle of a tensor cannot be padded.
     """
@@ -283,8 +283,8 @@ def _even_numel(cuts: Sequence[Cut], numels: tuple[int, ...]) -> int | None:
 
 
 def _lay(cuts: Sequence[Cut], num_ranks: int) -> tuple[list[int], tuple[int, ...]]:
-    """Where each tensor starts in the unsharded buffer, and the length of each rank's run, with no padding but for
-    alignment."""
+    """Returns the start of each tensor in the unsharded buffer, and the length of each rank's run. The only padding is
+    for alignment."""
     starts: list[int] = []
     bounds, cursor = [0], 0
     for cut in cuts:
@@ -297,8 +297,8 @@ def _lay(cuts: Sequence[Cut], num_ranks: int) -> tuple[list[int], tuple[int, ...
 
 
 def _lay_evenly(cuts: Sequence[Cut], even: int) -> list[int]:
-    """Where each tensor starts if every run has `even` elements. A tensor that goes on to the next rank ends its rank's
-    run; the others follow one another from the beginning of the run."""
+    """Returns the start of each tensor if every run has `even` elements. A tensor that goes on to the next rank ends
+    its rank's run. The others follow one another from the beginning of the run."""
     starts: list[int] = []
     cursor = 0
     for cut in cuts:

@@ -1,4 +1,4 @@
-"""How one tensor is cut over one mesh axis, and what each rank holds of it. Integers only.
+"""Placements and cuts: how one tensor is divided over one mesh axis, and what each rank holds of it. Integers only.
 
 A placement is a rule (`Shard(dim)`, `Replicate()`). Applied to a shape and a number of ranks, it gives a `Cut`, the
 numbers that everything else works with. A packing asks a cut for its sizes only, so a new placement is a new class
@@ -51,7 +51,8 @@ class Cut:
     dim: int | None = field(default=None, kw_only=True, repr=False)
 
     in_line: ClassVar[bool] = False
-    """Whether the tensors of a group form one line, of which each rank holds a run, instead of a piece of each."""
+    """True if the tensors of a group form one line, of which each rank holds a run, instead of a piece of each
+    tensor."""
 
     def __post_init__(self) -> None:
         assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
@@ -100,7 +101,7 @@ class Cut:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the ranks' padded pieces, one after the other, begin with the tensor in its own order."""
+        """True if the ranks' padded pieces, one after the other, begin with the tensor in its own order."""
         outer, size, _ = self.view
         most = max(rows.numel for rows in self.rows)
         return outer == 1 and all(rows.start == min(rank * most, size) for rank, rows in enumerate(self.rows))

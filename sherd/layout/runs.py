@@ -75,11 +75,11 @@ class RunPlacement(Protocol):
     def together(self) -> bool: ...
 
     def grain(self, shape: Shape, name: str) -> int:
-        """Elements of one block, at least 1. Cuts fall between blocks. `name` is for the error message."""
+        """Returns the elements of one block, at least 1. Cuts fall between blocks. `name` is for the error message."""
         ...
 
     def by_rows(self, shape: Shape) -> bool:
-        """Whether a rank's piece is made of rows."""
+        """Returns whether a rank's piece is made of rows."""
         ...
 
 

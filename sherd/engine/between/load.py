@@ -1,8 +1,7 @@
-"""Hooks for state dicts. Before `load_state_dict`, each whole tensor is cut to this rank's shard; after it, shards may
-be new.
+"""Hooks for state dicts: cut unsharded tensors to this rank's shards before a load, and adopt new shards after it.
 
-torch copies a DTensor into a DTensor, but refuses a plain tensor. Here a full state dict loads as it is, without
-communication, as every rank holds all of it.
+torch copies a DTensor into a DTensor, but refuses a plain tensor. With these hooks a full state dict loads as it is,
+without communication, since every rank has all of it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> 
 
 
 def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
-    """Show the shards of `module`, and cut the whole tensors that are about to be loaded into them."""
+    """Show the shards of `module`, and cut the unsharded tensors in `state_dict` to this rank's part."""
     unit.show_shards()
     require_names(unit, module, "load_state_dict")
     for attribute, parameter in module._parameters.items():
@@ -56,7 +55,7 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, object], pr
 
 
 def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None:
-    """Take up Parameters that `assign=True` has exchanged, and note that the shards have new values."""
+    """Adopt Parameters that `assign=True` has put in the place of shards, and note that shards have new values."""
     moved = []
     for attribute, parameter in module._parameters.items():
         record = unit.shards.record_at(module, attribute)
@@ -76,9 +75,10 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None
 
 @torch.no_grad()
 def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
-    """Have `parameter` as the shard, and its values where the old one's are, if they can be there; whether they cannot.
+    """Make `parameter` the shard and copy its values into the old shard's memory.
 
-    Else the unit's buffer would be made anew after each module of a load.
+    Returns True if that is impossible (another dtype or device), so that the unit must rebuild its buffer. Rebuilding
+    it after every module of a load would take quadratic time.
     """
     key, place = group_key_of(record), record.local
     record.exchange(parameter)
@@ -91,10 +91,10 @@ def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
 
 
 def require_names(unit: Unit, module: nn.Module, method: str) -> None:
-    """Raise if a flat parameter stands for parameters of `module` now: nothing would be found there.
+    """Raise if a flat parameter stands for parameters of `module` now, so that the call would not find them.
 
     Raises:
-        StateError: the call was not made on the wrapper, or on a module above it, which would have them in place.
+        StateError: the call was not made on the wrapper or a module above it. These put the parameters in place.
     """
     if any(unit.shards.hides(module, attribute) for attribute in module._parameters):
         raise StateError(
@@ -114,7 +114,7 @@ def _can_be_copied(given: DTensor, record: ShardedParameter) -> bool:
 
 
 def _shard_of(record: ShardedParameter, unsharded: torch.Tensor) -> DTensor:
-    """This rank's part of `unsharded`, a view of it, as a DTensor like the shard."""
+    """Returns this rank's part of `unsharded`, a view of it, as a DTensor like the shard."""
     spec = record.shard_spec
     if record.unsharded_spec is not None and is_ragged(spec):
         return distribute_ragged(unsharded, layout_of(spec).spec(unsharded.dtype))

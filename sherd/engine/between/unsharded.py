@@ -1,10 +1,10 @@
-"""Inside `unsharded` the user works with unsharded copies of a unit's parameters, in full precision, in memory of
-their own.
+"""Unsharded copies of a unit's parameters, which a user works with inside `unsharded`: in full precision, in new
+memory.
 
-    begin    gather the shard buffers, and the gradients' if asked for, into new memory; show that on the modules
-    end      copy this rank's part of what is there back, if asked for; show the shards again
+    begin    gather the shard buffers, and the gradients' if asked for, into new memory, and show that on the modules
+    end      write this rank's part of the copies back, if asked for, and show the shards again
 
-The engine's own unsharded buffers take no part: they are shown in forward and backward only, in the dtype of compute.
+The engine's own unsharded buffers are not involved: they are shown in forward and backward only, in the compute dtype.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class UnshardedCopies:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Show the shards again, with what was changed if that was asked for.
+        """Show the shards again, and write changes back if that was asked for.
 
         Raises:
-            PlacementError: a parameter, or its gradient, is of another shape or kind than it was. All others are
-                written back nevertheless.
+            PlacementError: a parameter or a gradient has another shape or kind than before. All others are written
+                back.
         """
         runtime = runtime_over(self.unit)
         if runtime is not None:
@@ -108,10 +108,10 @@ class UnshardedCopies:
         _keep_requires_grad(self.unit, present)
 
     def _keep(self, record: ShardedParameter, unsharded: torch.Tensor) -> bool:
-        """Write this rank's part into the shard; whether any part has changed, on whichever rank.
+        """Write this rank's part into the shard. Returns whether any rank's part has changed.
 
-        All ranks must come to the same answer, as those that find a backward out of date leave it: by the whole, then,
-        of which rather than a copy a digest is kept.
+        All ranks must come to the same answer, since a change makes them give up a backward that is under way. So the
+        unsharded tensor is compared, by its digest, which takes less memory than a copy.
         """
         record.local.copy_(_part_of(record, unsharded))
         before = self._digests.get(id(record))
@@ -119,7 +119,7 @@ class UnshardedCopies:
 
 
 def require_covers(unit: Unit, terms: UnshardTerms) -> None:
-    """Raise `StateError` if a context asks for more (`terms`) than the one around it, which has lent `unit`, gives."""
+    """Raise `StateError` if a context asks for more (`terms`) than the context around it, which has lent `unit`."""
     assert unit.lent is not None, "a context around has lent it"
     missing = terms.missing_from(unit.lent)
     if missing:
@@ -130,11 +130,11 @@ def require_covers(unit: Unit, terms: UnshardTerms) -> None:
 
 
 def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
-    """Bring `unit` to rest, its shards up to date with what a user has put in their place.
+    """Show the shards of `unit`, and take the values that a user has put in their place.
 
     Raises:
-        StateError: it is in the middle of a forward or backward, has no data yet, or gradients were asked for that wait
-            for a reduction.
+        StateError: the unit is in the middle of a forward or backward, has no data yet, or has gradients that wait for
+            a reduction and were asked for.
         PlacementError: something of another shape was put in a shard's place.
     """
     runtime = runtime_over(unit)
@@ -171,7 +171,7 @@ def _shard_buffer(group: Group) -> torch.Tensor:
 
 
 def _gradients(group: Group) -> torch.Tensor:
-    """A shard buffer of gradients; zeros for what has none."""
+    """Returns a shard buffer of gradients, with zeros for parameters that have none."""
     shard_buffer = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
     for optimizer_param in group.optimizer_params:
         gradient = optimizer_param.parameter.grad
@@ -186,7 +186,8 @@ def _gradients(group: Group) -> torch.Tensor:
 def _copies(
     unit: Unit, group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
 ) -> list[torch.Tensor]:
-    """Unsharded copies of a group's tensors; all ranks of the shard axis must ask. Empty where they are not `shown`."""
+    """Returns unsharded copies of a group's tensors, none if they are not `shown`. All ranks of the shard axis must
+    call it."""
     if group.gathers_itself:
         return _gathered_by_torch(group, shard_buffer_of is _shard_buffer, on_host)
     packing, source = group.packing, shard_buffer_of(group)
@@ -207,7 +208,7 @@ def _copies(
 
 
 def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.Tensor]:
-    """Of a tensor subclass with its own all-gather: DTensor knows how to put it together."""
+    """Returns copies of a tensor subclass with its own all-gather, which DTensor knows how to put together."""
     copies = []
     for record in group.parameters:
         tensor = record.shard.detach() if values else record.shard.grad
@@ -217,7 +218,7 @@ def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.
 
 
 def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
-    """The parameters of `unit`, whole, in memory of their own and outside autograd; none where they are not `shown`.
+    """Returns the unsharded parameters of `unit`, in new memory and outside autograd, none if they are not `shown`.
 
     Collective over the shard axis: one all-gather per group. Besides the result it takes the memory of one group.
     """
@@ -228,9 +229,9 @@ def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedPara
 
 
 def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name: str, lent: torch.Tensor) -> None:
-    """Raise `StateError` for a gradient of a copy that is given up with the context, or was.
+    """Raise `StateError` for a gradient of a copy that is given up at the end of the context, or was given up already.
 
-    Who enters without `writeback` to look may look at gradients as well.
+    A context without `writeback`, for looking only, may have gradients to look at.
     """
     copies = lender()
     if copies is None or copies._is_over:
@@ -249,9 +250,8 @@ def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name:
 
 @torch.no_grad()
 def _digest(unsharded: torch.Tensor) -> torch.Tensor:
-    """A few numbers by which other values are told: the sums along both sides of its words, laid out as a square.
-
-    Without memory to speak of, and the same on all ranks. The order of elements counts.
+    """Returns a checksum that depends on the order of elements: the row sums and column sums of the bytes, seen as a
+    square int64 matrix. It is the same on all ranks and takes O(sqrt(numel)) memory.
     """
     tensor = local_part(unsharded.detach()).reshape(-1)
     if type(tensor) is not torch.Tensor:
@@ -268,10 +268,10 @@ def _digest(unsharded: torch.Tensor) -> torch.Tensor:
 
 
 def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequence[object]) -> torch.Tensor:
-    """What the modules show in the end: the lent copy, or what a user has put in its place; on one place is enough.
+    """Returns the tensor that the modules show in the end: the lent copy, or one that a user has put on some place.
 
     Raises:
-        PlacementError: it is no tensor of that shape and kind, or tied places have been given different values.
+        PlacementError: it is no tensor of that shape and kind, or tied places were given different values.
     """
     replaced = list({id(each): each for each in found if each is not lent}.values())
     unsharded = replaced[0] if replaced else lent
@@ -315,10 +315,10 @@ def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
-    """Parameters that were frozen or thawed inside stay so.
+    """Keep parameters frozen or trainable as they were made inside.
 
     Raises:
-        PolicyError: some of those in a flat parameter, which is trained as a whole.
+        PolicyError: only some members of a flat parameter, which is trained as a whole, were changed.
     """
     for group, optimizer_param in (
         (weights.group, optimizer_param)

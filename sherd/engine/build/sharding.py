@@ -1,4 +1,4 @@
-"""How the parameters of a new unit will be sharded: where each is cut, and which DTensor its shard will be.
+"""Sharding plans for the parameters of a new unit: how each is cut, and the DTensor layout of its shard.
 
 Everything is decided here before anything is moved, so that an error leaves the model as it was.
 """
@@ -31,8 +31,8 @@ AnyPlacement = Placement | RunPlacement
 
 @dataclass(frozen=True, slots=True)
 class ShardingRequest:
-    """How a user wants one parameter sharded: cut how, and over which ranks. Placement None is the default: dim 0, or
-    for a scalar a copy on every rank."""
+    """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over. The default
+    placement, None, cuts dim 0, and keeps a copy of a scalar on every rank."""
 
     placement: AnyPlacement | None
     mesh: DataMesh
@@ -45,7 +45,7 @@ class ShardingRequest:
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """How one parameter will be sharded: over what, the numbers, both specs, and the tensor to cut."""
+    """The plan for one parameter: its mesh, its cut, the specs of both forms, and the tensor to cut."""
 
     mesh: DataMesh
     cut: Cut
@@ -58,11 +58,11 @@ class ShardingPlan:
 def sharding_plans(
     found: Sequence[Found], streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool = False
 ) -> list[ShardingPlan]:
-    """How each of `found` is sharded, the parameters of a unit that `surrounds` others or not.
+    """Returns the plan for each of `found`, the parameters of one unit. `surrounds`: the unit has others inside.
 
     Raises:
         ModuleError: a parameter has no shape yet, or some are on the meta device, and others not.
-        PlacementError: a parameter that cannot be cut as asked, or a DTensor that does not fit the mesh.
+        PlacementError: a parameter cannot be cut as asked, or is a DTensor that does not fit the mesh.
     """
     _require_shapes(found)
     _require_memory(found)
@@ -95,7 +95,7 @@ def _plan_of(each: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPla
 
 
 def _data(each: Found) -> torch.Tensor:
-    """What is cut: the parameter, or this rank's part of it under tensor parallelism."""
+    """Returns the tensor to cut: the parameter, or its local tensor under tensor parallelism."""
     return local_tensor(each.parameter) if isinstance(each.parameter, DTensor) else each.parameter
 
 
@@ -109,7 +109,7 @@ def _cut_by_itself(each: Found, request: ShardingRequest) -> Cut:
 
 
 def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
-    """A plain parameter is cut over a mesh that is data parallel only."""
+    """Raise if a plain parameter is to be cut over a mesh that is not data parallel only."""
     if mesh.full is None or mesh.dims is None:
         return
     if mesh.full.ndim > len(mesh.dims.shard_names) + len(mesh.dims.replicate_names):  # else all of it is data parallel
@@ -152,7 +152,7 @@ def _in_short(names: Sequence[str]) -> str:
 def _planned(
     found: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
-    """The cut of every parameter that is cut into runs, and the number of its lot: those that were planned together."""
+    """Returns the cut of every parameter that is cut into runs, and the number of its plan, by the parameter's index."""
     plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
     for index, (each, request) in enumerate(zip(found, requests, strict=True)):

@@ -28,7 +28,7 @@ from sherd.tensor.table import Args, Aten, Kwargs
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """This rank's part of a flat parameter, with an entry for each member that it holds elements of.
+    """The members of a flat parameter that this rank holds elements of, one entry for each.
 
     Shapes, strides and numbers of elements are those of the unsharded member. `param_offsets` are the first and the
     last element held, counted in the flattened member. The fields are those of torch's FSDP1 record of this name.
@@ -129,7 +129,7 @@ class FlatShard:
         self.parameter = cast(nn.Parameter, flat)
 
     def metadata(self) -> FlatParamShardMetadata:
-        """The members that this rank holds elements of."""
+        """Returns the members that this rank holds elements of."""
         members = zip(self.names, self.shapes, self._pieces, strict=True)
         held = [(name, shape, piece) for name, shape, piece in members if piece.numel]
         return FlatParamShardMetadata(
@@ -143,7 +143,7 @@ class FlatShard:
 
 
 def _flat_parameter(group: Group) -> FlatParameter:
-    """A parameter on the group's shard buffer."""
+    """Returns a parameter on the group's shard buffer."""
     mesh, together = group.mesh, group.packing.runs_together
     extents = (slot.unsharded for slot in group.packing.slots)
     members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]

@@ -1,4 +1,4 @@
-"""Optimizers that were built before their parameters were sharded, and the news that an optimizer steps shards.
+"""Hooks on optimizers: they exchange parameters that were sharded since, and tell units that their shards are stepped.
 
 A plain Parameter cannot turn into a DTensor in place, so such an optimizer holds objects that the model no longer has.
 With torch's own FSDP it then trains nothing, without an error. Here replaced parameters are exchanged for their shards

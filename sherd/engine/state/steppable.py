@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim that cannot step shards are refused by name before the step.
+"""Refuses, by name and before the step, the optimizers of torch.optim that cannot step shards.
 
 Torch would raise in the middle of the step, and name only the operation that DTensor does not support.
 """
@@ -56,7 +56,7 @@ _EXAMINED = (SGD, Adagrad, Rprop, Adafactor, LBFGS)
 
 
 def _is_even(optimizer_param: DTensor) -> bool:
-    """Whether every rank holds equally many elements, which are consecutive."""
+    """Returns whether every rank holds equally many elements, which are consecutive."""
     divides = optimizer_param.ndim > 0 and optimizer_param.shape[0] % optimizer_param.device_mesh.size() == 0
     return all(
         each.is_replicate() or (isinstance(each, Shard) and each.dim == 0 and divides)

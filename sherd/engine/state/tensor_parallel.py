@@ -1,17 +1,18 @@
-"""Which DTensor is the shard of a parameter that is a DTensor already, on axes that are not data parallel?
+"""The DTensor layout of a shard: of a plain parameter, or of one that is tensor parallel already.
 
 A tensor-parallel parameter was cut by its own axes first, and then by ours. DTensor reads placements from left to
-right, and our axes go in front, as everywhere else; where both cut one dim it calls ours strided. A tensor of 10 rows
-over `tp` of 2 and `dp` of 2, on the mesh (dp, tp), `[_StridedShard(0, split_factor=2), Shard(0)]`:
+right. We put our axes in front, as everywhere else, and where both cut one dim, DTensor calls ours strided. A tensor of
+10 rows over `tp` of 2 and `dp` of 2, on the mesh (dp, tp), `[_StridedShard(0, split_factor=2), Shard(0)]`:
 
     tp 0 | 0 1 2 3 4 |   dp 0 | 0 1 2 |        read from the left   dp 0 | 0 1 2 5 6 7 |   tp 0 | 0 1 2 |
                          dp 1 | 3 4   |                                                    tp 1 | 5 6 7 |
     tp 1 | 5 6 7 8 9 |   dp 0 | 5 6 7 |                             dp 1 | 3 4 8 9 |       tp 0 | 3 4   |
                          dp 1 | 8 9   |                                                    tp 1 | 8 9   |
 
-Read so, 9 rows over `dp` of 4 come out otherwise than they were cut: row 8 is on tp 1, dp 3, and would seem to be on
-tp 0, dp 3, where nothing is. Of such a tensor our axis goes behind, on the mesh (tp, dp), where both orders are one.
-Runs are never read from the left: they are of what the other axes have left to a rank.
+For 9 rows over `dp` of 4, DTensor would look in the wrong place: row 8 is on tp 1, dp 3, but DTensor expects it on tp
+0, dp 3, which holds nothing. For such a tensor our axis goes behind, on the mesh (tp, dp), where DTensor reads the axes
+in the order in which they cut. Runs have no such problem: they cut the local tensor that the other axes leave to a
+rank.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
 
 
 def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[PlacementSpec, ...]:
-    """Placements on the data-parallel axes; `split` is how many parts other axes to the right cut `dim` into."""
+    """Returns the placements on the data-parallel axes. `split`: the number of parts that axes to the right make of
+    `dim`."""
     placements = list(_copies(mesh))
     if dim is not None and mesh.shard_axis is not None:
         placements[mesh.shard_axis] = _shard(dim, split)
@@ -53,12 +55,12 @@ def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[P
 
 
 def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on another mesh, of which `cut` cuts this rank's part.
+    """Returns the spec of the shard of a parameter that is a DTensor on another mesh. `cut` cuts its local tensor.
 
     Raises:
-        MeshError: the two meshes have ranks or an axis in common, or are not parts of one.
-        PlacementError: it is a partial sum there.
-        OwnershipError: they are the same mesh.
+        MeshError: the two meshes have ranks or an axis in common, or are not parts of one mesh.
+        PlacementError: the parameter is a partial sum.
+        OwnershipError: the two meshes are the same.
     """
     if unsharded.mesh in (mesh.mesh, mesh.given):
         raise OwnershipError(
@@ -71,11 +73,11 @@ def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTens
 
 
 def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on the full mesh whose data-parallel axes the user named; or, where it
-    has no others, on another one.
+    """Returns the spec of the shard of a parameter that is a DTensor on the full mesh, of which the user named the
+    data-parallel axes. If the full mesh has no other axes, the parameter may also be on another mesh.
 
     Raises:
-        PlacementError: it is on another mesh, not replicated on a data-parallel axis, or a partial sum on another one.
+        PlacementError: it is on a mesh that does not fit, not replicated on a data-parallel axis, or a partial sum.
     """
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     full, names = mesh.full, mesh.full.mesh_dim_names or ()
@@ -106,7 +108,8 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) ->
 
 
 def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut) -> DTensorSpec | None:
-    """The whole's spec with the shard axis, one of the same mesh, cutting it too; None if that reads otherwise."""
+    """Returns the spec in which the shard axis, one of the parameter's own mesh, cuts the parameter too. None if
+    DTensor would not read that as it was cut."""
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     if not mesh.dims.shard_names or (cut.dim is None and not cut.in_line):
         return unsharded
@@ -156,13 +159,13 @@ def _shard_spec(
 def merged_spec(
     mesh: DataMesh, cut: Runs, dtype: torch.dtype, members: Sequence[tuple[DTensorSpec | None, Extent]], name: str
 ) -> DTensorSpec:
-    """A flat parameter: the vector, cut as `cut`, of what other axes leave to this rank of each of its members.
+    """Returns the spec of a flat parameter: a vector of its members' local tensors on the other axes, cut as `cut`.
 
     Collective over the other axes, whose ranks may have vectors of other lengths.
 
     Args:
-        members: what each is before it is cut, None for a plain tensor, and where it lies in the vector.
-        name: of the first, for messages.
+        members: the spec of each member before it is cut, None for a plain tensor, and its place in the vector.
+        name: the name of the first member, for messages.
     """
     specs = [unsharded for unsharded, _ in members if unsharded is not None]
     axes = list(dict.fromkeys(axis for unsharded in specs for axis in _axes_of(unsharded.mesh)))
@@ -183,12 +186,12 @@ def merged_spec(
 
 
 def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Each axis of a mesh, as a mesh of its own."""
+    """Returns the axes of a mesh, each as a mesh of its own."""
     return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names or ()]
 
 
 def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
-    """Whether the ranks of `axis` have the same elements of a parameter; of a plain one they have."""
+    """Returns whether the ranks of `axis` have the same elements of a parameter, as they always have of a plain one."""
     if unsharded is None or axis not in (axes := _axes_of(unsharded.mesh)):
         return True
     return unsharded.placements[axes.index(axis)].is_replicate()
@@ -198,8 +201,10 @@ def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
 
 
 def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bool) -> bool:
-    """Whether `size` rows, cut by axes of the sizes `behind` in turn and then by ours, are found where they are by who
-    reads from the left: ours first, strided, then `behind`. `strided`: one of those is so itself.
+    """Returns whether DTensor will look for each of `size` rows on the rank that holds it.
+
+    The tensor-parallel axes, of sizes `behind`, cut the rows first, and our axis last. DTensor reads a mesh from left
+    to right: our axis first, as a strided shard, then `behind`. `strided`: one of `behind` is a strided shard itself.
     """
     if size % (num_shards * prod(behind)) == 0:
         return True
@@ -213,7 +218,7 @@ def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bo
 
 
 def _parts(size: int, cuts: Sequence[int]) -> list[int]:
-    """The sizes into which axes of the sizes `cuts` cut `size` rows, each cutting what the one before has left."""
+    """Returns the sizes of the parts of `size` rows that axes of the sizes `cuts` make, one cutting after the other."""
     parts = [size]
     for num_parts in cuts:
         parts = [each.numel for part in parts for each in chunks(part, num_parts)]
@@ -221,7 +226,7 @@ def _parts(size: int, cuts: Sequence[int]) -> list[int]:
 
 
 def _cuts_dim(placement: PlacementSpec, dim: int | None) -> bool:
-    """Whether `placement` cuts `dim`, strided or not; of a strided one `is_shard` says no (2.13)."""
+    """Returns whether `placement` cuts `dim`, strided or not. `is_shard` is False for strided ones (2.13)."""
     return dim is not None and getattr(placement, "dim", None) == dim
 
 
@@ -275,7 +280,7 @@ def _require_apart(data: DeviceMesh, meshes: Sequence[DeviceMesh], name: str) ->
 
 
 def _joined(mesh: DataMesh, others: Sequence[DeviceMesh], name: str, behind: bool = False) -> DeviceMesh:
-    """One mesh with the axes of all, the data-parallel ones in front or behind."""
+    """Returns one mesh with the axes of all, the data-parallel ones in front or behind."""
     try:
         return mesh.joined(others, behind)
     except RuntimeError as error:
