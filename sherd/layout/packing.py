@@ -102,11 +102,13 @@ class Packing:
         for slot in self.slots:
             cut = slot.cut
             assert slot.unsharded.numel == cut.numel, f"a tensor of shape {cut.shape} lies there as it is"
-            for rank in cut.holders:
-                piece, held = cut.piece(rank), slot.held(rank)
-                is_there = self.starts[rank] + held.start == slot.unsharded.start + piece.start
-                inside = is_there and held.stop <= self.shard_numels[rank]
-                assert not piece.numel or inside, f"rank {rank} holds {piece} of {slot}, outside its run"
+            begin = 0
+            for rank, end in zip(cut.holders, cut.ends, strict=True):
+                start = slot.unsharded.start + begin - self.starts[rank]
+                is_there = start == (slot.shard.start if rank == cut.first else 0)
+                inside = is_there and start + end - begin <= self.shard_numels[rank]
+                assert begin == end or inside, f"rank {rank} holds {begin} to {end} of {slot}, outside its run"
+                begin = end
 
     @property
     def is_cut_into_runs(self) -> bool:
@@ -154,9 +156,9 @@ class Packing:
 
     def gaps_of(self, rank: int) -> tuple[Extent, ...]:
         """Returns the gaps in `rank`'s shard buffer, counted from its beginning."""
-        start, stop = self.starts[rank], self.starts[rank] + self.shard_numels[rank]
-        parts = ((max(gap.start, start), min(gap.stop, stop)) for gap in self.gaps)
-        return tuple(Extent(a - start, b - a) for a, b in parts if a < b)
+        own = Extent(self.starts[rank], self.shard_numels[rank])
+        parts = (own.intersect(gap) for gap in self.gaps)
+        return tuple(part.shifted(-own.start) for part in parts if part.numel)
 
     @cached_property
     def runs_together(self) -> Runs:
@@ -209,10 +211,11 @@ def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
 
 def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     """Tensors cut in order come first, since one strided copy moves them all, and among them those that leave the next
-    tensor aligned."""
+    tensor aligned. Short slots may leave it unaligned, so they come last of all."""
 
     def last(index: int) -> tuple[bool, bool]:
-        return not cuts[index].in_order, _gap_behind(cuts[index].slot)
+        slot = cuts[index].slot
+        return not cuts[index].in_order, slot < SHORT or slot % SHARD_ALIGNMENT != 0
 
     order = sorted(range(len(cuts)), key=last)
     slots: dict[int, Slot] = {}
@@ -230,11 +233,6 @@ def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     # num_ranks.
     unsharded = aligned(unsharded, num_ranks)
     return Packing(num_ranks, tuple(slots[index] for index in range(len(cuts))), (shard,) * num_ranks, unsharded)
-
-
-def _gap_behind(slot: int) -> bool:
-    """Returns whether a slot of this size leaves the next one unaligned. Short slots may, so they come last of all."""
-    return slot < SHORT or slot % SHARD_ALIGNMENT != 0
 
 
 # Tensors cut into runs

@@ -91,20 +91,25 @@ class Cut:
     @cached_property
     def rows(self) -> tuple[Extent, ...]:
         """The rows that each rank holds."""
-        return tuple(self.piece(rank) for rank in range(self.num_ranks))
+        held = (Extent(start, end - start) for start, end in pairwise((0, *self.ends)))
+        behind = self.num_ranks - self.first - len(self.ends)
+        return (*[Extent(0, 0)] * self.first, *held, *[Extent(self.view[1], 0)] * behind)
 
     @cached_property
     def slot(self) -> int:
         """Elements that each rank's piece takes in a buffer, with padding."""
         outer, _, inner = self.view
-        return outer * max(rows.numel for rows in self.rows) * inner
+        return outer * self._most * inner
 
     @cached_property
     def in_order(self) -> bool:
         """True if the ranks' padded pieces, one after the other, begin with the tensor in its own order."""
         outer, size, _ = self.view
-        most = max(rows.numel for rows in self.rows)
-        return outer == 1 and all(rows.start == min(rank * most, size) for rank, rows in enumerate(self.rows))
+        return outer == 1 and all(rows.start == min(rank * self._most, size) for rank, rows in enumerate(self.rows))
+
+    @cached_property
+    def _most(self) -> int:
+        return max(rows.numel for rows in self.rows)
 
     @cached_property
     def unsharded_numel(self) -> int:
@@ -133,9 +138,14 @@ class Copies(Cut):
         """All elements are in the one row."""
         return 1, 1, self.numel
 
+    @cached_property
+    def rows(self) -> tuple[Extent, ...]:
+        """The same row for each rank."""
+        return (Extent(0, 1),) * self.num_ranks
+
     def piece(self, rank: int) -> Extent:
         """The row."""
-        return Extent(0, 1)
+        return self.rows[rank]
 
     def local_shape(self, rank: int) -> Shape:
         """The tensor's own shape."""
@@ -163,7 +173,9 @@ class Shard:
                 else f"{name}: a scalar has no dimension to shard; return None for it, every rank then keeps a copy"
             )
         ends = (
-            chunk.start + part.stop for chunk in chunks(shape[dim], num_ranks) for part in chunks(chunk.numel, parts)
+            chunk.start + part.start + part.numel
+            for chunk in chunks(shape[dim], num_ranks)
+            for part in chunks(chunk.numel, parts)
         )
         return Cut(shape, num_ranks * parts, 0, tuple(ends), dim=dim)
 

@@ -38,8 +38,8 @@ class UnshardedCopies:
         self.unit = unit
         groups = [weights.group for weights in unit.weights]
         shown = self._is_shown
-        copies = [_copies(unit, group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
-        grads = [_copies(unit, group, _gradients, shown, False) if terms.with_grads else None for group in groups]
+        copies = [_copies(group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
+        grads = [_copies(group, _gradients, shown, False) if terms.with_grads else None for group in groups]
         # On every rank, shown or not: they must agree on what is lent, or one refuses a forward that the others run.
         unit.lend(terms)
         if shown:
@@ -184,7 +184,7 @@ def _gradients(group: Group) -> torch.Tensor:
 
 @torch.no_grad()
 def _copies(
-    unit: Unit, group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
+    group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
 ) -> list[torch.Tensor]:
     """Returns unsharded copies of a group's tensors, none if they are not `shown`. All ranks of the shard axis must
     call it."""
@@ -224,7 +224,7 @@ def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedPara
     """
     copies: dict[ShardedParameter, torch.Tensor] = {}
     for group in (weights.group for weights in unit.weights):
-        copies.update(zip(group.parameters, _copies(unit, group, _shard_buffer, shown, on_host), strict=False))
+        copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
     return copies
 
 
@@ -320,11 +320,8 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
     Raises:
         PolicyError: only some members of a flat parameter, which is trained as a whole, were changed.
     """
-    for group, optimizer_param in (
-        (weights.group, optimizer_param)
-        for weights in unit.weights
-        for optimizer_param in weights.group.optimizer_params
-    ):
+    pairs = ((weights.group, each) for weights in unit.weights for each in weights.group.optimizer_params)
+    for group, optimizer_param in pairs:
         wanted = {present[id(group.parameters[index])].requires_grad for index in optimizer_param.members}
         if len(wanted) > 1:
             raise PolicyError(

@@ -15,7 +15,7 @@ from sherd.comm.streams import Streams, streams_for
 from sherd.engine.between import load
 from sherd.engine.run import hooks
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.build.sharding import ShardingRequest, sharding_plans
+from sherd.engine.build.sharding import ShardingRequest, in_short, sharding_plans
 from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.ownership import Belongings, Found
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter
@@ -151,11 +151,10 @@ def _require_something_left(modules: Sequence[nn.Module], found: Belongings, own
         inner = next((each for each in wrapped if id(each) in within), None)
         if inner is not None:
             taken = [each.record.name for each in found.borrowed if each.record.owner is owner]
-            shown = ", ".join(taken[:4]) + (f" and {len(taken) - 4} more" if len(taken) > 4 else "")
             raise ModuleError(
                 f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
-                f"taken all of its parameters ({shown}). Go from the inside out: fully_shard, or the wrapper, on the "
-                "blocks first and on the model last; build the model anew"
+                f"taken all of its parameters ({in_short(taken)}). Go from the inside out: fully_shard, or the wrapper, on "
+                "the blocks first and on the model last; build the model anew"
             )
 
 

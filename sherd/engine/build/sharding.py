@@ -138,14 +138,15 @@ def _require_memory(found: Sequence[Found]) -> None:
         others = [each.name for each in members if not each.parameter.is_meta]
         if on_meta and others:
             raise ModuleError(
-                f"parameters of one unit are partly on the meta device: {_in_short(on_meta)} are, {_in_short(others)} "
+                f"parameters of one unit are partly on the meta device: {in_short(on_meta)} are, {in_short(others)} "
                 "are not, and they are to share a buffer. Give the former memory and values before (to_empty(device="
                 "...) and reset_parameters() on their modules), or have all on the meta device, and fill them after "
                 "fully_shard"
             )
 
 
-def _in_short(names: Sequence[str]) -> str:
+def in_short(names: Sequence[str]) -> str:
+    """Returns the first four of `names` for a message, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -177,6 +178,7 @@ def _planned(
 
 
 def _require_no_own_gather(each: Found, placement: RunPlacement) -> None:
+    """Raise if a parameter with an all-gather of its own is to be cut into runs."""
     if hasattr(_data(each).data, "fsdp_pre_all_gather"):
         raise PlacementError(
             f"{each.name}: a {type(_data(each).data).__name__} gathers itself and is cut on dim 0 only, not as "

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor, spec_of
+from sherd._torch import DTensorSpec, replace_local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.offload import RestingPlace
-from sherd.engine.state.parameter import ShardedParameter, as_sharded
+from sherd.engine.state.parameter import ShardedParameter, as_sharded, in_dtype
 from sherd.engine.state.replica_shard import FetchedShard
 from sherd.engine.state.shard_memory import ShardMemory
 from sherd.layout.extent import Extent
@@ -114,11 +114,7 @@ class OptimizerParam:
 
     def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Returns the spec of its gradient: its own layout, in `dtype`."""
-        own = spec_of(as_sharded(self.parameter))
-        assert own.tensor_meta is not None, "a DTensor's spec has it"
-        if own.tensor_meta.dtype == dtype:
-            return own
-        return dtensor_spec(own.mesh, own.placements, own.shape, dtype)
+        return in_dtype(spec_of(as_sharded(self.parameter)), dtype)
 
     def expect_gradients_in(self, dtype: torch.dtype) -> None:
         """Let `.grad` have another dtype than the parameter."""
@@ -166,40 +162,27 @@ class Group:
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
         self.has_large_rows = self.packing.gathered_numel * self.reduce_dtype.itemsize >= ALONE_BYTES
-        self.grad_dtype = self._grad_dtype(precision.keep_low_precision_grads)
+        # Low precision as in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
+        low_precision = self.reduce_dtype if self.is_one_piece else self.compute_dtype
+        self.grad_dtype = low_precision if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
         self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
         is_one_large = len(self.parameters) == 1 and is_large(self.parameters[0])
         self.num_flags = 0 if is_one_large else len(self.parameters)
-        self.fetched = self._fetched()
+        owned = self.sizes.of(mesh.pieces_of(mesh.shard_rank)) if mesh.shards_replicas else None
+        self.fetched = None if owned is None else FetchedShard(owned, mesh)
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
         self.optimizer_params = self._optimizer_params()
         self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
-    def _grad_dtype(self, keeps_low_precision: bool) -> torch.dtype:
-        """Returns the dtype of `.grad`. In low precision that is the dtype of compute, as in FSDP1, or of the reduction
-        where nothing is cut."""
-        if not keeps_low_precision:
-            return self.dtype
-        return self.reduce_dtype if self.is_one_piece else self.compute_dtype
-
-    def _fetched(self) -> FetchedShard | None:
-        """Returns the shard of which this rank owns a piece, None where ranks own their shards."""
-        mesh = self.mesh
-        if not mesh.shards_replicas:
-            return None
-        return FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh)
-
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:
         rank = self.mesh.piece
         if self.is_flat:
-            used = self.used
-            gaps = tuple(each for each in self.packing.gaps_of(rank) if each.stop <= used.numel)
-            return (
-                OptimizerParam(self.parameters[0], used, (used.numel,), frozenset(range(len(self.parameters))), gaps),
-            )
+            used, members = self.used, frozenset(range(len(self.parameters)))
+            gaps = tuple(gap for gap in self.packing.gaps_of(rank) if gap.stop <= used.numel)
+            return (OptimizerParam(self.parameters[0], used, (used.numel,), members, gaps),)
         return tuple(
             OptimizerParam(record, slot.held(rank), slot.cut.local_shape(rank), frozenset((index,)))
             for index, (record, slot) in enumerate(zip(self.parameters, self.packing.slots, strict=True))
@@ -290,17 +273,16 @@ class Group:
         if any(_gathers_itself(each.resting) for each in self.parameters):
             return False
         return all(
-            self._is_at(optimizer_param.record.resting, optimizer_param.extent.start)
+            self.has_at(optimizer_param.extent.start, optimizer_param.record.resting)
             for optimizer_param in self.optimizer_params
         )
 
-    def _is_at(self, local: torch.Tensor, start: int) -> bool:
+    def has_at(self, start: int, local: torch.Tensor) -> bool:
+        """Returns whether `local` is the part of the shard buffer that begins at element `start`."""
         if local.device != self.shard_buffer.device or local.dtype != self.dtype:
             return False
-        return local.is_meta or local.numel() == 0 or local.data_ptr() == self._address(start)
-
-    def _address(self, start: int) -> int:
-        return self.shard_buffer.data_ptr() + start * self.dtype.itemsize
+        address = self.shard_buffer.data_ptr() + start * self.dtype.itemsize
+        return local.is_meta or local.numel() == 0 or local.data_ptr() == address
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
         """Copy the optimizer parameters' local tensors into a new shard buffer, and make them views of it."""
@@ -308,12 +290,11 @@ class Group:
         shard_buffer = self._empty_shard_buffer(device)
         self._mark_padding(shard_buffer)
         for optimizer_param in self.optimizer_params:
-            seat = own_view(shard_buffer[optimizer_param.extent.start : optimizer_param.extent.stop]).view(
-                optimizer_param.shape
-            )
+            extent = optimizer_param.extent
+            view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
-                seat.copy_(optimizer_param.record.resting)
-            replace_local_tensor(as_sharded(optimizer_param.parameter), seat)
+                view.copy_(optimizer_param.record.resting)
+            replace_local_tensor(as_sharded(optimizer_param.parameter), view)
             optimizer_param.record.claim(optimizer_param.parameter)
         if self.is_flat:
             self._view_shards_in(shard_buffer)
@@ -346,10 +327,10 @@ class Group:
         """Make the shards views of the flat parameter's memory."""
         rank = self.mesh.piece
         for record, slot in zip(self.parameters, self.packing.slots, strict=True):
-            held, old = slot.held(rank), record.shard_spec
-            seat = own_view(shard_buffer[held.start : held.stop]).view(slot.cut.local_shape(rank))
-            spec = dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
-            record.exchange(nn.Parameter(as_dtensor(seat, spec), requires_grad=record.requires_grad))
+            held = slot.held(rank)
+            view = own_view(shard_buffer[held.start : held.stop]).view(slot.cut.local_shape(rank))
+            shard = as_dtensor(view, in_dtype(record.shard_spec, self.dtype))
+            record.exchange(nn.Parameter(shard, requires_grad=record.requires_grad))
 
     def _keep_shard(self) -> torch.Tensor:
         """Returns the local tensor of a parameter that gathers itself, copied so that the user's full tensor is freed.

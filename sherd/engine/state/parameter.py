@@ -75,6 +75,12 @@ def as_sharded(parameter: torch.Tensor) -> DTensor:
     return parameter
 
 
+def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Returns `spec` for a tensor of `dtype`."""
+    assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
+    return spec if spec.tensor_meta.dtype == dtype else dtensor_spec(spec.mesh, spec.placements, spec.shape, dtype)
+
+
 class Merged(Protocol):
     """The part of a flat parameter that its members use. `names` are those of all members."""
 
@@ -286,6 +292,7 @@ class ShardedParameter:
         if self.unsharded_spec is None:
             return plain
         old = self.unsharded_spec
+        # A spec of its own even in the same dtype: the user's tensor may have had other strides than `plain`.
         return dtensor(plain, dtensor_spec(old.mesh, old.placements, old.shape, plain.dtype))
 
     def part_of(self, unsharded: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor_spec, gradients_of, local_gradients, local_tensor
+from sherd._torch import gradients_of, local_gradients, local_tensor
 from sherd.engine.state.group import Group, own_view
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, in_dtype
 from sherd.layout.extent import Extent
 from sherd.tensor.ragged import as_dtensor, local_part
 from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
@@ -76,11 +76,7 @@ class ShardView:
     @property
     def is_in_buffer(self) -> bool:
         """True if the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
-        local, shard_buffer = self.record.local, self.group.shard_buffer
-        if local.dtype != shard_buffer.dtype or local.device != shard_buffer.device:
-            return False
-        start = shard_buffer.data_ptr() + self.extent.start * shard_buffer.itemsize
-        return self.is_empty or local.data_ptr() == start
+        return self.group.has_at(self.extent.start, self.record.local)
 
     def fits(self, gradient: object) -> bool:
         """Returns whether `gradient` is laid out as the shard is."""
@@ -92,10 +88,7 @@ class ShardView:
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """Returns a DTensor around `local`, 1-D and uncopied, that is laid out as the shard is."""
-        spec = self.record.shard_spec
-        if local.dtype != self.record.dtype:
-            spec = dtensor_spec(spec.mesh, spec.placements, spec.shape, local.dtype)
-        return as_dtensor(own_view(local).view(self.record.local.shape), spec)
+        return as_dtensor(own_view(local).view(self.record.local.shape), in_dtype(self.record.shard_spec, local.dtype))
 
 
 @dataclass(frozen=True, slots=True)
