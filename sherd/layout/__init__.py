@@ -1,1 +1,1 @@
-"""WHERE each element lives: extents, placements, packings. Integers only; no tensors, no ranks talking."""
+"""WHERE each element lives: extents, placements, plans, packings. Integers only, no tensors and no communication."""

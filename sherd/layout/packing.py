@@ -48,32 +48,20 @@ by no more than this share."""
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor that is cut by itself lies: its extent in every rank's shard buffer and in the unsharded buffer,
-    both with padding."""
+    """The place of a tensor in the shard buffer of the first rank that holds some of it, and in the unsharded buffer.
+
+    Both extents include the padding of a tensor that is cut by itself, which lies alike in every rank's shard buffer.
+    """
 
     cut: Cut
     shard: Extent
     unsharded: Extent
 
     def held(self, rank: int) -> Extent:
-        """The tensor's elements in `rank`'s shard buffer, without padding."""
-        return Extent(self.shard.start, self.cut.local_numel(rank))
-
-
-@dataclass(frozen=True, slots=True)
-class RunSlot:
-    """Where a tensor that is cut into runs lies in the unsharded buffer. Rank r's run begins at `starts[r]`."""
-
-    cut: Runs
-    unsharded: Extent
-    starts: tuple[int, ...]
-
-    def held(self, rank: int) -> Extent:
-        """The tensor's elements in `rank`'s shard buffer."""
-        piece = self.cut.piece(rank)
-        return (
-            Extent(self.unsharded.start + piece.start - self.starts[rank], piece.numel) if piece.numel else Extent(0, 0)
-        )
+        """Returns the extent of the tensor's elements in `rank`'s shard buffer, without padding."""
+        # A run that goes on from the rank before is the first thing in its rank's buffer.
+        goes_on = self.cut.in_line and rank != self.cut.first
+        return Extent(0 if goes_on else self.shard.start, self.cut.local_numel(rank))
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ class Packing:
     """
 
     num_ranks: int
-    slots: tuple[Slot | RunSlot, ...]
+    slots: tuple[Slot, ...]
     shard_numels: tuple[int, ...]
     unsharded_numel: int
 
@@ -97,16 +85,13 @@ class Packing:
         if self.is_cut_into_runs:
             self._check_runs()
         else:
-            self._check_strips()
+            self._check_pieces()
 
-    def _check_strips(self) -> None:
+    def _check_pieces(self) -> None:
         assert self.is_even, "tensors cut by themselves take the same room on every rank"
-        _check_apart([slot.shard for slot in self._strips], self.shard_numels[0], "shard")
-        for slot in self._strips:
+        _check_apart([slot.shard for slot in self.slots], self.shard_numels[0], "shard")
+        for slot in self.slots:
             cut = slot.cut
-            rows = self.num_ranks if cut.dim is None else cut.shape[cut.dim]
-            assert cut.num_rows_held == rows, f"some row of a tensor of shape {cut.shape} has no owner, or two"
-            assert cut.dim is None or cut.is_consecutive, f"rows of a tensor of shape {cut.shape} are out of order"
             assert slot.shard.numel >= cut.slot, f"the shard of a tensor of shape {cut.shape} is too short"
             assert slot.unsharded.numel >= cut.unsharded_numel, (
                 f"the unsharded extent of a tensor of shape {cut.shape} is too short"
@@ -114,43 +99,30 @@ class Packing:
 
     def _check_runs(self) -> None:
         assert self.unsharded_numel >= self.gathered_numel, "the ranks' runs are the unsharded buffer"
-        for slot in self._runs:
-            assert slot.starts == self.starts, "a slot counts from where the ranks' runs begin"
-            assert slot.unsharded.numel == slot.cut.numel, f"a tensor of shape {slot.cut.shape} lies there as it is"
-            for rank in slot.cut.holders:
-                piece = slot.cut.piece(rank)
-                start = slot.unsharded.start + piece.start
-                inside = (
-                    self.starts[rank] <= start and start + piece.numel <= self.starts[rank] + self.shard_numels[rank]
-                )
-                assert not piece.numel or inside, f"rank {rank} holds {piece} of {slot}, outside its run"
+        for slot in self.slots:
+            cut = slot.cut
+            assert slot.unsharded.numel == cut.numel, f"a tensor of shape {cut.shape} lies there as it is"
+            begin = 0
+            for rank, end in zip(cut.holders, cut.ends, strict=True):
+                start = slot.unsharded.start + begin - self.starts[rank]
+                is_there = start == (slot.shard.start if rank == cut.first else 0)
+                inside = is_there and start + end - begin <= self.shard_numels[rank]
+                assert begin == end or inside, f"rank {rank} holds {begin} to {end} of {slot}, outside its run"
+                begin = end
 
     @property
     def is_cut_into_runs(self) -> bool:
-        """Whether the tensors are cut into runs, so that the rows are the unsharded buffer."""
-        return bool(self.slots) and isinstance(self.slots[0], RunSlot)
-
-    @property
-    def _strips(self) -> list[Slot]:
-        return [slot for slot in self.slots if isinstance(slot, Slot)]
-
-    @property
-    def _runs(self) -> list[RunSlot]:
-        return [slot for slot in self.slots if isinstance(slot, RunSlot)]
-
-    @property
-    def runs(self) -> tuple[Runs, ...]:
-        """The cuts of a packing cut into runs, in the order of its tensors."""
-        return tuple(slot.cut for slot in self._runs)
+        """True if the tensors are cut into runs, so that the rows are the unsharded buffer."""
+        return bool(self.slots) and self.slots[0].cut.in_line
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all shard buffers are equally long."""
+        """True if all shard buffers are equally long."""
         return len(set(self.shard_numels)) <= 1
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's shard buffer begins in the rows."""
+        """The beginning of each rank's shard buffer in the rows."""
         return _starts(self.shard_numels)
 
     @cached_property
@@ -160,50 +132,47 @@ class Packing:
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the rows are the first bytes of the unsharded buffer, so that an all-gather may write into it."""
+        """True if the rows are the first bytes of the unsharded buffer, so that an all-gather may write into it."""
         if self.is_cut_into_runs:
             return True
         if not self.is_in_order:
             return False
-        return self.num_ranks == 1 or (len(self.slots) == 1 and self._strips[0].shard.numel == self.shard_numels[0])
+        return self.num_ranks == 1 or (len(self.slots) == 1 and self.slots[0].shard.numel == self.shard_numels[0])
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether every tensor is cut by itself, and its pieces, rank after rank, are the tensor in its own order. Such
+        """True if every tensor is cut by itself, and its pieces, rank after rank, are the tensor in its own order. Such
         tensors need no copy if they are gathered one by one."""
-        return not self.is_cut_into_runs and all(slot.cut.in_order for slot in self._strips)
+        return all(slot.cut.in_order for slot in self.slots)
 
     @cached_property
     def gaps(self) -> tuple[Extent, ...]:
         """The extents of the rows that belong to no tensor. Only for a packing that is cut into runs."""
-        assert self.is_cut_into_runs, "padding between strips repeats rank by rank, and nobody reads it"
-        ends = [0, *(slot.unsharded.stop for slot in sorted(self._runs, key=_in_unsharded))]
-        starts = [*(slot.unsharded.start for slot in sorted(self._runs, key=_in_unsharded)), self.gathered_numel]
+        assert self.is_cut_into_runs, "other padding repeats rank by rank, and nobody reads it"
+        ordered = _ordered([slot.unsharded for slot in self.slots])
+        ends = [0, *(extent.stop for extent in ordered)]
+        starts = [*(extent.start for extent in ordered), self.gathered_numel]
         return tuple(Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def gaps_of(self, rank: int) -> tuple[Extent, ...]:
-        """The gaps in `rank`'s shard buffer, counted from its beginning."""
-        start, stop = self.starts[rank], self.starts[rank] + self.shard_numels[rank]
-        parts = ((max(gap.start, start), min(gap.stop, stop)) for gap in self.gaps)
-        return tuple(Extent(a - start, b - a) for a, b in parts if a < b)
+        """Returns the gaps in `rank`'s shard buffer, counted from its beginning."""
+        own = Extent(self.starts[rank], self.shard_numels[rank])
+        parts = (own.intersect(gap) for gap in self.gaps)
+        return tuple(part.shifted(-own.start) for part in parts if part.numel)
 
     @cached_property
     def runs_together(self) -> Runs:
         """The cut of all tensors together, seen as one 1-D tensor: the rows without the padding at their end. Only for
         a packing that is cut into runs."""
-        used = max(slot.unsharded.stop for slot in self._runs)
+        used = max(slot.unsharded.stop for slot in self.slots)
         ends = (start + numel for start, numel in zip(self.starts, self.shard_numels, strict=True))
         return Runs((used,), self.num_ranks, 0, tuple(min(end, used) for end in ends))
 
     @property
     def padding(self) -> float:
         """The share of the rows that is padding, 0.0 to 1.0."""
-        total = self.gathered_numel
-        if self.is_cut_into_runs:
-            held = sum(slot.cut.numel for slot in self.slots)
-        else:
-            held = sum(slot.held(rank).numel for slot in self._strips for rank in range(self.num_ranks))
-        return 1 - held / total if total else 0.0
+        held = sum(slot.cut.local_numel(rank) for slot in self.slots for rank in range(self.num_ranks))
+        return 1 - held / self.gathered_numel if self.gathered_numel else 0.0
 
     @property
     def imbalance(self) -> float:
@@ -211,8 +180,8 @@ class Packing:
         return max(self.shard_numels) * self.num_ranks / self.gathered_numel - 1 if self.gathered_numel else 0.0
 
 
-def _in_unsharded(slot: RunSlot) -> tuple[int, int]:
-    return slot.unsharded.start, slot.unsharded.numel
+def _ordered(extents: list[Extent]) -> list[Extent]:
+    return sorted(extents, key=lambda extent: (extent.start, extent.numel))
 
 
 def _starts(shard_numels: tuple[int, ...]) -> tuple[int, ...]:
@@ -221,33 +190,32 @@ def _starts(shard_numels: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_apart(extents: list[Extent], size: int, which: str) -> None:
     """Assert that no two extents overlap and that none ends after the buffer of `size` elements."""
-    ordered = sorted(extents, key=lambda extent: (extent.start, extent.numel))
+    ordered = _ordered(extents)
     for before, after in pairwise(ordered):
         assert before.stop <= after.start, f"slots overlap in the {which} buffer: {before}, {after}"
     assert not ordered or ordered[-1].stop <= size, f"a slot ends after the {which} buffer"
 
 
-def pack(cuts: Sequence[Cut | Runs], num_ranks: int) -> Packing:
+def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     """Lay tensors one behind the other, with few gaps. Either all of them are cut into runs, or none is.
 
     The slots are in the order of `cuts`; the order in the buffers is chosen here.
     """
-    runs = [cut for cut in cuts if isinstance(cut, Runs)]
-    if runs:
-        assert len(runs) == len(cuts), "tensors cut into runs have a group of their own"
-        return _pack_runs(runs, num_ranks)
-    return _pack_strips([cut for cut in cuts if isinstance(cut, Cut)], num_ranks)
+    in_line = [cut.in_line for cut in cuts]
+    assert all(in_line) or not any(in_line), "tensors cut into runs have a group of their own"
+    return _pack_runs(cuts, num_ranks) if any(in_line) else _pack_pieces(cuts, num_ranks)
 
 
 # Tensors cut by themselves
 
 
-def _pack_strips(cuts: Sequence[Cut], num_ranks: int) -> Packing:
+def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     """Tensors cut in order come first, since one strided copy moves them all, and among them those that leave the next
-    tensor aligned."""
+    tensor aligned. Short slots may leave it unaligned, so they come last of all."""
 
     def last(index: int) -> tuple[bool, bool]:
-        return not cuts[index].in_order, _gap_behind(cuts[index].slot)
+        slot = cuts[index].slot
+        return not cuts[index].in_order, slot < SHORT or slot % SHARD_ALIGNMENT != 0
 
     order = sorted(range(len(cuts)), key=last)
     slots: dict[int, Slot] = {}
@@ -267,15 +235,10 @@ def _pack_strips(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     return Packing(num_ranks, tuple(slots[index] for index in range(len(cuts))), (shard,) * num_ranks, unsharded)
 
 
-def _gap_behind(slot: int) -> bool:
-    """Whether a slot of this size leaves the next one unaligned. Short slots may, so they come last of all."""
-    return slot < SHORT or slot % SHARD_ALIGNMENT != 0
-
-
 # Tensors cut into runs
 
 
-def _pack_runs(cuts: Sequence[Runs], num_ranks: int) -> Packing:
+def _pack_runs(cuts: Sequence[Cut], num_ranks: int) -> Packing:
     """Lay tensors rank after rank. Runs are made equally long if that costs little padding, else as short as they can.
 
     A tensor that ends on the rank where it begins comes before the one that goes on to the next rank, and matrices come
@@ -294,7 +257,7 @@ def _pack_runs(cuts: Sequence[Runs], num_ranks: int) -> Packing:
         starts, numels = _lay_evenly(ordered, even), (even,) * num_ranks
     run_starts = _starts(numels)
     slots = {
-        index: RunSlot(cut, Extent(start, cut.numel), run_starts)
+        index: Slot(cut, Extent(start - run_starts[cut.first], cut.ends[0]), Extent(start, cut.numel))
         for index, cut, start in zip(order, ordered, starts, strict=True)
     }
     unsharded = aligned(sum(numels), num_ranks)
@@ -302,12 +265,12 @@ def _pack_runs(cuts: Sequence[Runs], num_ranks: int) -> Packing:
 
 
 def even_share(numel: int, num_ranks: int) -> int:
-    """The length of the shortest `num_ranks` equal runs that hold `numel` elements. Runs start aligned, too."""
+    """Returns the length of the shortest `num_ranks` equal runs that hold `numel` elements. Runs start aligned, too."""
     return aligned(-(-numel // num_ranks), UNSHARDED_ALIGNMENT)
 
 
-def _even_numel(cuts: Sequence[Runs], numels: tuple[int, ...]) -> int | None:
-    """The length of equal runs for these cuts. Returns None if equal runs are impossible or need too much padding.
+def _even_numel(cuts: Sequence[Cut], numels: tuple[int, ...]) -> int | None:
+    """Returns the length of equal runs for these cuts, or None if they are impossible or need too much padding.
 
     `numels` are the lengths of the unpadded runs. A run in the middle of a tensor cannot be padded.
     """
@@ -317,9 +280,9 @@ def _even_numel(cuts: Sequence[Runs], numels: tuple[int, ...]) -> int | None:
     return longest if fit and longest <= even_share(sum(numels), len(numels)) * (1 + MOST_PADDING) else None
 
 
-def _lay(cuts: Sequence[Runs], num_ranks: int) -> tuple[list[int], tuple[int, ...]]:
-    """Where each tensor starts in the unsharded buffer, and the length of each rank's run, with no padding but for
-    alignment."""
+def _lay(cuts: Sequence[Cut], num_ranks: int) -> tuple[list[int], tuple[int, ...]]:
+    """Returns the start of each tensor in the unsharded buffer, and the length of each rank's run. The only padding is
+    for alignment."""
     starts: list[int] = []
     bounds, cursor = [0], 0
     for cut in cuts:
@@ -331,9 +294,9 @@ def _lay(cuts: Sequence[Runs], num_ranks: int) -> tuple[list[int], tuple[int, ..
     return starts, tuple(after - before for before, after in pairwise(bounds))
 
 
-def _lay_evenly(cuts: Sequence[Runs], even: int) -> list[int]:
-    """Where each tensor starts if every run has `even` elements. A tensor that goes on to the next rank ends its rank's
-    run; the others follow one another from the beginning of the run."""
+def _lay_evenly(cuts: Sequence[Cut], even: int) -> list[int]:
+    """Returns the start of each tensor if every run has `even` elements. A tensor that goes on to the next rank ends
+    its rank's run. The others follow one another from the beginning of the run."""
     starts: list[int] = []
     cursor = 0
     for cut in cuts:

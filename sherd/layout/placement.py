@@ -1,4 +1,4 @@
-"""How one tensor is cut over one mesh axis, and what each rank holds of it. Integers only.
+"""Placements and cuts: how one tensor is divided over one mesh axis, and what each rank holds of it. Integers only.
 
 A placement is a rule (`Shard(dim)`, `Replicate()`). Applied to a shape and a number of ranks, it gives a `Cut`, the
 numbers that everything else works with. A packing asks a cut for its sizes only, so a new placement is a new class
@@ -7,10 +7,11 @@ here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
@@ -29,32 +30,39 @@ class Placement(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """One tensor of `shape`, cut over `num_ranks` ranks along `dim`; `dim` is None when every rank holds all of it.
+    """One tensor of `shape`, seen as `[outer, size, inner]` (`view`). Its middle axis, of rows, is cut over `num_ranks`
+    ranks: rank `first + i` holds the rows from `ends[i - 1]` to `ends[i]`, for every outer index.
 
-    Seen as `[outer, size, inner]` around `dim`, rank r holds `rows[r]` of the middle axis, for every outer index:
+    A `Cut` itself is what `Shard(dim)` makes, and its rows are the indices of `dim`:
 
         shape (3, 5), dim 0, 2 ranks           shape (2, 5), dim 1, 2 ranks
         rank 0 | row 0 | row 1 |               rank 0 | r0: 0 1 2 | r1: 0 1 2 |
         rank 1 | row 2 |  pad  |               rank 1 | r0: 3 4 . | r1: 3 4 . |
 
     In the gathered buffer each rank's piece takes `slot` elements, as many as the largest piece has: its own elements,
-    then padding. Every number is computed once, since some need a look at all ranks, and there may be thousands.
+    then padding. `Copies` and `Runs` have other rows, and no `dim`. Sums over all ranks are computed once, since there
+    may be thousands.
     """
 
     shape: Shape
     num_ranks: int
-    dim: int | None
-    rows: tuple[Extent, ...]
+    first: int
+    ends: tuple[int, ...]
+    dim: int | None = field(default=None, kw_only=True, repr=False)
 
-    @cached_property
-    def outer(self) -> int:
-        """The product of the sizes before `dim`."""
-        return prod(self.shape[: self.dim]) if self.dim is not None else 1
+    in_line: ClassVar[bool] = False
+    """True if the tensors of a group form one line, of which each rank holds a run, instead of a piece of each
+    tensor."""
 
-    @cached_property
-    def inner(self) -> int:
-        """The product of the sizes after `dim`."""
-        return prod(self.shape[self.dim + 1 :]) if self.dim is not None else prod(self.shape)
+    def __post_init__(self) -> None:
+        assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
+        assert self.first + len(self.ends) <= self.num_ranks, (
+            f"pieces of shape {self.shape} go to ranks that are not there"
+        )
+        assert self.ends[-1] == self.view[1], (
+            f"pieces of shape {self.shape} end at {self.ends[-1]}, not at its last element"
+        )
+        assert all(a <= b for a, b in pairwise((0, *self.ends))), f"pieces go backwards: {self.ends}"
 
     @cached_property
     def numel(self) -> int:
@@ -62,17 +70,46 @@ class Cut:
         return prod(self.shape)
 
     @cached_property
+    def view(self) -> tuple[int, int, int]:
+        """The shape of the tensor when its dims before and behind `dim` are flattened."""
+        assert self.dim is not None, "Shard cuts a dimension"
+        return prod(self.shape[: self.dim]), self.shape[self.dim], prod(self.shape[self.dim + 1 :])
+
+    @property
+    def holders(self) -> range:
+        """The ranks that own a piece, which may be empty."""
+        return range(self.first, self.first + len(self.ends))
+
+    def piece(self, rank: int) -> Extent:
+        """The rows that `rank` holds."""
+        at = rank - self.first
+        if not 0 <= at < len(self.ends):
+            return Extent(0 if at < 0 else self.view[1], 0)
+        start = self.ends[at - 1] if at else 0
+        return Extent(start, self.ends[at] - start)
+
+    @cached_property
+    def rows(self) -> tuple[Extent, ...]:
+        """The rows that each rank holds."""
+        held = (Extent(start, end - start) for start, end in pairwise((0, *self.ends)))
+        behind = self.num_ranks - self.first - len(self.ends)
+        return (*[Extent(0, 0)] * self.first, *held, *[Extent(self.view[1], 0)] * behind)
+
+    @cached_property
     def slot(self) -> int:
         """Elements that each rank's piece takes in a buffer, with padding."""
-        return self.outer * max(extent.numel for extent in self.rows) * self.inner
+        outer, _, inner = self.view
+        return outer * self._most * inner
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the ranks' padded pieces, one after the other, begin with the tensor in its own order."""
-        if self.dim is None or self.outer != 1:
-            return self.outer == 1
-        size, most = self.shape[self.dim], max(extent.numel for extent in self.rows)
-        return all(extent.start == min(rank * most, size) for rank, extent in enumerate(self.rows))
+        """True if the ranks' padded pieces, one after the other, begin with the tensor in its own order."""
+        outer, size, _ = self.view
+        return outer == 1 and all(rows.start == min(rank * self._most, size) for rank, rows in enumerate(self.rows))
+
+    @cached_property
+    def _most(self) -> int:
+        return max(rows.numel for rows in self.rows)
 
     @cached_property
     def unsharded_numel(self) -> int:
@@ -80,26 +117,39 @@ class Cut:
         else without."""
         return self.num_ranks * self.slot if self.in_order else self.numel
 
-    @cached_property
-    def num_rows_held(self) -> int:
-        """Rows that all ranks hold together: the size of the middle axis, or one for each copy."""
-        return sum(extent.numel for extent in self.rows)
-
-    @cached_property
-    def is_consecutive(self) -> bool:
-        """Whether each rank's rows begin where those of the rank before end."""
-        ends = (0, *(extent.stop for extent in self.rows))
-        return all(extent.start == end for extent, end in zip(self.rows, ends, strict=False))
-
     def local_shape(self, rank: int) -> Shape:
-        """The shape of what `rank` holds."""
-        if self.dim is None:
-            return self.shape
-        return (*self.shape[: self.dim], self.rows[rank].numel, *self.shape[self.dim + 1 :])
+        """The shape of `rank`'s piece."""
+        assert self.dim is not None, "Shard cuts a dimension"
+        return (*self.shape[: self.dim], self.piece(rank).numel, *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
         """Elements that `rank` holds."""
-        return prod(self.local_shape(rank))
+        outer, _, inner = self.view
+        return outer * self.piece(rank).numel * inner
+
+
+class Copies(Cut):
+    """One row, the whole tensor, which every rank holds."""
+
+    in_order = True
+
+    @cached_property
+    def view(self) -> tuple[int, int, int]:
+        """All elements are in the one row."""
+        return 1, 1, self.numel
+
+    @cached_property
+    def rows(self) -> tuple[Extent, ...]:
+        """The same row for each rank."""
+        return (Extent(0, 1),) * self.num_ranks
+
+    def piece(self, rank: int) -> Extent:
+        """The row."""
+        return self.rows[rank]
+
+    def local_shape(self, rank: int) -> Shape:
+        """The tensor's own shape."""
+        return self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +172,12 @@ class Shard:
                 if shape
                 else f"{name}: a scalar has no dimension to shard; return None for it, every rank then keeps a copy"
             )
-        rows = (
-            Extent(chunk.start + part.start, part.numel)
+        ends = (
+            chunk.start + part.start + part.numel
             for chunk in chunks(shape[dim], num_ranks)
             for part in chunks(chunk.numel, parts)
         )
-        return Cut(shape, num_ranks * parts, dim, tuple(rows))
+        return Cut(shape, num_ranks * parts, 0, tuple(ends), dim=dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,5 +185,5 @@ class Replicate:
     """Every rank holds the whole tensor. For scalars, which have no dimension to cut."""
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
-        """One row, which every rank holds."""
-        return Cut(shape, num_ranks * parts, None, (Extent(0, 1),) * (num_ranks * parts))
+        """One copy for each rank."""
+        return Copies(shape, num_ranks * parts, 0, (1,) * (num_ranks * parts))

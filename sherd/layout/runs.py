@@ -12,12 +12,11 @@ from math import prod
 from typing import ClassVar, Protocol, runtime_checkable
 
 from sherd.errors import PlacementError
-from sherd.layout.extent import Extent
-from sherd.layout.placement import Shape
+from sherd.layout.placement import Cut, Shape
 
 
 @dataclass(frozen=True)
-class Runs:
+class Runs(Cut):
     """One tensor of `shape`, flattened; rank `first + i` holds its elements from `ends[i - 1]` to `ends[i]`.
 
         shape (3, 5), 4 ranks, first 1, ends (5, 15), by_rows
@@ -31,60 +30,34 @@ class Runs:
     piece keeps the tensor's other dims; otherwise a piece is 1-D.
     """
 
-    shape: Shape
-    num_ranks: int
-    first: int
-    ends: tuple[int, ...]
     by_rows: bool = False
 
+    in_line: ClassVar[bool] = True
+    in_order: ClassVar[bool] = False
+    """A run may begin and end anywhere, so pieces are not padded to one length."""
+
     def __post_init__(self) -> None:
-        assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
-        assert self.first + len(self.ends) <= self.num_ranks, (
-            f"runs of shape {self.shape} go to ranks that are not there"
-        )
-        assert self.ends[-1] == self.numel, (
-            f"runs of shape {self.shape} end at {self.ends[-1]}, not at its last element"
-        )
-        assert all(a <= b for a, b in zip((0, *self.ends), self.ends, strict=False)), f"runs go backwards: {self.ends}"
+        super().__post_init__()
         assert not self.by_rows or all(end % max(self.inner, 1) == 0 for end in self.ends), "a row is cut in two"
 
     @cached_property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return prod(self.shape)
+    def view(self) -> tuple[int, int, int]:
+        """Every element is a row of its own."""
+        return 1, self.numel, 1
 
     @cached_property
     def inner(self) -> int:
-        """Elements of one row: one index of dim 0."""
+        """Elements of one index of dim 0."""
         return prod(self.shape[1:])
-
-    @property
-    def holders(self) -> range:
-        """The ranks that own a run, which may be empty."""
-        return range(self.first, self.first + len(self.ends))
-
-    def piece(self, rank: int) -> Extent:
-        """The extent of the flattened tensor that `rank` holds."""
-        at = rank - self.first
-        if not 0 <= at < len(self.ends):
-            return Extent(0 if at < 0 else self.numel, 0)
-        start = self.ends[at - 1] if at else 0
-        return Extent(start, self.ends[at] - start)
-
-    def local_numel(self, rank: int) -> int:
-        """Elements that `rank` holds."""
-        return self.piece(rank).numel
 
     def local_shape(self, rank: int) -> Shape:
         """The shape of `rank`'s piece."""
         numel = self.local_numel(rank)
-        if self.by_rows and self.shape:
-            return (numel // self.inner if self.inner else self._empty_rows(rank), *self.shape[1:])
-        return (numel,)
-
-    def _empty_rows(self, rank: int) -> int:
-        """The first holder has all rows of a tensor without elements (shape (3, 0))."""
-        return self.shape[0] if rank == self.first else 0
+        if not self.by_rows or not self.shape:
+            return (numel,)
+        # The first holder has all rows of a tensor without elements (shape (3, 0)).
+        num_rows = numel // self.inner if self.inner else self.shape[0] * (rank == self.first)
+        return (num_rows, *self.shape[1:])
 
 
 @runtime_checkable
@@ -102,11 +75,11 @@ class RunPlacement(Protocol):
     def together(self) -> bool: ...
 
     def grain(self, shape: Shape, name: str) -> int:
-        """Elements of one block, at least 1. Cuts fall between blocks. `name` is for the error message."""
+        """Returns the elements of one block, at least 1. Cuts fall between blocks. `name` is for the error message."""
         ...
 
     def by_rows(self, shape: Shape) -> bool:
-        """Whether a rank's piece is made of rows."""
+        """Returns whether a rank's piece is made of rows."""
         ...
 
 

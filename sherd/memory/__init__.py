@@ -1,1 +1,1 @@
-"""What memory a step takes, predicted and measured."""
+"""The memory of a training step, predicted and measured."""

@@ -1,10 +1,9 @@
-"""What units hold now: storages that are alive, by what they are for."""
+"""The storages that units hold now, by what they are for."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,16 +14,16 @@ from sherd.engine.state.parameter import record_of
 from sherd.schedule.moments import MemoryKind
 
 Held = dict[int, tuple[MemoryKind, int]]
-"""Storages that are alive, by address: what for, and how many bytes."""
+"""Storages that are alive, by address: the kind of memory, and its bytes."""
 
 
 def held_by(unit: Unit) -> Held:
-    """The storages of `unit` that are allocated; one that weights and gradients share is counted for the weights."""
+    """Returns the allocated storages of `unit`. One that weights and gradients share counts for the weights."""
     return together(held_for_gradients(unit), *held_by_groups(unit))
 
 
 def held_by_groups(unit: Unit) -> list[Held]:
-    """What each group's weights hold."""
+    """Returns the allocated storages of each group's weights."""
     return [alive(weights.held()) for weights in unit.weights]
 
 
@@ -52,7 +51,7 @@ def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]]) -> Held:
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Where the elements of `tensor` are; those of a subclass that is made of other tensors are in these."""
+    """Yields the storages with the elements of `tensor`. A subclass made of other tensors has its elements in these."""
     if tensor.is_meta:
         return
     if isinstance(tensor, DTensor):
@@ -66,7 +65,7 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def bytes_of(held: Held) -> dict[MemoryKind, int]:
-    """Bytes by kind."""
+    """Returns the bytes of each kind."""
     sums: Counter[MemoryKind] = Counter()
     for kind, nbytes in held.values():
         sums[kind] += nbytes
@@ -77,12 +76,12 @@ def total(held: Held) -> int:
     return sum(nbytes for _, nbytes in held.values())
 
 
-def optimizer_bytes(state: dict[Any, Any]) -> dict[int | None, int]:
-    """Bytes of an optimizer's tensors by the id of the unit whose parameter they are kept for; None for no unit's."""
+def optimizer_bytes(state: Mapping[torch.Tensor, object]) -> dict[int | None, int]:
+    """Returns the bytes of an optimizer's tensors by the id of the unit that owns their parameter, None for no unit."""
     sums: Counter[int | None] = Counter()
     seen: set[int] = set()
     for parameter, values in state.items():
-        record = record_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        record = record_of(parameter)
         owner = None if record is None or record.owner is None else record.owner.id
         for value in values.values() if isinstance(values, dict) else ():
             for storage in _storages(value) if isinstance(value, torch.Tensor) else ():
@@ -93,7 +92,7 @@ def optimizer_bytes(state: dict[Any, Any]) -> dict[int | None, int]:
 
 
 def staging_bytes(units: Iterable[Unit]) -> int:
-    """Memory that the units' transports share with other ranks, of whatever model."""
+    """Returns the bytes that the units' transports share with other ranks, whichever model uses them."""
     meshes = dict.fromkeys(mesh for unit in units for mesh in unit.meshes)
     transports = {id(each): each for mesh in meshes for each in (mesh.shard_transport, mesh.replicate_transport)}
     return sum(each.nbytes for each in transports.values())

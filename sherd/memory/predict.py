@@ -18,12 +18,12 @@ from sherd.schedule.moments import Arrival, Moment, step_of
 
 
 def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> Forecast:
-    """The peak of a training step of `root`; units are numbered as in `units`.
+    """Returns the predicted peak of a training step of `root`. Units are numbered as in `units`.
 
-    A step that was watched before is taken as it was, else one is made up from the order in which modules were
-    registered, or have run.
+    It replays a step that was watched before. Without one, it makes up a step from the order in which modules have run,
+    or else were registered.
     """
-    # No unit is sealed into this one: it reads their policies as the next step will.
+    # A Runtime into which no unit is sealed: it reads the policies as the next step will.
     state = Runtime(units).schedule.state
     sizes = [sizes_of(unit) for unit in units]
     lived = sealed_runtime(units)
@@ -34,10 +34,10 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
 
 
 def _guess(root: nn.Module, units: Sequence[Unit], lived: Runtime | None) -> list[Moment]:
-    """What happens in forward. Units run in the order in which they have run, or else are registered; so do a unit's
-    parameters, but that all of them except for the first are used after the units that it calls.
+    """Returns the moments of a forward. Units run in the order in which they have run, or else are registered. A unit
+    uses its first parameter before the units that it calls, and the others after them.
 
-    That is the worst case: their gradients are the first to come, and wait for the first one's.
+    That is the worst case: the gradients of the others come first, and wait for that of the first parameter.
     """
     learnt = None if lived is None else lived.schedule.state
     calls = [] if learnt is None else _as_run(learnt.forward.learnt, learnt.finished.learnt)
@@ -53,7 +53,7 @@ def _guess(root: nn.Module, units: Sequence[Unit], lived: Runtime | None) -> lis
 
 
 def _uses_of(unit: Unit, number: int) -> list[Arrival]:
-    """Its trainable parameters, in the order of registration."""
+    """Returns the uses of a unit's trainable parameters, in the order of registration."""
     uses = {
         id(each): Arrival(number, group, index)
         for group, weights in enumerate(unit.weights)
@@ -63,7 +63,8 @@ def _uses_of(unit: Unit, number: int) -> list[Arrival]:
 
 
 def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward | AfterForward]:
-    """Units called by the units around them. One of several modules runs when the first of these does."""
+    """Returns the calls of units by the units around them. A unit of several modules runs when its first module
+    does."""
     numbers = {unit.id: number for number, unit in enumerate(units)}
     calls: list[BeforeForward | AfterForward] = []
 
@@ -82,7 +83,8 @@ def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward
 
 
 def _as_run(begun: Sequence[int], finished: Sequence[int]) -> list[BeforeForward | AfterForward]:
-    """Calls that begin and end in the order that was learnt; none if that was not one whole forward of the root."""
+    """Returns calls that begin and end in the order that was learnt, none if that was not one full forward of the
+    root."""
     ahead = list(begun[::-1])
     around: list[int] = []
     calls: list[BeforeForward | AfterForward] = []

@@ -46,17 +46,17 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What sherd's buffers take on this rank; `print` it for a table.
+    """The memory of sherd's buffers on this rank. `print` it for a table.
 
-    Shards, unsharded parameters, gradients and everything in between; nothing of the module's own buffers, nor of what
-    autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
+    It counts shards, unsharded parameters, gradients and everything in between. It does not count the module's own
+    buffers, nor what autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
 
     Attributes:
         rows: bytes by unit and kind, units in the order of `named_modules`; no row where both figures are 0.
-        predicted_peak: the most bytes at once in a training step whose order is learnt, says the schedule.
-        predicted_moment: when that will be, in words.
-        measured_peak: the same as `track_memory` saw it last in this model, with its moment; None if it never has.
-        measured_moment: when that was.
+        predicted_peak: the most bytes at once in a training step whose order is learnt, by the schedule.
+        predicted_moment: the moment of that peak, in words.
+        measured_peak: the most bytes at once that `track_memory` saw last in this model, None if it saw none.
+        measured_moment: the moment of that peak, in words.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -82,13 +82,13 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsynced_batches: int = 0) -> MemoryReport:
-    """What sherd's buffers take on this rank, by unit and kind: measured now, and predicted for the peak of a step.
+    """Returns the memory of sherd's buffers on this rank, by unit and kind: now, and at the predicted peak of a step.
 
     The prediction asks the schedule that runs the model. Until a step was run under `track_memory`, the order in which
     gradients arrive is a guess on the safe side. A step is forward, backward and optimizer step, with gradients set to
     None; the optimizer's own temporaries are not in it.
 
-    On a model that has not run yet all ranks call it together, for it asks for what ranks meet about then.
+    On a model that has not run yet all ranks must call it together, since it sets up transports, which is collective.
 
     Args:
         model: what `fully_shard` was called on last, the root of the units; it may be on the meta device.
@@ -118,7 +118,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
 
 
 class MemoryPeak:
-    """What `track_memory` has seen so far; it goes on to say so after the `with` block."""
+    """The peak that `track_memory` has seen so far. It can still be read after the `with` block."""
 
     def __init__(self, watch: Watch, names: Sequence[str]) -> None:
         self._watch = watch
@@ -131,12 +131,12 @@ class MemoryPeak:
 
     @property
     def moment(self) -> str:
-        """When that was, in words."""
+        """The moment of the peak, in words."""
         return _in_words(self._watch.peak.moment, self._names)
 
     @property
     def rows(self) -> dict[tuple[str, str], int]:
-        """What it was: bytes by unit and kind."""
+        """The peak's bytes by unit and kind."""
         return {(self._names[unit], kind.value): nbytes for (unit, kind), nbytes in self._watch.peak.parts.items()}
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ def _root_unit(model: nn.Module, asked: str) -> Unit:
 
 
 def _names(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Units by their modules' names, as seen from `model`."""
+    """Returns the units' names: those of their modules, as seen from `model`."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         unit = unit_of(module)
@@ -195,7 +195,7 @@ Bytes = Counter[tuple[int | None, MemoryKind]]
 
 
 def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
-    """What stays allocated all through a step."""
+    """Returns the bytes that stay allocated all through a step."""
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
     lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): staging_bytes(units)})
     for owner, nbytes in optimizer_bytes(optimizer.state).items() if optimizer is not None else ():
@@ -242,7 +242,8 @@ def _in_mib(nbytes: int) -> str:
 
 
 def _table(parts: dict[tuple[str, str], int]) -> list[str]:
-    """MiB, units down and kinds across; units that follow one another with the same figures share a line."""
+    """Returns the lines of a table in MiB, a row for each unit and a column for each kind. Units that follow one
+    another and have equal figures share a row."""
     kinds = [kind.value for kind in MemoryKind if any(parts.get((unit, kind.value)) for unit, _ in parts)]
     units = list(dict.fromkeys(unit for (unit, _), nbytes in parts.items() if nbytes))
     folded: list[tuple[str, int, list[int]]] = []

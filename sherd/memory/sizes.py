@@ -17,7 +17,7 @@ from sherd.schedule.moments import GroupSizes, MemoryKind
 
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:
-    """The sizes of `unit`'s buffers when they are allocated. Asks for its transport, as its first gather does."""
+    """Returns the sizes of `unit`'s buffers when they are allocated. Makes the transport, as the first gather does."""
     return [_sizes(*of_group, unit.policy) for of_group in zip(unit.weights, unit.gradients, strict=True)]
 
 
@@ -46,7 +46,7 @@ def _sizes(weights: Weights | SelfGatheredWeights, gradients: Gradients, policy:
         gradients=summed * group.dtype.itemsize,
         scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
         is_all_trainable=len(trained) == len(group.parameters),
-        lands=sender.shares_memory and isinstance(weights, Weights),
+        lands=sender.shares_memory and not group.gathers_itself,
         collects_late=gradients.arrivals.collects_late,
     )
 
@@ -54,7 +54,8 @@ def _sizes(weights: Weights | SelfGatheredWeights, gradients: Gradients, policy:
 def _gathered_bytes(
     weights: Weights | SelfGatheredWeights, sender: Transport, reshard: bool | int | None
 ) -> tuple[int, int, int, int]:
-    """The unsharded parameters, the rows they are copied out of, what is sent, and the part kept for a smaller mesh."""
+    """Returns the bytes of the unsharded parameters, of the rows that they are copied out of, of the buffer that is
+    sent, and of the part that is kept for a smaller mesh."""
     group, num_parts = weights.group, 0 if reshard is None or isinstance(reshard, bool) else reshard
     packing, itemsize = group.packing, group.compute_dtype.itemsize
     if isinstance(weights, SelfGatheredWeights):
@@ -70,7 +71,8 @@ def _is_sent_as_it_is(group: Group) -> bool:
 
 
 def _shard_bytes(group: Group) -> int:
-    """What is kept of the group between steps: its shards, and where replicas own pieces all of these."""
+    """Returns the bytes that are kept of the group between steps: its shards, with other replicas' pieces if there are
+    any."""
     fetched = group.fetched
     if group.unsharded_memory is not None:
         return group.unsharded_memory.nbytes if group.is_one_piece else 0
@@ -80,7 +82,7 @@ def _shard_bytes(group: Group) -> int:
 
 
 def _kept_bytes(group: Group, unsharded: int) -> int:
-    """Unsharded parameters that are not given up."""
+    """Returns the bytes of unsharded parameters that are not given up."""
     if group.unsharded_memory is not None:
         return 0 if group.is_one_piece else group.unsharded_memory.nbytes
     return unsharded if group.mesh.keeps_unsharded else 0
@@ -88,6 +90,3 @@ def _kept_bytes(group: Group, unsharded: int) -> int:
 
 def trainable(parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
     return [each for each in parameters if each.requires_grad]
-
-
-# A step, as far as it can be known before it was watched

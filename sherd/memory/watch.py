@@ -1,4 +1,4 @@
-"""A watch over the buffers of a model while it trains: after everything that happens to them."""
+"""Watches the buffers of a model while it trains: looks at them after everything that happens to them."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step
 from sherd.schedule.state import Live
 
 _watched: weakref.WeakKeyDictionary[Runtime, tuple[Moment, ...]] = weakref.WeakKeyDictionary()
-"""By runtime: the last forward and backward that was watched to its end."""
+"""By runtime: the moments of the last step that was watched to its end."""
 _peaks: weakref.WeakKeyDictionary[Runtime, Forecast] = weakref.WeakKeyDictionary()
 
 
 def last_step(runtime: Runtime) -> tuple[Moment, ...] | None:
-    """The step of `runtime` that was watched last, if one was."""
+    """Returns the step of `runtime` that was watched last, or None."""
     return _watched.get(runtime)
 
 
 def sealed_runtime(units: Sequence[Unit]) -> Runtime | None:
-    """The one that has just these units, if they are sealed: numbers of units mean the same there."""
+    """Returns the runtime of exactly these units, in which they have the same numbers, or None if they are not
+    sealed."""
     runtime = runtime_over(units[0])
     return runtime if runtime is not None and runtime.units == tuple(units) else None
 
 
 def last_peak(units: Sequence[Unit]) -> Forecast | None:
-    """The peak of what was watched last of the model of `units`, if that is still sealed as it was then."""
+    """Returns the peak of the last watch over the model of `units`, if that is still sealed as it was then."""
     runtime = sealed_runtime(units)
     return None if runtime is None else _peaks.get(runtime)
 
 
 class Watch:
-    """What was seen of a model's buffers since it began: the `peak` with its moment and parts; and `step`, what has
-    happened since the root's forward began.
+    """The record of a model's buffers since the watch began: the `peak`, with its moment and parts, and `step`, the
+    moments since the root's forward began.
 
-    Only the buffers that the engine knows: no activations, and of a transport what `sizes_of` says it takes.
+    It sees only the buffers that the engine knows: no activations, and of a transport what `sizes_of` predicts.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -62,7 +63,7 @@ class Watch:
         self._look_at_all()
 
     def happens(self, moment: Moment) -> None:
-        """`moment` is about to be lived through."""
+        """Note that `moment` is about to happen."""
         self._moment = moment
         if begins_step(moment):
             self.step.clear()
@@ -72,24 +73,24 @@ class Watch:
             self.step.clear()
 
     def look(self, number: int, *turns: Held) -> Held:
-        """Look at a unit, which held `turns` at moments that have passed; what it holds now."""
+        """Look at a unit, which held `turns` at moments that have passed. Returns what it holds now."""
         for held in (*turns, held_by(self.units[number])):
             self._see(number, held)
             self._note()
         return held
 
     def arrives(self, arrival: Arrival, gradient: Held) -> None:
-        """Autograd has made a gradient, and nobody has it yet."""
+        """Note a gradient that autograd has made and that no unit has yet."""
         self.happens(arrival)
         self._see(arrival.unit, together(gradient, held_by(self.units[arrival.unit])))
         self._note()
 
     def reduces(self, number: int, scratch: int) -> None:
-        """A reduction takes `scratch` bytes of its transport; 0 when it is over."""
+        """Note that a reduction takes `scratch` bytes of its transport, 0 when it is over."""
         self._scratch[number] = scratch
 
     def end(self) -> None:
-        """See no more. Who goes on to ask for the peak is not to keep the model's memory."""
+        """Stop looking, and let go of the units, so that a peak that a user keeps does not keep the model alive."""
         self.units = ()
 
     def _look_at_all(self) -> None:
@@ -110,7 +111,8 @@ class Watch:
 
 
 def _in_turn(unit: Unit, before: Sequence[Held]) -> Iterator[Held]:
-    """What was held while each group in turn had what it has now and not yet dropped what it had before."""
+    """Yields the storages that were alive as the groups changed one after the other: the one in turn has what it has
+    now, and has not yet dropped what it had before."""
     after, others = held_by_groups(unit), held_for_gradients(unit)
     for turn in range(len(after)):
         yield together(others, *after[:turn], before[turn] | after[turn], *before[turn + 1 :])
@@ -123,7 +125,7 @@ class _Steps:
         self._runtime, self._watch = runtime, watch
 
     def begins(self, event: Event) -> None:
-        """Note an event that is about to be lived through."""
+        """Note an event that is about to happen."""
         self._watch.happens(event)
 
     def perform(self, action: do.Action, perform: Callable[[], None]) -> None:
@@ -142,29 +144,31 @@ class _Steps:
             _watched[self._runtime] = tuple(self._watch.step)
 
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
-        """Look at what `action` did to others: gathers under way may have come while `unit`, which held all it had
-        until then, was finished; and a reduction takes memory of its transport."""
-        if isinstance(action, do.FinishReduce):
-            for number, other in enumerate(self._runtime.units):
-                if other is not unit and other.live is Live.GATHERING:
-                    self._watch.look(number)
-        if isinstance(action, do.Reduce):
-            self._watch.reduces(action.unit, sum(size.scratch for size in sizes_of(unit) if size.arriving))
-        elif isinstance(action, do.FinishReduce | do.Discard):
-            self._watch.reduces(action.unit, 0)
+        """Look at what `action` did beside `unit`: while a reduction was finished, gathers under way may have
+        completed, and a reduction takes memory of its transport."""
+        match action:
+            case do.Reduce():
+                self._watch.reduces(action.unit, sum(size.scratch for size in sizes_of(unit) if size.arriving))
+            case do.FinishReduce():
+                for number, other in enumerate(self._runtime.units):
+                    if other is not unit and other.live is Live.GATHERING:
+                        self._watch.look(number)
+                self._watch.reduces(action.unit, 0)
+            case do.Discard():
+                self._watch.reduces(action.unit, 0)
 
 
 class _Arrivals:
-    """Sees every gradient of one group. `number` is its unit's, `group` its own in the unit."""
+    """Sees every gradient of one group. `number` is the number of its unit, `group` that of the group in the unit."""
 
     def __init__(self, watch: Watch, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
         self._watch, self._number, self._group, self._parameters = watch, number, group, parameters
 
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
-        """Note a gradient that autograd has made, and nobody has yet."""
+        """Note a gradient that autograd has made and that no unit has yet."""
         assert unsharded.grad is not None, "autograd calls the hook after it has accumulated"
         num_before = len(trainable(self._parameters[:index]))
-        # Not by a name here, by which it would live on until what it is copied for is over.
+        # No variable holds `unsharded.grad`: it would keep the gradient alive while it is copied.
         arrival = Arrival(self._number, self._group, num_before)
         self._watch.arrives(arrival, alive([(MemoryKind.ARRIVED, unsharded.grad)]))
 
@@ -180,7 +184,7 @@ def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
     """Look at the buffers of `root`, a module of `unit`, after everything that happens to them inside.
 
     Raises:
-        StateError: it is watched already.
+        StateError: the model is watched already.
     """
     runtime = runtime_of(unit, root)
     if runtime.observer is not None:

@@ -43,7 +43,8 @@ def test_a_slot_holds_the_largest_piece_and_not_one_element_more(group):
     ranks, cuts = group
     for cut in cuts:
         assert cut.slot == max(cut.local_numel(rank) for rank in range(ranks))
-        assert cut.outer * cut.rows[0].numel * cut.inner == cut.slot
+        outer, _, inner = cut.view
+        assert outer * cut.rows[0].numel * inner == cut.slot
 
 
 @PROPERTY
@@ -84,6 +85,16 @@ def test_a_replicated_scalar_is_one_element_on_every_rank():
     cut = Replicate().cut((), 3, "scale")
     assert [cut.local_shape(rank) for rank in range(3)] == [(), (), ()]
     assert (cut.numel, cut.slot, cut.unsharded_numel) == (1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [((2, 3), "not at its last element"), ((3, 2, 4), "go backwards"), ((), "no owner")],
+    ids=["a row without owner", "a row with two owners", "nobody"],
+)
+def test_a_cut_in_which_a_row_has_no_owner_or_two_cannot_be_made(ends, said):
+    with pytest.raises(AssertionError, match=said):
+        Cut((4, 4), 3, 0, ends, dim=0)
 
 
 @pytest.mark.parametrize("dim", [2, -3, 7])

@@ -1,14 +1,12 @@
-"""Hooks for state dicts. Before `load_state_dict`, each whole tensor is cut to this rank's shard; after it, shards may
-be new.
+"""Hooks for state dicts: cut unsharded tensors to this rank's shards before a load, and adopt new shards after it.
 
-torch copies a DTensor into a DTensor, but refuses a plain tensor. Here a full state dict loads as it is, without
-communication, as every rank holds all of it.
+torch copies a DTensor into a DTensor, but refuses a plain tensor. With these hooks a full state dict loads as it is,
+without communication, since every rank has all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from sherd.engine.run.hooks import eager
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import group_key_of
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.parameter import ShardedParameter, record_of
+from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
 from sherd.errors import StateError
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged
@@ -39,8 +37,8 @@ def before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> 
     require_names(unit, module, "state_dict")
 
 
-def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Show the shards of `module`, and cut the whole tensors that are about to be loaded into them."""
+def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+    """Show the shards of `module`, and cut the unsharded tensors in `state_dict` to this rank's part."""
     unit.show_shards()
     require_names(unit, module, "load_state_dict")
     for attribute, parameter in module._parameters.items():
@@ -49,15 +47,15 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefi
         if record is None or not isinstance(given, torch.Tensor):
             continue
         if isinstance(given, DTensor):
-            if _can_be_copied(given, record.shard):
+            if _can_be_copied(given, record):
                 continue
             given = given.full_tensor()
         if given.shape == record.shard.shape:
             state_dict[prefix + attribute] = _shard_of(record, given)
 
 
-def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
-    """Take up Parameters that `assign=True` has exchanged, and note that the shards have new values."""
+def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None:
+    """Adopt Parameters that `assign=True` has put in the place of shards, and note that shards have new values."""
     moved = []
     for attribute, parameter in module._parameters.items():
         record = unit.shards.record_at(module, attribute)
@@ -77,26 +75,26 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: Any) -> None:
 
 @torch.no_grad()
 def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
-    """Have `parameter` as the shard, and its values where the old one's are, if they can be there; whether they cannot.
+    """Make `parameter` the shard and copy its values into the old shard's memory.
 
-    Else the unit's buffer would be made anew after each module of a load.
+    Returns True if that is impossible (another dtype or device), so that the unit must rebuild its buffer. Rebuilding
+    it after every module of a load would take quadratic time.
     """
     key, place = group_key_of(record), record.local
     record.exchange(parameter)
     is_alike = group_key_of(record) == key and record.local.device == place.device
     if key.gathers_itself or place.is_meta or not is_alike:
         return True
-    assert isinstance(parameter, DTensor), "what is not sharded was cut before it was assigned"
     place.copy_(record.local)
-    replace_local_tensor(parameter, place)
+    replace_local_tensor(as_sharded(parameter), place)
     return False
 
 
 def require_names(unit: Unit, module: nn.Module, method: str) -> None:
-    """Raise if a flat parameter stands for parameters of `module` now: nothing would be found there.
+    """Raise if a flat parameter stands for parameters of `module` now, so that the call would not find them.
 
     Raises:
-        StateError: the call was not made on the wrapper, or on a module above it, which would have them in place.
+        StateError: the call was not made on the wrapper or a module above it. These put the parameters in place.
     """
     if any(unit.shards.hides(module, attribute) for attribute in module._parameters):
         raise StateError(
@@ -105,18 +103,18 @@ def require_names(unit: Unit, module: nn.Module, method: str) -> None:
         )
 
 
-def _can_be_copied(given: DTensor, shard: nn.Parameter) -> bool:
-    """Whether torch may copy the one into the other: both of one kind and cut alike.
+def _can_be_copied(given: DTensor, record: ShardedParameter) -> bool:
+    """Returns whether torch may copy `given` into the shard: both are ragged or neither is, and they are cut alike.
 
-    Of stock DTensors too: for other placements torch's copy fails where chunks are empty, and `assign=True` would take
-    over a piece that is not the parameter's (test_a_state_dict_of_any_layout_loads_into_any).
+    Two of torch's own DTensors must be cut alike, too: otherwise its copy fails where chunks are empty, and
+    `assign=True` would take over a piece that is not the parameter's (test_a_state_dict_of_any_layout_loads_into_any).
     """
-    assert isinstance(shard, DTensor), "a shard is a DTensor"
-    return isinstance(given, RaggedDTensor) == isinstance(shard, RaggedDTensor) and given.placements == shard.placements
+    placements = as_sharded(record.shard).placements
+    return isinstance(given, RaggedDTensor) == record.cut.in_line and given.placements == placements
 
 
 def _shard_of(record: ShardedParameter, unsharded: torch.Tensor) -> DTensor:
-    """This rank's part of `unsharded`, a view of it, as a DTensor like the shard."""
+    """Returns this rank's part of `unsharded`, a view of it, as a DTensor like the shard."""
     spec = record.shard_spec
     if record.unsharded_spec is not None and is_ragged(spec):
         return distribute_ragged(unsharded, layout_of(spec).spec(unsharded.dtype))

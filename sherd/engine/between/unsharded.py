@@ -1,10 +1,10 @@
-"""Inside `unsharded` the user works with unsharded copies of a unit's parameters, in full precision, in memory of
-their own.
+"""Unsharded copies of a unit's parameters, which a user works with inside `unsharded`: in full precision, in new
+memory.
 
-    begin    gather the shard buffers, and the gradients' if asked for, into new memory; show that on the modules
-    end      copy this rank's part of what is there back, if asked for; show the shards again
+    begin    gather the shard buffers, and the gradients' if asked for, into new memory, and show that on the modules
+    end      write this rank's part of the copies back, if asked for, and show the shards again
 
-The engine's own unsharded buffers take no part: they are shown in forward and backward only, in the dtype of compute.
+The engine's own unsharded buffers are not involved: they are shown in forward and backward only, in the compute dtype.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
 from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.group import Group, OptimizerParam
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
 from sherd.policy import UnshardTerms
 from sherd.tensor.ragged import as_dtensor, local_part
@@ -39,8 +38,8 @@ class UnshardedCopies:
         self.unit = unit
         groups = [weights.group for weights in unit.weights]
         shown = self._is_shown
-        copies = [_copies(unit, group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
-        grads = [_copies(unit, group, _gradients, shown, False) if terms.with_grads else None for group in groups]
+        copies = [_copies(group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
+        grads = [_copies(group, _gradients, shown, False) if terms.with_grads else None for group in groups]
         # On every rank, shown or not: they must agree on what is lent, or one refuses a forward that the others run.
         unit.lend(terms)
         if shown:
@@ -73,11 +72,11 @@ class UnshardedCopies:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Show the shards again, with what was changed if that was asked for.
+        """Show the shards again, and write changes back if that was asked for.
 
         Raises:
-            PlacementError: a parameter, or its gradient, is of another shape or kind than it was. All others are
-                written back nevertheless.
+            PlacementError: a parameter or a gradient has another shape or kind than before. All others are written
+                back.
         """
         runtime = runtime_over(self.unit)
         if runtime is not None:
@@ -88,7 +87,7 @@ class UnshardedCopies:
         if self._terms.writeback and self._is_shown:
             self._write_back(taken)
 
-    def _write_back(self, taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[Any]]]) -> None:
+    def _write_back(self, taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[object]]]) -> None:
         present: dict[int, torch.Tensor] = {}
         wrong: list[PlacementError] = []
         for record, lent, found in taken:
@@ -109,10 +108,10 @@ class UnshardedCopies:
         _keep_requires_grad(self.unit, present)
 
     def _keep(self, record: ShardedParameter, unsharded: torch.Tensor) -> bool:
-        """Write this rank's part into the shard; whether any part has changed, on whichever rank.
+        """Write this rank's part into the shard. Returns whether any rank's part has changed.
 
-        All ranks must come to the same answer, as those that find a backward out of date leave it: by the whole, then,
-        of which rather than a copy a digest is kept.
+        All ranks must come to the same answer, since a change makes them give up a backward that is under way. So the
+        unsharded tensor is compared, by its digest, which takes less memory than a copy.
         """
         record.local.copy_(_part_of(record, unsharded))
         before = self._digests.get(id(record))
@@ -120,7 +119,7 @@ class UnshardedCopies:
 
 
 def require_covers(unit: Unit, terms: UnshardTerms) -> None:
-    """Raise `StateError` if a context asks for more (`terms`) than the one around it, which has lent `unit`, gives."""
+    """Raise `StateError` if a context asks for more (`terms`) than the context around it, which has lent `unit`."""
     assert unit.lent is not None, "a context around has lent it"
     missing = terms.missing_from(unit.lent)
     if missing:
@@ -131,11 +130,11 @@ def require_covers(unit: Unit, terms: UnshardTerms) -> None:
 
 
 def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
-    """Bring `unit` to rest, its shards up to date with what a user has put in their place.
+    """Show the shards of `unit`, and take the values that a user has put in their place.
 
     Raises:
-        StateError: it is in the middle of a forward or backward, has no data yet, or gradients were asked for that wait
-            for a reduction.
+        StateError: the unit is in the middle of a forward or backward, has no data yet, or has gradients that wait for
+            a reduction and were asked for.
         PlacementError: something of another shape was put in a shard's place.
     """
     runtime = runtime_over(unit)
@@ -172,7 +171,7 @@ def _shard_buffer(group: Group) -> torch.Tensor:
 
 
 def _gradients(group: Group) -> torch.Tensor:
-    """A shard buffer of gradients; zeros for what has none."""
+    """Returns a shard buffer of gradients, with zeros for parameters that have none."""
     shard_buffer = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
     for optimizer_param in group.optimizer_params:
         gradient = optimizer_param.parameter.grad
@@ -185,9 +184,10 @@ def _gradients(group: Group) -> torch.Tensor:
 
 @torch.no_grad()
 def _copies(
-    unit: Unit, group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
+    group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
 ) -> list[torch.Tensor]:
-    """Unsharded copies of a group's tensors; all ranks of the shard axis must ask. Empty where they are not `shown`."""
+    """Returns unsharded copies of a group's tensors, none if they are not `shown`. All ranks of the shard axis must
+    call it."""
     if group.gathers_itself:
         return _gathered_by_torch(group, shard_buffer_of is _shard_buffer, on_host)
     packing, source = group.packing, shard_buffer_of(group)
@@ -208,30 +208,30 @@ def _copies(
 
 
 def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.Tensor]:
-    """Of a tensor subclass with its own all-gather: DTensor knows how to put it together."""
+    """Returns copies of a tensor subclass with its own all-gather, which DTensor knows how to put together."""
     copies = []
     for record in group.parameters:
-        tensor: Any = record.shard.detach() if values else record.shard.grad
-        unsharded = tensor.full_tensor() if tensor is not None else torch.zeros(record.shape)
+        tensor = record.shard.detach() if values else record.shard.grad
+        unsharded = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
         copies.append(unsharded.cpu() if on_host else unsharded)
     return copies
 
 
 def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
-    """The parameters of `unit`, whole, in memory of their own and outside autograd; none where they are not `shown`.
+    """Returns the unsharded parameters of `unit`, in new memory and outside autograd, none if they are not `shown`.
 
     Collective over the shard axis: one all-gather per group. Besides the result it takes the memory of one group.
     """
     copies: dict[ShardedParameter, torch.Tensor] = {}
     for group in (weights.group for weights in unit.weights):
-        copies.update(zip(group.parameters, _copies(unit, group, _shard_buffer, shown, on_host), strict=False))
+        copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
     return copies
 
 
 def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name: str, lent: torch.Tensor) -> None:
-    """Raise `StateError` for a gradient of a copy that is given up with the context, or was.
+    """Raise `StateError` for a gradient of a copy that is given up at the end of the context, or was given up already.
 
-    Who enters without `writeback` to look may look at gradients as well.
+    A context without `writeback`, for looking only, may have gradients to look at.
     """
     copies = lender()
     if copies is None or copies._is_over:
@@ -250,9 +250,8 @@ def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name:
 
 @torch.no_grad()
 def _digest(unsharded: torch.Tensor) -> torch.Tensor:
-    """A few numbers by which other values are told: the sums along both sides of its words, laid out as a square.
-
-    Without memory to speak of, and the same on all ranks. The order of elements counts.
+    """Returns a checksum that depends on the order of elements: the row sums and column sums of the bytes, seen as a
+    square int64 matrix. It is the same on all ranks and takes O(sqrt(numel)) memory.
     """
     tensor = local_part(unsharded.detach()).reshape(-1)
     if type(tensor) is not torch.Tensor:
@@ -268,11 +267,11 @@ def _digest(unsharded: torch.Tensor) -> torch.Tensor:
 # Writing back
 
 
-def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequence[Any]) -> torch.Tensor:
-    """What the modules show in the end: the lent copy, or what a user has put in its place; on one place is enough.
+def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequence[object]) -> torch.Tensor:
+    """Returns the tensor that the modules show in the end: the lent copy, or one that a user has put on some place.
 
     Raises:
-        PlacementError: it is no tensor of that shape and kind, or tied places have been given different values.
+        PlacementError: it is no tensor of that shape and kind, or tied places were given different values.
     """
     replaced = list({id(each): each for each in found if each is not lent}.values())
     unsharded = replaced[0] if replaced else lent
@@ -288,7 +287,7 @@ def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequenc
             f"was lent, and is {shown} at the end of the unshard context; change its values, not its shape, or leave "
             "with writeback=False"
         )
-    if _placement_of(unsharded) != (None if record.unsharded_spec is None else record.unsharded_spec.placements):
+    if _placements_of(unsharded) != (None if record.unsharded_spec is None else record.unsharded_spec.placements):
         raise PlacementError(
             f"{record.name} was lent as {_kind_of(lent)} and is {_kind_of(unsharded)} at the end of the unshard "
             "context; replace it by a tensor of the same kind, or change its values in place"
@@ -296,17 +295,19 @@ def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequenc
     return unsharded
 
 
-def _same(one: Any, other: Any) -> bool:
-    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return tensors and one.shape == other.shape and torch.equal(local_part(one), local_part(other))
+def _same(one: object, other: object) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and torch.equal(local_part(one), local_part(other))
 
 
-def _placement_of(tensor: torch.Tensor) -> Any:
+def _placements_of(tensor: torch.Tensor | None) -> tuple[Placement, ...] | None:
     return tensor.placements if isinstance(tensor, DTensor) else None
 
 
 def _kind_of(tensor: torch.Tensor | None) -> str:
-    return f"a DTensor with {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+    placements = _placements_of(tensor)
+    return "a plain tensor" if placements is None else f"a DTensor with {placements}"
 
 
 def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
@@ -314,16 +315,13 @@ def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
-    """Parameters that were frozen or thawed inside stay so.
+    """Keep parameters frozen or trainable as they were made inside.
 
     Raises:
-        PolicyError: some of those in a flat parameter, which is trained as a whole.
+        PolicyError: only some members of a flat parameter, which is trained as a whole, were changed.
     """
-    for group, optimizer_param in (
-        (weights.group, optimizer_param)
-        for weights in unit.weights
-        for optimizer_param in weights.group.optimizer_params
-    ):
+    pairs = ((weights.group, each) for weights in unit.weights for each in weights.group.optimizer_params)
+    for group, optimizer_param in pairs:
         wanted = {present[id(group.parameters[index])].requires_grad for index in optimizer_param.members}
         if len(wanted) > 1:
             raise PolicyError(
@@ -335,21 +333,25 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
 
 
 def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
-    """Give each optimizer parameter this rank's part of the gradients of its members, None where none has one."""
-    rank = group.mesh.piece
+    """Give each optimizer parameter this rank's part of the gradients of its members."""
     for optimizer_param in group.optimizer_params:
-        members = [(index, group.parameters[index]) for index in sorted(optimizer_param.members)]
-        if any(id(record) not in present for _, record in members):
-            continue  # of another shape: that is raised
-        gradients = [present[id(record)].grad for _, record in members]
-        if all(gradient is None for gradient in gradients):
-            optimizer_param.parameter.grad = None
-            continue
-        local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
-        flat = local.view(-1)
-        for (index, record), gradient in zip(members, gradients, strict=True):
-            held = group.packing.slots[index].held(rank)
-            if gradient is not None and held.numel:
-                start = held.start - optimizer_param.extent.start
-                flat[start : start + held.numel].copy_(_part_of(record, gradient).reshape(-1))
-        optimizer_param.parameter.grad = as_dtensor(local, optimizer_param.gradient_spec(local.dtype))
+        records = {index: group.parameters[index] for index in sorted(optimizer_param.members)}
+        if all(id(record) in present for record in records.values()):  # else one is of another shape, which is raised
+            gradients = {index: present[id(record)].grad for index, record in records.items()}
+            optimizer_param.parameter.grad = _joined_gradient(group, optimizer_param, gradients)
+
+
+def _joined_gradient(
+    group: Group, optimizer_param: OptimizerParam, gradients: dict[int, torch.Tensor | None]
+) -> DTensor | None:
+    """Returns this rank's part of the members' unsharded `gradients` as one gradient, or None if no member has one."""
+    if all(gradient is None for gradient in gradients.values()):
+        return None
+    local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
+    flat = local.view(-1)
+    for index, gradient in gradients.items():
+        held = group.packing.slots[index].held(group.mesh.piece)
+        if gradient is not None and held.numel:
+            start = held.start - optimizer_param.extent.start
+            flat[start : start + held.numel].copy_(_part_of(group.parameters[index], gradient).reshape(-1))
+    return as_dtensor(local, optimizer_param.gradient_spec(local.dtype))

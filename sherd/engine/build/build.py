@@ -1,4 +1,4 @@
-"""How do modules become a unit? Their parameters are sharded, and hooks are put on them. Both front ends do it so."""
+"""Makes a unit of modules: shards their parameters and installs the hooks. Both front ends call `make_unit`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sherd.comm.streams import Streams, streams_for
 from sherd.engine.between import load
 from sherd.engine.run import hooks
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.build.sharding import ShardingRequest, sharding_plans
+from sherd.engine.build.sharding import ShardingRequest, in_short, sharding_plans
 from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.ownership import Belongings, Found
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter
@@ -28,8 +28,8 @@ from sherd.tensor.ragged import as_dtensor
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Whether a unit made of the modules around `module` is to leave it alone, with all below it: it is a unit already,
-    or torch's DDP looks after it."""
+    """Returns whether a unit around `module` must leave it alone, with all modules below: it is a unit already, or torch's
+    DDP looks after it."""
     return unit_of(module) is not None or is_replicated(module)
 
 
@@ -42,20 +42,21 @@ def make_unit(
     offload: OffloadPolicy,
     policy: UnitPolicy,
 ) -> Unit:
-    """Make one unit of `modules`, of the parameters `found` below them. `mesh` is the unit's own, by the size of which
-    gradients are divided.
+    """Make one unit of `modules` and of the parameters `found` below them. Gradients are divided by the size of `mesh`,
+    the unit's own.
 
     Raises:
         ModuleError: a unit around `modules` was made before, and has taken all their parameters.
-        PlacementError: a parameter that cannot be cut as asked.
-        OwnershipError: a parameter of another unit under another mesh.
+        PlacementError: a parameter cannot be cut as asked.
+        OwnershipError: a parameter belongs to a unit on another mesh.
     """
     owners = _owners(found, mesh)
     _require_something_left(modules, found, owners)
     streams = streams_for(mesh.device)
     surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
-    # What is below has owners that need nothing beside it to balance, so it may be a model of its own: the next unit is
-    # as the first of one, and a teacher has the owners of its student (test_a_model_made_alike_has_the_same_owners).
+    # If the loads of the units below balance, these units may be a complete model. Then the next unit counts as the
+    # first of another model, so that a teacher has the same owners as its student
+    # (test_a_model_made_alike_has_the_same_owners).
     closes = surrounds and loads_balance(mesh)
     records = _shard(found, streams, request_of, surrounds)
     if closes:
@@ -77,8 +78,8 @@ def make_unit(
 
 @functools.cache
 def _hide_from_dynamo() -> None:
-    """Nothing in sherd is for Dynamo to trace, not even what an operation on a ragged tensor, or a compiled optimizer
-    step, calls; but in `api` there are functions around the user's own."""
+    """Keep Dynamo from tracing sherd's own code, also where an operation on a ragged tensor or a compiled optimizer step
+    calls it. `api` is not hidden: it has functions that call the user's."""
     layers = ("_torch", "layout", "schedule", "comm", "tensor", "engine", "checkpoint", "optim", "clip", "grad_scaler")
     trace_nothing_in(*(f"sherd.{layer}" for layer in layers))
 
@@ -87,7 +88,7 @@ def _hide_from_dynamo() -> None:
 def _shard(
     found: Belongings, streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool
 ) -> list[ShardedParameter]:
-    """Decide every parameter's form first, so that an error leaves the model as it was; then replace them."""
+    """Plan the sharding of every parameter, then replace them, so that an error in a plan leaves the model unchanged."""
     records = []
     for each, plan in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
@@ -95,7 +96,6 @@ def _shard(
         part = shard_of(plan.data.detach(), plan.cut, plan.mesh.piece)
         local = part.clone(memory_format=torch.contiguous_format)
         shard = nn.Parameter(as_dtensor(local, plan.shard_spec), requires_grad=each.parameter.requires_grad)
-        vars(shard).update(attributes_of(each.parameter))
         record = ShardedParameter(
             each.name,
             plan.data.shape,
@@ -108,6 +108,7 @@ def _shard(
             shard,
             weakref.ref(each.holder),
             each.places,
+            attributes=attributes_of(each.parameter),
         )
         move_hooks(each.parameter, shard)
         record.claim(each.parameter)
@@ -117,7 +118,7 @@ def _shard(
 
 
 def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
-    """The units whose parameters this one's modules use too.
+    """Returns the units whose parameters this unit's modules use too.
 
     Raises:
         OwnershipError: such a unit no longer exists, or is on another mesh, where one shard cannot serve both.
@@ -140,8 +141,8 @@ def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
 
 
 def _require_something_left(modules: Sequence[nn.Module], found: Belongings, owners: Sequence[Unit]) -> None:
-    """Raise ModuleError if units were made from the outside in. Modules that have no parameters, or whose parameters
-    are all tied to those of a unit beside them, are units like any other."""
+    """Raise ModuleError if units were made from the outside in. Modules without parameters, or with parameters that are
+    all tied to those of a unit beside them, may become units."""
     if found.owned:
         return
     wrapped = [each for module in modules for each in (module, module._modules.get(WRAPPED)) if each is not None]
@@ -150,11 +151,10 @@ def _require_something_left(modules: Sequence[nn.Module], found: Belongings, own
         inner = next((each for each in wrapped if id(each) in within), None)
         if inner is not None:
             taken = [each.record.name for each in found.borrowed if each.record.owner is owner]
-            shown = ", ".join(taken[:4]) + (f" and {len(taken) - 4} more" if len(taken) > 4 else "")
             raise ModuleError(
                 f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
-                f"taken all of its parameters ({shown}). Go from the inside out: fully_shard, or the wrapper, on the "
-                "blocks first and on the model last; build the model anew"
+                f"taken all of its parameters ({in_short(taken)}). Go from the inside out: fully_shard, or the wrapper, on "
+                "the blocks first and on the model last; build the model anew"
             )
 
 
@@ -169,7 +169,7 @@ def _borrow(found: Belongings) -> None:
 
 
 def _bring_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Buffers are used whole: they live where compute does."""
+    """Move the modules' buffers, which are never sharded, to the compute device."""
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:

@@ -1,4 +1,4 @@
-"""How the parameters of a new unit will be sharded: where each is cut, and which DTensor its shard will be.
+"""Sharding plans for the parameters of a new unit: how each is cut, and the DTensor layout of its shard.
 
 Everything is decided here before anything is moved, so that an error leaves the model as it was.
 """
@@ -31,19 +31,24 @@ AnyPlacement = Placement | RunPlacement
 
 @dataclass(frozen=True, slots=True)
 class ShardingRequest:
-    """How a user wants one parameter sharded: cut how, and over which ranks. Placement None is the default: dim 0, or
-    for a scalar a copy on every rank."""
+    """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over. The default
+    placement, None, cuts dim 0, and keeps a copy of a scalar on every rank."""
 
     placement: AnyPlacement | None
     mesh: DataMesh
 
+    @property
+    def run_placement(self) -> RunPlacement | None:
+        """The rule for runs, or None if the parameter is cut by itself: also where there is no axis to cut over."""
+        return self.placement if isinstance(self.placement, RunPlacement) and self.mesh.shard_axis is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """How one parameter will be sharded: over what, the numbers, both specs, and the tensor to cut."""
+    """The plan for one parameter: its mesh, its cut, the specs of both forms, and the tensor to cut."""
 
     mesh: DataMesh
-    cut: Cut | Runs
+    cut: Cut
     plan_id: int
     shard_spec: DTensorSpec
     unsharded_spec: DTensorSpec | None
@@ -53,41 +58,44 @@ class ShardingPlan:
 def sharding_plans(
     found: Sequence[Found], streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool = False
 ) -> list[ShardingPlan]:
-    """How each of `found` is sharded, the parameters of a unit that `surrounds` others or not.
+    """Returns the plan for each of `found`, the parameters of one unit. `surrounds`: the unit has others inside.
 
     Raises:
         ModuleError: a parameter has no shape yet, or some are on the meta device, and others not.
-        PlacementError: a parameter that cannot be cut as asked, or a DTensor that does not fit the mesh.
+        PlacementError: a parameter cannot be cut as asked, or is a DTensor that does not fit the mesh.
     """
     _require_shapes(found)
     _require_memory(found)
     requests = [request_of(each) for each in found]
     planned = _planned(found, streams, requests, surrounds)
-    plans = [
-        _plan_of(each, request.mesh, *(planned[index] if index in planned else (_cut_by_itself(each, request), 0)))
-        for index, (each, request) in enumerate(zip(found, requests, strict=True))
-    ]
+    plans = []
+    for index, (each, request) in enumerate(zip(found, requests, strict=True)):
+        cut, plan_id = planned[index] if index in planned else (_cut_by_itself(each, request), 0)
+        plans.append(_plan_of(each, request.mesh, cut, plan_id))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for made, request in zip(plans, requests, strict=True):
-        if isinstance(made.cut, Runs) and isinstance(request.placement, RunPlacement) and request.placement.owned:
+        rule = request.run_placement
+        if rule is not None and rule.owned:
             loads_of(made.mesh)[made.cut.first] += made.cut.numel
     return plans
 
 
-def _plan_of(each: Found, mesh: DataMesh, cut: Cut | Runs, plan_id: int) -> ShardingPlan:
+def _plan_of(each: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPlan:
     parameter, data = each.parameter, _data(each)
-    if data.is_complex() and not isinstance(cut, Runs):
+    if data.is_complex() and not cut.in_line:
         see_complex_shards_as_pairs()
     if not isinstance(parameter, DTensor):
         _require_own_mesh(each, mesh)
         return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
     unsharded = spec_of(parameter)
-    spec = beside(unsharded, mesh, cut, each.name) if mesh.full is None else on_full_mesh(unsharded, mesh, cut, each.name)
+    spec = (
+        beside(unsharded, mesh, cut, each.name) if mesh.full is None else on_full_mesh(unsharded, mesh, cut, each.name)
+    )
     return ShardingPlan(mesh, cut, plan_id, spec, unsharded, data)
 
 
 def _data(each: Found) -> torch.Tensor:
-    """What is cut: the parameter, or this rank's part of it under tensor parallelism."""
+    """Returns the tensor to cut: the parameter, or its local tensor under tensor parallelism."""
     return local_tensor(each.parameter) if isinstance(each.parameter, DTensor) else each.parameter
 
 
@@ -101,7 +109,7 @@ def _cut_by_itself(each: Found, request: ShardingRequest) -> Cut:
 
 
 def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
-    """A plain parameter is cut over a mesh that is data parallel only."""
+    """Raise if a plain parameter is to be cut over a mesh that is not data parallel only."""
     if mesh.full is None or mesh.dims is None:
         return
     if mesh.full.ndim > len(mesh.dims.shard_names) + len(mesh.dims.replicate_names):  # else all of it is data parallel
@@ -130,26 +138,27 @@ def _require_memory(found: Sequence[Found]) -> None:
         others = [each.name for each in members if not each.parameter.is_meta]
         if on_meta and others:
             raise ModuleError(
-                f"parameters of one unit are partly on the meta device: {_in_short(on_meta)} are, {_in_short(others)} "
+                f"parameters of one unit are partly on the meta device: {in_short(on_meta)} are, {in_short(others)} "
                 "are not, and they are to share a buffer. Give the former memory and values before (to_empty(device="
                 "...) and reset_parameters() on their modules), or have all on the meta device, and fill them after "
                 "fully_shard"
             )
 
 
-def _in_short(names: Sequence[str]) -> str:
+def in_short(names: Sequence[str]) -> str:
+    """Returns the first four of `names` for a message, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _planned(
     found: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
-    """The cut of every parameter that is cut into runs, and the number of its lot: those that were planned together."""
+    """Returns the cut of every parameter that is cut into runs, and the number of its plan, by the parameter's index."""
     plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
     for index, (each, request) in enumerate(zip(found, requests, strict=True)):
-        placement, mesh = request.placement, request.mesh
-        if isinstance(placement, RunPlacement) and mesh.shard_axis is not None:
+        placement, mesh = request.run_placement, request.mesh
+        if placement is not None:
             _require_no_own_gather(each, placement)
             data = _data(each)
             wanted[index] = Wanted(tuple(data.shape), placement, each.name)
@@ -169,6 +178,7 @@ def _planned(
 
 
 def _require_no_own_gather(each: Found, placement: RunPlacement) -> None:
+    """Raise if a parameter with an all-gather of its own is to be cut into runs."""
     if hasattr(_data(each).data, "fsdp_pre_all_gather"):
         raise PlacementError(
             f"{each.name}: a {type(_data(each).data).__name__} gathers itself and is cut on dim 0 only, not as "

@@ -12,9 +12,8 @@ from itertools import pairwise
 import torch
 
 from sherd.layout.extent import Extent
-from sherd.layout.packing import Packing, RunSlot, Slot
+from sherd.layout.packing import Packing, Slot
 from sherd.layout.placement import Cut
-from sherd.layout.runs import Runs
 from sherd.tensor.gather import shard_of
 
 
@@ -33,7 +32,7 @@ class RowViews:
         if packing.is_even:
             by_rank = rows.view(packing.num_ranks, packing.shard_numels[0] + num_flags)
         self.tensors = [
-            self._of_runs(slot, by_rank) if isinstance(slot, RunSlot) else row_views(_needed(by_rank), slot)
+            self._of_runs(slot, by_rank) if slot.cut.in_line else row_views(_needed(by_rank), slot)
             for slot in packing.slots
         ]
         self.flags = self._flags(by_rank) if num_flags else []
@@ -47,7 +46,7 @@ class RowViews:
             for rank, end in enumerate(ends)
         ]
 
-    def _of_runs(self, slot: RunSlot, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
+    def _of_runs(self, slot: Slot, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
         """One view for each rank that holds some of the tensor; one for all that hold nothing else."""
         packing, cut = self._packing, slot.cut
         held = [(rank, slot.held(rank)) for rank in cut.holders]
@@ -72,11 +71,11 @@ def _needed(by_rank: torch.Tensor | None) -> torch.Tensor:
     return by_rank
 
 
-def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut | Runs) -> list[torch.Tensor]:
+def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
     """The parts of `tensor`, of shape `cut.shape`, that belong at `targets`, its views in the rows."""
     if len(targets) == 1 and targets[0].numel() == tensor.numel():
         return [tensor.reshape(targets[0].shape)]
-    if isinstance(cut, Cut):
+    if not cut.in_line:
         return tensor_views(tensor, cut)
     flat = tensor.reshape(-1)
     ends = [0]
@@ -170,10 +169,9 @@ class _CopyStrips(CopyOut):
         self._num_ranks = packing.num_ranks
         self._shard_numel = packing.shard_numels[0]
         self._unsharded = unsharded
-        slots = [slot for slot in packing.slots if isinstance(slot, Slot)]
-        in_order = (slot for slot in slots if slot.cut.in_order)
+        in_order = (slot for slot in packing.slots if slot.cut.in_order)
         self._in_order = sorted(in_order, key=lambda slot: slot.shard.start)
-        self._scattered = [slot for slot in slots if not slot.cut.in_order]
+        self._scattered = [slot for slot in packing.slots if not slot.cut.in_order]
         self._targets = [view for slot in self._scattered for view in tensor_views(self._tensor(slot), slot.cut)]
         self._sizes: list[int] = []
         self._outs: list[torch.Tensor] = []

@@ -34,7 +34,6 @@ from sherd.engine.moves.weights import Position
 from sherd.engine.state.group import Group
 from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
-from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
@@ -111,7 +110,7 @@ class SelfGatheredWeights(Position, saved.Source):
     @property
     def _cut(self) -> Cut:
         cut = self._record.cut
-        assert isinstance(cut, Cut) and cut.dim == 0, "a tensor that gathers itself is cut on dim 0"
+        assert cut.dim == 0, "a tensor that gathers itself is cut on dim 0"
         return cut
 
     @property
@@ -305,7 +304,7 @@ def _part(gathered: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     return gathered[rank * numel : (rank + 1) * numel].clone()
 
 
-def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut | Runs, mesh: DataMesh) -> None:
+def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: DataMesh) -> None:
     """Raise `PlacementError` for a tensor with its own all-gather that is not cut as that needs it."""
     if not hasattr(tensor, "fsdp_pre_all_gather"):
         return
@@ -314,8 +313,8 @@ def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut | Runs, 
             f"{name}: a {type(tensor).__name__} gathers itself, from whole shards, and replicas that own pieces of a "
             "shard have none; let replicas be copies (placements='hsdp') in its unit"
         )
-    if isinstance(cut, Runs) or cut.dim != 0:
-        how = "into runs" if isinstance(cut, Runs) else f"on dim {cut.dim}"
+    if cut.dim != 0:
+        how = "into runs" if cut.in_line else f"on dim {cut.dim}"
         raise PlacementError(
             f"{name}: a {type(tensor).__name__} gathers itself and is cut on dim 0 only, not {how}; let "
             "shard_placement_fn return Shard(0) for it"

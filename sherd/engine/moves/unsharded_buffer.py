@@ -14,7 +14,7 @@ from sherd.comm.streams import Lane
 from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
-from sherd.layout.packing import RunSlot, Slot
+from sherd.layout.packing import Slot
 
 
 class Guard:
@@ -116,7 +116,7 @@ class UnshardedBuffer:
         return _are_same(given, parameter.data)
 
 
-def _offset_of(parameter: ShardedParameter, slot: Slot | RunSlot, dtype: torch.dtype) -> int | None:
+def _offset_of(parameter: ShardedParameter, slot: Slot, dtype: torch.dtype) -> int | None:
     """Where in the buffer its bytes begin; None for a DTensor, which is not given memory in this way, and for what has
     no elements."""
     is_plain = parameter.unsharded_spec is None and parameter.restored is None

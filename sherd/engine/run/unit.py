@@ -30,7 +30,6 @@ from sherd.engine.state.ownership import Belongings
 from sherd.engine.state.parameter import ShardedParameter, notice_replaced
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
-from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy, UnshardTerms
 from sherd.schedule.state import Live
 
@@ -191,9 +190,9 @@ class Unit:
     def _travels_alone(self, parameter: ShardedParameter) -> bool:
         if group_key_of(parameter).gathers_itself:
             return True
-        if self._gathers_as_one or isinstance(parameter.cut, Runs):  # those of one plan share a line
-            return False
-        return parameter.cut.in_order and travels_alone(parameter, self.streams, self._surrounds)
+        # Runs are never in order: those of one plan share a line.
+        is_apart = parameter.cut.in_order and not self._gathers_as_one
+        return is_apart and travels_alone(parameter, self.streams, self._surrounds)
 
     @property
     def meshes(self) -> list[DataMesh]:

@@ -1,1 +1,1 @@
-"""What one rank holds: parameters in groups, their buffers, what the optimizer owns of them."""
+"""The state that one rank holds: parameters in groups, their buffers, and the tensors that the optimizer owns."""

@@ -11,9 +11,9 @@ of the members, and norms count one copy of the members that several ranks have.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -24,10 +24,11 @@ from sherd.engine.state.parameter import record_of
 from sherd.engine.state.tensor_parallel import merged_spec
 from sherd.errors import StateError
 from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
+from sherd.tensor.table import Args, Aten, Kwargs
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """This rank's part of a flat parameter, with an entry for each member that it holds elements of.
+    """The members of a flat parameter that this rank holds elements of, one entry for each.
 
     Shapes, strides and numbers of elements are those of the unsharded member. `param_offsets` are the first and the
     last element held, counted in the flattened member. The fields are those of torch's FSDP1 record of this name.
@@ -50,18 +51,22 @@ class FlatParameter(RaggedDTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Answer as a ragged tensor does, but keep the class of what `model.to(...)` puts in the parameter's place."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         return _as_flat(result) if func in _KEEP_CLASS and isinstance(args[0], FlatParameter) else result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> FlatParameter:
         return _as_flat(super().__deepcopy__(memo))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         _, given = super().__reduce_ex__(protocol)
         return _unpickled, given
+
+    def _take_attributes(self, attributes: Mapping[str, object]) -> None:
+        """Have `attributes`, which users wrote on the parameters that it is made of."""
+        vars(self).update(attributes)
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """The parameters that this rank holds elements of, and which. Raises `StateError` for a copy."""
@@ -99,10 +104,9 @@ register_foreach_type(FlatParameter)
 _KEEP_CLASS = {torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default, torch.ops.aten.detach.default}
 
 
-def _as_flat(tensor: RaggedDTensor) -> FlatParameter:
+def _as_flat(tensor: torch.Tensor) -> FlatParameter:
     tensor.__class__ = FlatParameter
-    assert isinstance(tensor, FlatParameter), "its class was set"
-    return tensor
+    return cast(FlatParameter, tensor)
 
 
 def _unpickled(*given: Any) -> FlatParameter:
@@ -119,12 +123,13 @@ class FlatShard:
     def __init__(self, group: Group) -> None:
         self.names = tuple(record.name for record in group.parameters)
         self.shapes = tuple(record.shape for record in group.parameters)
-        self._pieces = tuple(cut.piece(group.mesh.piece) for cut in group.packing.runs)
-        self.parameter = _flat_parameter(group)
-        vars(self.parameter).update(_common_attributes([record.shard for record in group.parameters], self.names))
+        self._pieces = tuple(slot.cut.piece(group.mesh.piece) for slot in group.packing.slots)
+        flat = _flat_parameter(group)
+        flat._take_attributes(_common_attributes([record.shard for record in group.parameters], self.names))
+        self.parameter = cast(nn.Parameter, flat)
 
     def metadata(self) -> FlatParamShardMetadata:
-        """The members that this rank holds elements of."""
+        """Returns the members that this rank holds elements of."""
         members = zip(self.names, self.shapes, self._pieces, strict=True)
         held = [(name, shape, piece) for name, shape, piece in members if piece.numel]
         return FlatParamShardMetadata(
@@ -137,8 +142,8 @@ class FlatShard:
         )
 
 
-def _flat_parameter(group: Group) -> nn.Parameter:
-    """A parameter on the group's shard buffer."""
+def _flat_parameter(group: Group) -> FlatParameter:
+    """Returns a parameter on the group's shard buffer."""
     mesh, together = group.mesh, group.packing.runs_together
     extents = (slot.unsharded for slot in group.packing.slots)
     members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]
@@ -147,13 +152,12 @@ def _flat_parameter(group: Group) -> nn.Parameter:
     for gap in group.packing.gaps_of(mesh.piece):
         local[gap.start : gap.stop].zero_()
     # `nn.Parameter(...)` keeps the class of its data, whatever its type says: the result is a RaggedDTensor.
-    parameter: Any = nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad)
-    return cast(nn.Parameter, _as_flat(parameter))
+    return _as_flat(nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad))
 
 
-def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, Any]:
-    """The attributes that users have set alike on all of the parameters. A warning names the others, which the flat
-    parameter loses."""
+def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, object]:
+    """Returns the attributes that users have set alike on all of the parameters. A warning names the others, which the
+    flat parameter loses."""
     written = [attributes_of(shard) for shard in shards]
     common = {
         key: value

@@ -12,35 +12,34 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
-from sherd._torch import DTensorSpec, dtensor_spec, replace_local_tensor, spec_of
+from sherd._torch import DTensorSpec, replace_local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.offload import RestingPlace
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, as_sharded, in_dtype
 from sherd.engine.state.replica_shard import FetchedShard
 from sherd.engine.state.shard_memory import ShardMemory
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
-from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.moments import MemoryKind as Memory
 from sherd.tensor.ragged import as_dtensor
 
 PADDING_VALUE = 42
-"""What lies between and behind runs, so that a leak is seen at once; zeros within a flat parameter, for its norm."""
+"""Fills the padding between and behind runs, so that a leak is seen at once. Padding within a flat parameter is zero,
+for its norm."""
 
 ALONE_BYTES = 4 << 20
-"""Whole tensors of at least this size may have a group of their own."""
+"""Tensors of at least this size, unsharded, may have a group of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What the parameters of one group have in common. `gathers_itself`: a tensor with its own all-gather.
+    """The properties that the parameters of one group share. `gathers_itself`: a tensor with its own all-gather.
 
     `plan_id` is None for tensors cut by themselves, else the plan that cut them: those of two plans do not fit one
     line.
@@ -56,7 +55,7 @@ class GroupKey:
 def group_key_of(parameter: ShardedParameter) -> GroupKey:
     """The group that `parameter` belongs to."""
     resting = parameter.resting
-    plan_id = parameter.plan_id if isinstance(parameter.cut, Runs) else None
+    plan_id = parameter.plan_id if parameter.cut.in_line else None
     return GroupKey(resting.dtype, parameter.requires_grad, _gathers_itself(resting), plan_id, parameter.mesh)
 
 
@@ -72,25 +71,25 @@ class Tensorlike(Protocol):
 
 
 def travels_alone(parameter: Tensorlike, streams: Streams, surrounds: bool) -> bool:
-    """Whether a tensor had better have a group to itself: a large one, on a device without streams, or if the unit
-    `surrounds` others.
+    """Returns whether a tensor should have a group of its own: a large one, on a device without streams or in a unit
+    that `surrounds` others.
 
-    Alone it is gathered straight into place and reduced from where autograd left its gradient: no copies, for the price
-    of one more collective. With streams the gather could not run ahead of compute then (`weights.py`). But what comes
-    before the units within (an embedding) and after them (a head) is used a whole model apart: alone, the head is freed
-    when backward begins, and no rows wait for the embedding's gradient.
+    Alone, it is gathered straight into place and reduced from where autograd left its gradient. That saves the copies
+    and costs one more collective. With streams such a gather cannot run ahead of compute (`weights.py`). But in a unit
+    around others, the parameters before them (an embedding) and after them (a head) are used a whole model apart:
+    alone, the head is freed when backward begins, and no rows wait for the embedding's gradient.
     """
     return is_large(parameter) and (streams.in_host_order or surrounds)
 
 
 def is_large(parameter: Tensorlike) -> bool:
-    """Whether copying its gradient would cost more than a collective of its own."""
+    """Returns whether copying its gradient would cost more than a collective of its own."""
     return parameter.shape.numel() * parameter.dtype.itemsize >= ALONE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParam:
-    """What the optimizer owns, and where it lies in the shard buffer: one parameter's shard, or all of them as one.
+    """A parameter of the optimizer and its place in the shard buffer: one shard, or the flat parameter of all shards.
 
     `shape` is that of this rank's part; `members` are the indices of the group's parameters in it. `gaps` are the
     extents of the shard buffer within it that belong to no parameter.
@@ -104,24 +103,18 @@ class OptimizerParam:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What the optimizer owns."""
+        """The Parameter object."""
         return self.record.optimizer_param
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name for messages."""
         more = len(self.members) - 1
         return self.record.name + (f" (and {more} more, flat)" if more else "")
 
     def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """What its gradient is as a DTensor: its own layout, in `dtype`."""
-        parameter = self.parameter
-        assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
-        own = spec_of(parameter)
-        assert own.tensor_meta is not None, "a DTensor's spec has it"
-        if own.tensor_meta.dtype == dtype:
-            return own
-        return dtensor_spec(own.mesh, own.placements, own.shape, dtype)
+        """Returns the spec of its gradient: its own layout, in `dtype`."""
+        return in_dtype(spec_of(as_sharded(self.parameter)), dtype)
 
     def expect_gradients_in(self, dtype: torch.dtype) -> None:
         """Let `.grad` have another dtype than the parameter."""
@@ -130,7 +123,7 @@ class OptimizerParam:
 
 
 def parameters_of(optimizer_params: Sequence[OptimizerParam]) -> list[nn.Parameter]:
-    """What the optimizer owns."""
+    """Returns the Parameter objects of `optimizer_params`."""
     records = [each.record for each in optimizer_params]
     return [each.shard if each.flat is None else each.flat.parameter for each in records]
 
@@ -138,14 +131,17 @@ def parameters_of(optimizer_params: Sequence[OptimizerParam]) -> list[nn.Paramet
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
-    `shard_buffer` is 1-D, `packing.shard_numels[mesh.piece]` elements: this rank's shards. The local tensors of the
-    `optimizer_params` are views of it, so that the optimizer writes what the next all-gather sends. `sizes` are the
-    lengths of all ranks' shard buffers, `shard_sizes` what the ranks of the shard axis send: the same, unless replicas
-    own pieces of a shard (`fetched`). `resident` is the unsharded buffer where that is not given up, and the shard
-    buffer a part of it. `num_flags` travel with the gradients: one for each tensor, none for a large one that is alone,
-    which is sent from where autograd has left its gradient. It `has_large_rows` if all ranks' gradients, side by side,
-    take as much as a tensor that travels alone. It `is_one_piece` if nothing is cut: the shard buffer holds
-    the unsharded parameters.
+    Attributes:
+        shard_buffer: this rank's shards, 1-D, `packing.shard_numels[mesh.piece]` elements. The local tensors of the
+            `optimizer_params` are views of it, so that the optimizer writes what the next all-gather sends.
+        sizes: the lengths of all ranks' shard buffers.
+        shard_sizes: how much each rank of the shard axis sends. Equal to `sizes`, unless replicas own pieces of a shard
+            (`fetched`).
+        unsharded_memory: the unsharded buffer where that is not given up; the shard buffer is a part of it then.
+        num_flags: flags that travel with the gradients: one for each tensor, none for a large one that is alone, which
+            is sent from where autograd has left its gradient.
+        has_large_rows: all ranks' gradients, side by side, take as much memory as a tensor that travels alone.
+        is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
     """
 
     def __init__(
@@ -166,12 +162,15 @@ class Group:
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
         self.has_large_rows = self.packing.gathered_numel * self.reduce_dtype.itemsize >= ALONE_BYTES
-        self.grad_dtype = self._grad_dtype(precision.keep_low_precision_grads)
+        # Low precision as in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
+        low_precision = self.reduce_dtype if self.is_one_piece else self.compute_dtype
+        self.grad_dtype = low_precision if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
         self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
         is_one_large = len(self.parameters) == 1 and is_large(self.parameters[0])
         self.num_flags = 0 if is_one_large else len(self.parameters)
-        self.fetched = self._fetched()
+        owned = self.sizes.of(mesh.pieces_of(mesh.shard_rank)) if mesh.shards_replicas else None
+        self.fetched = None if owned is None else FetchedShard(owned, mesh)
         self.keeps_copies = mesh.keeps_unsharded or self.fetched is not None
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
@@ -179,40 +178,25 @@ class Group:
         self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
-    def _grad_dtype(self, keeps_low_precision: bool) -> torch.dtype:
-        """The dtype of `.grad`; in low precision as in FSDP1: that of compute, or of reduction where nothing is cut."""
-        if not keeps_low_precision:
-            return self.dtype
-        return self.reduce_dtype if self.is_one_piece else self.compute_dtype
-
-    def _fetched(self) -> FetchedShard | None:
-        """What is kept of the shard of which this rank owns a piece; None where ranks own their shards."""
-        mesh = self.mesh
-        if not mesh.shards_replicas:
-            return None
-        return FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh)
-
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:
         rank = self.mesh.piece
         if self.is_flat:
-            used = self.used
-            gaps = tuple(each for each in self.packing.gaps_of(rank) if each.stop <= used.numel)
-            return (
-                OptimizerParam(self.parameters[0], used, (used.numel,), frozenset(range(len(self.parameters))), gaps),
-            )
+            used, members = self.used, frozenset(range(len(self.parameters)))
+            gaps = tuple(gap for gap in self.packing.gaps_of(rank) if gap.stop <= used.numel)
+            return (OptimizerParam(self.parameters[0], used, (used.numel,), members, gaps),)
         return tuple(
             OptimizerParam(record, slot.held(rank), slot.cut.local_shape(rank), frozenset((index,)))
             for index, (record, slot) in enumerate(zip(self.parameters, self.packing.slots, strict=True))
         )
 
     def hangs_on(self, optimizer_param: OptimizerParam, module_ids: Collection[int]) -> bool:
-        """Whether a parameter of `optimizer_param` hangs on one of the modules with these ids."""
+        """Returns whether a parameter of `optimizer_param` hangs on one of the modules with these ids."""
         places = (place for index in optimizer_param.members for place in self.parameters[index].places)
         return any(place.module_id in module_ids for place in places)
 
     @property
     def is_flat(self) -> bool:
-        """Whether its shards were merged into one flat parameter."""
+        """True if the shards were merged into one flat parameter."""
         return self.parameters[0].flat is not None
 
     @property
@@ -222,14 +206,14 @@ class Group:
 
     @property
     def name(self) -> str:
-        """For messages: the first parameter, and how many more there are."""
+        """The name for messages: the first parameter, and how many more there are."""
         more = len(self.parameters) - 1
         return self.parameters[0].name + (f" (and {more} more)" if more else "")
 
     def source(self, dtype: torch.dtype) -> torch.Tensor:
-        """What this rank sends along the shard axis, in `dtype`; `[shard_sizes[mesh.shard_rank]]`.
+        """Returns the buffer that this rank sends along the shard axis, in `dtype`: `[shard_sizes[mesh.shard_rank]]`.
 
-        Collective over the replicate axis where replicas own pieces, if these were written since.
+        Where replicas own pieces, it is a collective over the replicate axis if the pieces were written since.
         """
         piece = self.shard_buffer
         if self.place.device != self.device:
@@ -238,13 +222,13 @@ class Group:
         return piece if self.fetched is None else self.fetched.around(piece, self.version)
 
     def mark_shards_written(self) -> None:
-        """What was made of the shards and kept is to be made again: they were written, or may have been. All ranks must
-        come here together."""
+        """Note that the shards were written, or may have been, so that copies made of them are stale. All ranks must
+        call it together."""
         self.version += 1
 
     def all_pieces(self, piece: torch.Tensor) -> torch.Tensor:
-        """Every rank's piece side by side, `[packing.gathered_numel]`, given this rank's. Collective over all axes that
-        the parameters are cut over."""
+        """Gather every rank's piece: returns them side by side, `[packing.gathered_numel]`. Collective over all axes
+        that the parameters are cut over."""
         mesh, shard = self.mesh, piece
         if self.fetched is not None:
             shard = piece.new_empty(self.fetched.numel)
@@ -254,7 +238,7 @@ class Group:
         return rows
 
     def pieces_of(self, rank: int, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The pieces in what `rank` of the shard axis sends, by number."""
+        """Yields the number of each piece in `shard`, which `rank` of the shard axis has sent, and the piece."""
         if self.fetched is None:
             yield rank, shard
             return
@@ -262,7 +246,7 @@ class Group:
         yield from zip(pieces, parts(shard, self.sizes.of(pieces)), strict=True)
 
     def held(self) -> Iterator[tuple[Memory, torch.Tensor]]:
-        """Its own buffers."""
+        """Yields the group's own buffers."""
         if self.unsharded_memory is not None:
             yield (Memory.SHARDS if self.is_one_piece else Memory.UNSHARDED), self.unsharded_memory
             return
@@ -278,49 +262,47 @@ class Group:
 
     @property
     def is_meta(self) -> bool:
-        """Whether the shards have no data yet."""
+        """True if the shards have no data yet."""
         return self.shard_buffer.is_meta
 
     @property
     def is_in_buffer(self) -> bool:
-        """Whether every leaf is still the view of the shard buffer that it was made as, and gathered as it was then."""
+        """True if every optimizer parameter is still the view of the shard buffer that it was made as, and none has an
+        all-gather of its own that it did not have."""
         if self.gathers_itself:
             return self.parameters[0].local is self.shard_buffer
         if any(_gathers_itself(each.resting) for each in self.parameters):
             return False
         return all(
-            self._is_at(optimizer_param.record.resting, optimizer_param.extent.start)
+            self.has_at(optimizer_param.extent.start, optimizer_param.record.resting)
             for optimizer_param in self.optimizer_params
         )
 
-    def _is_at(self, local: torch.Tensor, start: int) -> bool:
+    def has_at(self, start: int, local: torch.Tensor) -> bool:
+        """Returns whether `local` is the part of the shard buffer that begins at element `start`."""
         if local.device != self.shard_buffer.device or local.dtype != self.dtype:
             return False
-        return local.is_meta or local.numel() == 0 or local.data_ptr() == self._address(start)
-
-    def _address(self, start: int) -> int:
-        return self.shard_buffer.data_ptr() + start * self.dtype.itemsize
+        address = self.shard_buffer.data_ptr() + start * self.dtype.itemsize
+        return local.is_meta or local.numel() == 0 or local.data_ptr() == address
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
-        """Copy the leaves' local tensors into a new shard buffer, and make them views of it."""
+        """Copy the optimizer parameters' local tensors into a new shard buffer, and make them views of it."""
         device = self.parameters[0].resting.device
         shard_buffer = self._empty_shard_buffer(device)
         self._mark_padding(shard_buffer)
         for optimizer_param in self.optimizer_params:
-            seat = own_view(shard_buffer[optimizer_param.extent.start : optimizer_param.extent.stop]).view(
-                optimizer_param.shape
-            )
+            extent = optimizer_param.extent
+            view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
-                seat.copy_(optimizer_param.record.resting)
-            assert isinstance(optimizer_param.parameter, DTensor), "what the optimizer owns is a DTensor"
-            replace_local_tensor(optimizer_param.parameter, seat)
+                view.copy_(optimizer_param.record.resting)
+            replace_local_tensor(as_sharded(optimizer_param.parameter), view)
             optimizer_param.record.claim(optimizer_param.parameter)
         if self.is_flat:
             self._view_shards_in(shard_buffer)
         return shard_buffer
 
     def _empty_shard_buffer(self, device: torch.device) -> torch.Tensor:
-        """Memory for this rank's shards: of its own, or a part of what is kept of other ranks' too."""
+        """Returns memory for this rank's shards: a buffer of its own, or a part of one that holds other ranks' too."""
         place, mesh, packing = self.place, self.mesh, self.packing
         as_it_is = self.compute_dtype == self.dtype and place.device == self.device and device.type != "meta"
         if as_it_is and packing.direct and (mesh.keeps_unsharded or mesh.num_pieces == 1):
@@ -334,7 +316,7 @@ class Group:
         return own_view(shard if self.fetched is None else self.fetched.holding(shard))
 
     def _mark_padding(self, shard_buffer: torch.Tensor) -> None:
-        """Fill what no leaf has with a value that would be noticed."""
+        """Fill the padding that no optimizer parameter includes with a value that would be noticed."""
         if shard_buffer.is_meta or not self.packing.is_cut_into_runs:
             return
         within = {gap for optimizer_param in self.optimizer_params for gap in optimizer_param.gaps}
@@ -346,22 +328,21 @@ class Group:
         """Make the shards views of the flat parameter's memory."""
         rank = self.mesh.piece
         for record, slot in zip(self.parameters, self.packing.slots, strict=True):
-            held, old = slot.held(rank), record.shard_spec
-            seat = own_view(shard_buffer[held.start : held.stop]).view(slot.cut.local_shape(rank))
-            spec = dtensor_spec(old.mesh, old.placements, old.shape, self.dtype)
-            record.exchange(nn.Parameter(as_dtensor(seat, spec), requires_grad=record.requires_grad))
+            held = slot.held(rank)
+            view = own_view(shard_buffer[held.start : held.stop]).view(slot.cut.local_shape(rank))
+            shard = as_dtensor(view, in_dtype(record.shard_spec, self.dtype))
+            record.exchange(nn.Parameter(shard, requires_grad=record.requires_grad))
 
     def _keep_shard(self) -> torch.Tensor:
-        """A tensor subclass that gathers itself keeps its own memory; the user's full tensor must not live on in it.
+        """Returns the local tensor of a parameter that gathers itself, copied so that the user's full tensor is freed.
 
-        One to which the user gave an all-gather, as attributes of that very object, is a shard's memory already.
+        A tensor that got its all-gather as attributes of the object is a shard's memory already.
         """
         (parameter,) = self.parameters
         local = parameter.local
         if not local.is_meta and "fsdp_pre_all_gather" not in vars(local):
             local = local.to(self.place.device, copy=True)
-        assert isinstance(parameter.shard, DTensor), "a shard is a DTensor"
-        replace_local_tensor(parameter.shard, local)
+        replace_local_tensor(as_sharded(parameter.shard), local)
         parameter.claim(parameter.shard)
         return local
 
@@ -372,9 +353,10 @@ class Group:
 
 
 def own_view(part: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a tensor that begins where its storage does: a shard that is saved takes no neighbours along.
+    """Returns `part`, uncopied, as a tensor at the beginning of a storage of its own.
 
-    (Nor can torch save a DTensor whose local tensor has an offset.) Through DLPack, as bytes, so that any dtype goes.
+    Saving a view would save its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor has
+    an offset. The view goes through DLPack, as bytes, so that any dtype is possible.
     """
     if part.is_meta or type(part) is not torch.Tensor:
         return part

@@ -1,4 +1,4 @@
-"""How many elements each rank owns of the tensors that are never cut, over all units whose model has not run yet.
+"""Loads: the elements that each rank owns of uncut tensors, summed over all units whose model has not run yet.
 
 The planner gives the next tensor to the rank that owns least.
 """
@@ -20,18 +20,18 @@ EVEN = 1.1
 
 
 def forget_loads(mesh: DataMesh) -> None:
-    """A model over `mesh` is complete: the owners of the next one are chosen as if it were the first."""
+    """Choose the owners of the next model over `mesh` as if it were the first."""
     if mesh.shard_group is not None:
         _loads.pop(mesh.shard_group, None)
 
 
 def loads_balance(mesh: DataMesh) -> bool:
-    """Whether the ranks own about as much each of the units whose model has not run yet."""
+    """Returns whether the ranks own about equally much of the units whose model has not run yet."""
     loads = _loads.get(mesh.shard_group, {}).get(mesh.num_pieces, []) if mesh.shard_group is not None else []
     return sum(loads) > 0 and max(loads) * len(loads) <= EVEN * sum(loads)
 
 
 def loads_of(mesh: DataMesh) -> list[int]:
-    """The elements that each piece of `mesh` owns by now: the list that the planner adds to."""
+    """Returns the elements that each piece of `mesh` owns: the list that the planner adds to."""
     assert mesh.shard_group is not None, "parameters are cut over a shard axis"
     return _loads.setdefault(mesh.shard_group, {}).setdefault(mesh.num_pieces, [0] * mesh.num_pieces)

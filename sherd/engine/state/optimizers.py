@@ -1,4 +1,4 @@
-"""Optimizers that were built before their parameters were sharded, and the news that an optimizer steps shards.
+"""Hooks on optimizers: they exchange parameters that were sharded since, and tell units that their shards are stepped.
 
 A plain Parameter cannot turn into a DTensor in place, so such an optimizer holds objects that the model no longer has.
 With torch's own FSDP it then trains nothing, without an error. Here replaced parameters are exchanged for their shards
@@ -132,15 +132,15 @@ def _require_mergeable(
     flat = first.flat
     assert flat is not None, "it was merged"
     names = list(dict.fromkeys(record.name for _, record in members))
-    told = f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}"
+    shown = f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}"
     away = "build the optimizer from the wrapped model's parameters(), or wrap with use_orig_params=True"
     if id(first.optimizer_param) in present:
         raise OptimizerError(
-            f"{kind} holds {told} twice: as before, and in the flat parameter they are part of; {away}"
+            f"{kind} holds {shown} twice: as before, and in the flat parameter they are part of; {away}"
         )
     if len(names) < len(flat.names):
         raise OptimizerError(
-            f"{kind} was built from {told}: {len(names)} of the {len(flat.names)} parameters that are one flat "
+            f"{kind} was built from {shown}: {len(names)} of the {len(flat.names)} parameters that are one flat "
             f"parameter now, {', '.join(flat.names[:8])}, which is stepped as a whole; give it all of them, or {away}"
         )
     groups = {record.name: at for at, record in members}

@@ -1,7 +1,7 @@
-"""Which unit owns which parameter: nested units, tied parameters, ignored ones.
+"""Ownership: every parameter belongs to one unit, the first that shards it.
 
-A parameter belongs to the first unit that shards it. A later unit whose modules use it too (tied weights) borrows it:
-it hangs the same shard on its own places and makes the owner its companion, which is whole whenever the borrower is.
+A later unit whose modules use the parameter too (tied weights) borrows it: the same shard hangs on the later unit's
+modules, and the owner becomes a companion, which is unsharded whenever the borrower is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sherd.errors import ModuleError
 
 @dataclass(frozen=True)
 class Found:
-    """One parameter to shard: its name from the unit's module on, the module it was first met on, all its places."""
+    """One parameter to shard: its name, counted from the unit's module, the module it was first found on, and all its
+    places."""
 
     name: str
     parameter: nn.Parameter
@@ -37,8 +38,8 @@ class Borrowed:
 
 @dataclass(frozen=True)
 class Belongings:
-    """What a unit is made of. `modules`: every module below it that no nested unit has. `ignored`: the ids of the
-    parameters that were to be left alone, and were met."""
+    """The modules and parameters of a unit. `modules`: every module below it that no nested unit has. `ignored`: the
+    ids of those parameters to leave alone that were found."""
 
     modules: list[nn.Module]
     owned: list[Found]
@@ -49,7 +50,7 @@ class Belongings:
 def belongings(
     roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_taken: Callable[[nn.Module], bool]
 ) -> Belongings:
-    """Walk the modules below `roots`, not into those that are taken already, and sort their parameters.
+    """Walk the modules below `roots`, except for those that are taken already, and sort their parameters.
 
     Raises:
         ModuleError: torch's own FSDP has one of the modules.
@@ -94,14 +95,15 @@ def require_not_torchs(path: str, module: nn.Module) -> None:
 
 
 def _hidden(module: nn.Module, attribute: str) -> ShardedParameter | None:
-    """The parameter of `module` that a wrapper's flat one stands for: a module that is used in that wrapper and beside
-    it."""
+    """Returns the parameter of `module` that a wrapper's flat parameter stands for, if the module is used inside that
+    wrapper and outside of it."""
     shown = module.__dict__.get(attribute)
     return record_of(shown) if isinstance(shown, nn.Parameter) else None
 
 
 def _walk(roots: Sequence[nn.Module], is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below `roots` once, with its name; those that are taken, and what is below them, are left out."""
+    """Yields the name of every module below `roots` and the module, once each. It leaves out modules that are taken,
+    and what is below them."""
     own = {id(root) for root in roots}
     seen: set[int] = set()
     stack = [("", root) for root in reversed(roots)]

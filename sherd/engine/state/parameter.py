@@ -1,10 +1,10 @@
-"""One parameter: what it is as a shard, what it is as a whole, and the places in the modules where it hangs.
+"""The record of one parameter: its shard, its unsharded form, and the places in the modules where it hangs.
 
-A Parameter object is replaced once, when it is sharded: the shard (a DTensor) is what the module shows and the
-optimizer owns; the whole one is shown during forward and backward only. The replaced object knows its successor.
+A Parameter object is replaced once, when it is sharded. From then on the module shows the shard (a DTensor), which the
+optimizer owns, and the unsharded parameter during forward and backward only. The replaced object knows its successor.
 
-A unit's shards may be merged into one flat parameter. Then that is what the optimizer owns, the shards are views of it,
-and modules hold them as plain attributes.
+A unit's shards may be merged into one flat parameter. Then the optimizer owns that one, the shards are views of it, and
+modules hold them as plain attributes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from sherd.comm.mesh import DataMesh
 from sherd.engine.state.place import Place
 from sherd.errors import UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
-from sherd.layout.runs import Runs
 from sherd.tensor.gather import part_given, shard_of
 from sherd.tensor.ragged import as_dtensor
 
@@ -37,7 +36,8 @@ torch refuses to swap a tensor that has one (`module.to()`); a shard is known by
 
 
 def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
-    """The record of a shard, of an unsharded parameter, or of the Parameter that was sharded. Else None."""
+    """Returns the record of a shard, of an unsharded parameter, or of the Parameter that was sharded; None for other
+    tensors."""
     entry = _records.get(id(tensor))
     if entry is None:
         return None
@@ -48,63 +48,82 @@ def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
     return record if is_it else None
 
 
-def _forget(key: int, died: Any) -> None:
-    """Drop the entry that `died`, a weak reference, is part of; the id may have gone to another tensor since."""
+def _forget(key: int, died: object) -> None:
+    """Drop the entry of the id `key`, if `died`, a weak reference, is a part of it: the id may have gone to another
+    tensor since."""
     if any(died is each for each in _records.get(key, ())):
         _records.pop(key, None)
 
 
 WRAPPED = "_checkpoint_wrapped_module"
-"""What wrappers call their one child. torch's checkpointing takes this name out of every path, and so do we."""
+"""The name that wrappers give to their one child. torch's checkpointing takes it out of every path, and so do we."""
 
 
 def plain_name(path: str) -> str:
-    """A module's or parameter's path without the wrappers on the way, as the user's own model has it."""
+    """Returns a module's or parameter's path without wrappers, as it is in the user's own model."""
     return ".".join(part for part in path.split(".") if part != WRAPPED) if WRAPPED in path else path
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements, and no memory for them."""
+    """Returns whether a tensor has elements, and no memory for them."""
     return not isinstance(tensor, DTensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
+def as_sharded(parameter: torch.Tensor) -> DTensor:
+    """Returns `parameter`, a shard or a flat parameter, as the DTensor that it is besides."""
+    assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
+    return parameter
+
+
+def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Returns `spec` for a tensor of `dtype`."""
+    assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
+    return spec if spec.tensor_meta.dtype == dtype else dtensor_spec(spec.mesh, spec.placements, spec.shape, dtype)
+
+
 class Merged(Protocol):
-    """What a parameter needs to know of the flat parameter that it is part of: the names are those of all parts."""
+    """The part of a flat parameter that its members use. `names` are those of all members."""
 
     parameter: nn.Parameter
     names: tuple[str, ...]
 
 
 class Owner(Protocol):
-    """What a parameter needs to know of its unit."""
+    """The part of a unit that its parameters use."""
 
     id: int
 
     def shards_written(self) -> None:
-        """Shards have new values: unsharded parameters made from the old ones are stale."""
+        """Note that shards have new values: unsharded parameters made from the old ones are stale."""
 
     def before_step(self) -> None:
-        """An optimizer is about to write to the shards. Raises if that will be written over, or was lost."""
+        """Get ready for an optimizer to write to the shards. Raises if its values would be overwritten, or were
+        lost."""
 
 
 @dataclass(eq=False)
 class ShardedParameter:
     """The record of one parameter.
 
-    `shape` and `dtype` are the whole's (the local tensor's, under tensor parallelism), `mesh` is what it is sharded
-    over. `shard_spec` and `unsharded_spec` say which DTensor each form is; `unsharded_spec` is None for a plain tensor.
-    `plan_id`: which of the unit's plans cut it, if it is cut into runs. `holder` is the module it was found on. `flat`:
-    what the shard was merged into, if it was. `restored`: what makes the whole of a DTensor of its local tensor, if a
-    user has something to say about that. `lent`: an unsharded copy that the user works with (`sherd.unsharded`), which
-    modules show meanwhile. `attributes`: what users write on the parameter (`weight.no_decay = True`), the `__dict__`
-    of all its forms.
+    Attributes:
+        shape: the shape of the unsharded parameter; of its local tensor under tensor parallelism.
+        dtype: its dtype, likewise.
+        mesh: the mesh that it is sharded over.
+        plan_id: the number of the unit's plan that cut it, if it is cut into runs.
+        shard_spec: the layout of the shard as a DTensor.
+        unsharded_spec: the layout of the unsharded parameter as a DTensor, None for a plain tensor.
+        holder: the module that it was found on.
+        flat: the flat parameter that the shard was merged into, if any.
+        restored: a user's function that makes the unsharded DTensor of its local tensor, if any.
+        lent: an unsharded copy that the user works with (`sherd.unsharded`). Modules show it meanwhile.
+        attributes: what users write on the parameter (`weight.no_decay = True`): the `__dict__` of all its forms.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     mesh: DataMesh
-    cut: Cut | Runs
+    cut: Cut
     plan_id: int
     shard_spec: DTensorSpec
     unsharded_spec: DTensorSpec | None
@@ -114,48 +133,47 @@ class ShardedParameter:
     flat: Merged | None = None
     restored: Callable[[torch.Tensor], torch.Tensor] | None = None
     lent: nn.Parameter | None = None
-    attributes: dict[str, Any] = field(init=False)
+    attributes: dict[str, object] = field(default_factory=dict)
     _owner: weakref.ref[Owner] | None = None
     _taken_ids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.attributes = vars(self.shard)
+        self.keep_attributes()
 
     def share_attributes(self, form: torch.Tensor) -> None:
-        """Let a form of this parameter have what users write on any of them, now or later.
+        """Let `form`, a form of this parameter, have the attributes that users write on any form, now or later.
 
-        What a class has written on its own tensor stays there, beside a copy of the rest.
+        A form with attributes of its class's own keeps these, and gets a copy of the others.
         """
-        if vars(form).keys() <= self.attributes.keys():
-            form.__dict__ = self.attributes
-        else:
-            vars(form).update({key: value for key, value in self.attributes.items() if key not in vars(form)})
+        own = vars(form)
+        form.__dict__ = self.attributes if own.keys() <= self.attributes.keys() else {**self.attributes, **own}
 
     def keep_attributes(self) -> None:
-        """Let the shard have them still, where `module.to()` has swapped its `__dict__` for another tensor's."""
+        """Let the shard share them: a new one, or one whose `__dict__` `module.to()` has swapped for another's."""
         found = vars(self.shard)
         if found is not self.attributes:
             self.attributes.update(found)
-            self.shard.__dict__ = self.attributes
+            self.share_attributes(self.shard)
 
     def claim(self, tensor: torch.Tensor) -> None:
-        """Remember that `tensor` is a form of this parameter: its shard, its whole, or what it was before."""
+        """Remember that `tensor` is a form of this parameter: its shard, its unsharded form, or the replaced
+        Parameter."""
         key = id(tensor)
         forget = functools.partial(_forget, key)
         held = None if tensor is self.shard or tensor is self.optimizer_param else weakref.ref(tensor, forget)
         _records[key] = (weakref.ref(self, forget), held)
 
     def belong_to(self, owner: Owner) -> None:
-        """Be owned by a unit, which is told when the shard is written."""
+        """Make `owner` the unit that is told when the shard is written."""
         self._owner = weakref.ref(owner)
 
     @property
     def owner(self) -> Owner | None:
-        """The unit it belongs to, if that still exists."""
+        """The unit that owns the parameter, if it still exists."""
         return None if self._owner is None else self._owner()
 
     def exchange(self, shard: nn.Parameter) -> None:
-        """Take another DTensor of the same layout as the shard; the old one has it as its successor."""
+        """Make `shard`, a DTensor of the same layout, the shard, and the successor of the old one."""
         before, self.shard = self.shard, shard
         self.share_attributes(shard)
         self.claim(before)
@@ -163,41 +181,38 @@ class ShardedParameter:
         self.show(shard)
 
     def merge(self, flat: Merged) -> None:
-        """Be part of a flat parameter from now on, which the optimizer has instead of the shard."""
+        """Make the shard a part of `flat`, which the optimizer has instead of it from now on."""
         self.flat = flat
         self.claim(flat.parameter)
         self.register(False)
 
     @property
     def optimizer_param(self) -> nn.Parameter:
-        """What the optimizer owns: the shard, or the flat parameter that it is part of."""
+        """The optimizer's parameter: the shard, or the flat parameter that it is part of."""
         return self.shard if self.flat is None else self.flat.parameter
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained."""
+        """True if the parameter is trained."""
         return (self.shard if self.flat is None else self.flat.parameter).requires_grad
 
     @property
     def resting(self) -> torch.Tensor:
-        """This rank's part of the leaf: the memory that the optimizer writes."""
-        optimizer_param = self.optimizer_param
-        assert isinstance(optimizer_param, DTensor), f"{self.name}: what the optimizer owns is a DTensor"
-        return local_tensor(optimizer_param)
+        """The local tensor of `optimizer_param`: the memory that the optimizer writes."""
+        return local_tensor(as_sharded(self.optimizer_param))
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard as a plain tensor, `cut.local_shape(rank)`."""
-        assert isinstance(self.shard, DTensor), f"{self.name}: a shard is a DTensor"
-        return local_tensor(self.shard)
+        return local_tensor(as_sharded(self.shard))
 
     def register(self, registered: bool) -> None:
-        """Have it among its modules' parameters, or only as an attribute."""
+        """Have the parameter among its modules' parameters, or only as an attribute."""
         for place in self.places:
             place.register(registered)
 
     def rename(self, module_names: dict[int, str]) -> None:
-        """Have the name under which the first of its modules that is in `module_names`, by id, has it."""
+        """Take the name from the first of its modules that is in `module_names`: names of modules by id."""
         for place in self.places:
             name = module_names.get(place.module_id)
             if name is not None:
@@ -205,19 +220,19 @@ class ShardedParameter:
                 return
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Hang `parameter`, a form of this one, on every place; not while a copy is lent."""
+        """Hang `parameter`, a form of this one, on every place, unless a copy is lent."""
         if self.lent is None:
             for place in self.places:
                 place.show(parameter)
 
     def notice_replaced(self) -> bool:
-        """Take the values of a Parameter that the user has put in the shard's place; return whether there is one.
+        """Take the values of a Parameter that the user has put in the shard's place. Returns whether there was one.
 
-        The shard stays, or on the meta device gets memory, and succeeds that Parameter in optimizers that have it.
+        The shard stays, or gets memory if it was on the meta device. It succeeds that Parameter in optimizers.
 
         Raises:
-            UnsupportedError: it is there for one call of `torch.func.functional_call`.
-            WriteBackError: that is neither of the whole's shape, nor as much as this rank holds.
+            UnsupportedError: the Parameter is there for one call of `torch.func.functional_call`.
+            WriteBackError: it has neither the unsharded shape, nor as many elements as this rank holds.
         """
         noticed = False
         for place in self.places if self.lent is None else ():
@@ -232,7 +247,7 @@ class ShardedParameter:
                 )
             if isinstance(shown, nn.Parameter):
                 if record_of(shown) is self and _is_freed(shown):
-                    place.show(self.shard)  # a whole one that functional_call has put back, which was freed meanwhile
+                    place.show(self.shard)  # an unsharded one, freed meanwhile, that functional_call has put back
                     continue
                 self._take_values(shown)
                 self.attributes.update(attributes_of(shown))
@@ -244,7 +259,7 @@ class ShardedParameter:
         return noticed
 
     def has_taken(self, parameter: nn.Parameter) -> bool:
-        """Whether the user had put `parameter`, a form of this one, in the shard's place; no module has it any more."""
+        """Returns whether the user had put `parameter` in the shard's place. No module has it any more."""
         return id(parameter) in self._taken_ids
 
     @torch.no_grad()
@@ -270,16 +285,18 @@ class ShardedParameter:
         self.restored = restored
 
     def as_unsharded(self, plain: torch.Tensor) -> torch.Tensor:
-        """`plain`, all elements in the shape `shape`, as modules see it: a DTensor if it was one; uncopied."""
+        """Returns `plain`, a tensor of shape `shape`, as modules see it: as a DTensor if the parameter was one.
+        Uncopied."""
         if self.restored is not None:
             return self.restored(plain)
         if self.unsharded_spec is None:
             return plain
         old = self.unsharded_spec
+        # A spec of its own even in the same dtype: the user's tensor may have had other strides than `plain`.
         return dtensor(plain, dtensor_spec(old.mesh, old.placements, old.shape, plain.dtype))
 
     def part_of(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of `unsharded`, of shape `shape`; a view where the cut allows."""
+        """Returns this rank's piece of `unsharded`, of shape `shape`: a view where the cut allows it."""
         return shard_of(unsharded, self.cut, self.mesh.piece)
 
     def lend(self, unsharded: nn.Parameter) -> None:
@@ -288,24 +305,25 @@ class ShardedParameter:
         self.show(unsharded)
         self.lent = unsharded
 
-    def take_back(self) -> list[Any]:
-        """Show the shard again; return what the places had instead of it, lent or put there by the user."""
+    def take_back(self) -> list[object]:
+        """Show the shard again. Returns the values that the places had: the lent copy, or what the user has put
+        there."""
         found = [place.shown for place in self.places]
         self.lent = None
         self.show(self.shard)
         return found
 
 
-# Of a whole group at once, as often as its parameters come and go: one call instead of one for each.
+# For all parameters of a group at once, since they are called twice per gather: one call instead of one for each.
 
 
 def num_trainable(records: Sequence[ShardedParameter]) -> int:
-    """How many of `records` are trained."""
+    """Returns how many of `records` are trained."""
     return sum([(each.shard if each.flat is None else each.flat.parameter).requires_grad for each in records])
 
 
 def show_unsharded(records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter]) -> None:
-    """Show `parameters`, the unsharded form of each of `records`, and have them require a gradient if those do."""
+    """Show `parameters`, the unsharded form of each of `records`, and let them require a gradient if the records do."""
     for record, parameter in zip(records, parameters, strict=True):
         requires_grad = (record.shard if record.flat is None else record.flat.parameter).requires_grad
         if parameter.requires_grad != requires_grad:

@@ -1,4 +1,4 @@
-"""An attribute of a module where a parameter hangs."""
+"""A place: an attribute of a module on which a parameter hangs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import nn
 
 
 class Place:
-    """An attribute of a module that holds the parameter. The module is held weakly, or it would keep itself alive.
+    """An attribute of a module that holds a parameter. The reference to the module is weak: a strong one would keep the
+    module alive.
 
-    `registered`: it is among the module's parameters; otherwise it is a plain attribute, which `parameters()` and
-    `state_dict()` do not see.
+    `registered`: the parameter is among the module's parameters. Otherwise it is a plain attribute, which
+    `parameters()` and `state_dict()` do not see.
     """
 
     __slots__ = ("_module", "attribute", "parameters", "registered")
@@ -25,22 +26,22 @@ class Place:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What `key_of` gives for it."""
+        """The key that `key_of` returns for this module and attribute."""
         return id(self.parameters), self.attribute
 
     @property
     def module_id(self) -> int:
-        """The id of the module, or of None if that is gone."""
+        """The id of the module, or of None if the module is gone."""
         return id(self._module())
 
     @property
     def shown(self) -> Any:
-        """What the module has there now; None if it was deleted."""
+        """The module's attribute now: the parameter, what a user has put in its place, or None if it was deleted."""
         registered = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
         return self._shown_in.get(self.attribute) if registered is None else registered
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """Whether the module has `parameter` there now."""
+        """Returns whether the module has `parameter` there now."""
         return (self.parameters.get(self.attribute) if self.registered else self.shown) is parameter
 
     def show(self, parameter: nn.Parameter) -> None:
@@ -52,7 +53,7 @@ class Place:
             self._shown_in[self.attribute] = parameter
 
     def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
-        """Show `new`; a Parameter other than `old` that was there."""
+        """Show `new`. Returns the Parameter that was there, if it is neither `old` nor `new`."""
         shown = self._shown_in if not self.registered else self.parameters
         found = shown.get(self.attribute)
         if found is old:
@@ -63,7 +64,7 @@ class Place:
         return found if isinstance(found, nn.Parameter) and found is not old and found is not new else None
 
     def register(self, registered: bool) -> None:
-        """Have it among the module's parameters, or as a plain attribute. Its turn among them stays."""
+        """Make it one of the module's parameters, or a plain attribute. Its turn among the parameters stays."""
         if registered == self.registered:
             return
         shown = self.shown
@@ -83,5 +84,5 @@ class Place:
 
 
 def key_of(module: nn.Module, attribute: str) -> tuple[int, str]:
-    """What the place of that attribute of that module is known by, for as long as there is one."""
+    """Returns the key of a place, which is valid as long as the module lives."""
     return id(module._parameters), attribute

@@ -1,10 +1,10 @@
-"""A shard that its replicas own pieces of: each keeps all of it, steps its own, fetches others' before use.
+"""A shard that is divided among replicas: each replica steps its own piece, and fetches the others before a gather.
 
-    replica 0   optimizer steps | a a |           fetches      | a a | b b |    which is what it sends
+    replica 0   optimizer steps | a a |           fetches      | a a | b b |    and sends all of it
     replica 1   optimizer steps       | b b |                  | a a | b b |    along the shard axis
 
 Pieces are fetched once after they were written, not for each gather: a step of several micro-batches pays for it once.
-Where it is of the shards' own dtype, and on their device, a rank's piece is a part of the shard that it keeps.
+If the copy of the shard has the dtype and the device of the pieces, the rank's own piece is a part of the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sherd.layout.extent import Extent
 
 
 class FetchedShard:
-    """`sizes` are those of the replicas' pieces; the shard is 1-D, of all of them. A copy for each dtype asked for."""
+    """The full shard, 1-D, of which every replica owns a piece. `sizes` are the sizes of the pieces. There is one copy
+    for each dtype that was asked for."""
 
     def __init__(self, sizes: Sizes, mesh: DataMesh) -> None:
         self.sizes = sizes
@@ -34,16 +35,16 @@ class FetchedShard:
         return sum(self.sizes)
 
     def holding(self, shard: torch.Tensor) -> torch.Tensor:
-        """Keep `shard`, `[numel]`, and return the part of it that is this rank's piece."""
+        """Keep `shard`, `[numel]`, as a copy. Returns this rank's piece of it."""
         self._copies[shard.dtype] = shard
         return self.own_part(shard)
 
     def own_part(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of `shard`, a view."""
+        """Returns this rank's piece of `shard`, a view."""
         return shard[self._own.start : self._own.stop]
 
     def around(self, piece: torch.Tensor, version: int) -> torch.Tensor:
-        """The shard, given this rank's piece of it. Collective over the replicate axis if `version` is a new one."""
+        """Returns the shard, given this rank's piece of it. Collective over the replicate axis if `version` is new."""
         shard = self._copies.get(piece.dtype)
         if shard is None:
             shard = self._copies[piece.dtype] = torch.empty(self.numel, dtype=piece.dtype, device=piece.device)
@@ -56,10 +57,10 @@ class FetchedShard:
         return shard
 
     def has_piece(self, piece: torch.Tensor) -> bool:
-        """Whether `piece`, this rank's, is a part of a copy."""
+        """Returns whether `piece`, this rank's own, is a part of a copy."""
         shard = self._copies.get(piece.dtype)
         return shard is not None and self.own_part(shard).data_ptr() == piece.data_ptr()
 
     def held(self) -> Iterator[torch.Tensor]:
-        """Its copies."""
+        """Yields the copies."""
         yield from self._copies.values()

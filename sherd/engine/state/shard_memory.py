@@ -1,27 +1,28 @@
-"""Notice where a user has given an optimizer's tensors other memory than that which is gathered, and take the values.
+"""Shard memory: notices that a user has given an optimizer's tensors other memory than the shard buffer, and copies the
+values into the shard buffer.
 
-    what a user does                                 what is left of it                     so
-    w.data -= ..., w.data.copy_(...), nn.init...     the seat, with other values            nothing
-    torch.utils.swap_tensors(w, other)               another local tensor                   its values are taken
-    w.data = whole, a plain tensor                   a shell with a storage that has bytes  this rank's part is taken
-    w.data = w.data - ..., a DTensor of torch's      a shell with another, empty storage    an error: values are lost
-    the same of a ragged tensor                      it copies them itself                  nothing
+    the user does                                    and finds                              and we
+    w.data -= ..., w.data.copy_(...), nn.init...     new values in the shard buffer         do nothing
+    torch.utils.swap_tensors(w, other)               another local tensor                   copy its values
+    w.data = unsharded, a plain tensor               a shell with a storage that has bytes  copy this rank's part
+    w.data = w.data - ..., a DTensor of torch's      a shell with another, empty storage    raise: values are lost
+    w.data = ... on a ragged tensor                  new values, which it copied itself     do nothing
 
-A DTensor of torch's is a shell around its local tensor. To assign its `.data` changes the shell and leaves the local
-tensor as it is; only the shell's storage, which has no bytes, tells that it happened. What is done in place leaves it.
+A DTensor of torch's is a shell around its local tensor. An assignment to its `.data` changes the shell and leaves the
+local tensor as it is. Only the shell's storage, which has no bytes, shows that it happened. Operations in place leave
+that storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import dtensor, has_bytes, local_tensor, replace_local_tensor, spec_of
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.ragged import RaggedDTensor
@@ -30,15 +31,15 @@ _storage_of = torch.Tensor.untyped_storage
 
 
 class ShardMemory:
-    """Where the leaves of one group were put."""
+    """The memory of one group's optimizer parameters, as it was when they became views of the shard buffer."""
 
     def __init__(self, records: Sequence[ShardedParameter]) -> None:
         self._records = records
         self.note()
 
     def note(self) -> None:
-        """Remember where the leaves are now, which may be other objects than before."""
-        self._optimizer_params: list[Any] = [record.optimizer_param for record in self._records]
+        """Remember the optimizer parameters, which may be other objects than before, and their memory."""
+        self._optimizer_params = [as_sharded(record.optimizer_param) for record in self._records]
         self._locals = [record.resting for record in self._records]
         # Held, so that no other storage can be where one of them was.
         self._shells = [each for each in self._optimizer_params if not isinstance(each, RaggedDTensor)]
@@ -46,7 +47,8 @@ class ShardMemory:
 
     @property
     def are_taken(self) -> bool:
-        """Whether each leaf is where it was put; asked at each forward, so all of it runs in C where it can."""
+        """True if every optimizer parameter has the memory that it was given. Every forward asks, so C does most of
+        it."""
         try:
             now = list(map(local_tensor, self._optimizer_params))
         except AttributeError:  # it is no DTensor any more
@@ -55,22 +57,21 @@ class ShardMemory:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take the values of what was put in the leaves' places, and give them their memory again.
+        """Copy values from other memory into the shard buffer, and make the optimizer parameters views of it again.
 
-        A leaf of another dtype or on another device is left as it is: the unit is grouped anew.
+        One of another dtype or on another device is left as it is: the unit is grouped anew.
 
         Raises:
-            WriteBackError: the values are lost, or are of another shape.
+            WriteBackError: values are lost, or have another shape.
         """
         storages = dict(zip(map(id, self._shells), self._storages, strict=True))
         lost = []
         for record, local in zip(self._records, self._locals, strict=True):
             optimizer_param = record.optimizer_param
             _require_alike(record, optimizer_param)
-            assert isinstance(optimizer_param, DTensor), "that was looked at"
             storage = storages.get(id(optimizer_param))
-            if local_tensor(optimizer_param) is not local:
-                _take_swapped(record, optimizer_param, local)
+            if record.resting is not local:
+                _take_swapped(record, as_sharded(optimizer_param), local)
             elif storage is not None and _storage_of(optimizer_param) is not storage:
                 if has_bytes(_storage_of(optimizer_param)):
                     _take_plain(record, optimizer_param, local)
@@ -86,7 +87,7 @@ class ShardMemory:
 
 
 def _require_alike(record: ShardedParameter, optimizer_param: torch.Tensor) -> None:
-    """Raise unless `optimizer_param` is a DTensor of the parameter's layout still."""
+    """Raise unless `optimizer_param` is still a DTensor of the parameter's layout."""
     ours = record.shard_spec if record.flat is None else None
     is_alike = isinstance(optimizer_param, DTensor) and (
         ours is None or spec_of(optimizer_param).placements == ours.placements
@@ -108,7 +109,7 @@ def _take_swapped(record: ShardedParameter, optimizer_param: DTensor, local: tor
 
 
 def _take_plain(record: ShardedParameter, optimizer_param: torch.Tensor, local: torch.Tensor) -> None:
-    """The shell of `optimizer_param` has become that of a plain tensor, with its memory: make it a DTensor's again."""
+    """Copy the values of a plain tensor that was assigned to `.data`, and turn the shell into a DTensor's again."""
     size, stride = tuple(optimizer_param.shape), optimizer_param.stride()
     value = torch.empty(0, dtype=optimizer_param.dtype, device=optimizer_param.device)
     value.set_(_storage_of(optimizer_param), optimizer_param.storage_offset(), size, stride)

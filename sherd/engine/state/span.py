@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor_spec, gradients_of, local_gradients, local_tensor
+from sherd._torch import gradients_of, local_gradients, local_tensor
 from sherd.engine.state.group import Group, own_view
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, in_dtype
 from sherd.layout.extent import Extent
 from sherd.tensor.ragged import as_dtensor, local_part
 from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
@@ -27,7 +27,7 @@ States = MutableMapping[torch.Tensor, State]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the members of a vector of `numel` elements lie in it. There may be gaps between members."""
+    """The extents of the members of a vector of `numel` elements. There may be gaps between members."""
 
     numel: int
     extents: tuple[Extent, ...]
@@ -39,11 +39,12 @@ class Span:
         return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(held) if one.stop < other.start]
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """The members' parts of `vector`, 1-D and uncopied."""
+        """Returns the members' parts of `vector`, 1-D and uncopied."""
         return [vector[extent.start : extent.stop] for extent in self.extents]
 
     def vector(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Copies of the members' parts as one vector of `dtype`. Gaps, and members whose part is None, are zero."""
+        """Returns a vector of `dtype` with copies of the members' parts. Gaps, and members whose part is None, are
+        zero."""
         device = next(part.device for part in parts if part is not None)
         vector = torch.zeros(self.numel, dtype=dtype, device=device)
         for view, part in zip(self.views(vector), parts, strict=True):
@@ -69,32 +70,25 @@ class ShardView:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank holds nothing of the shard."""
+        """True if this rank holds nothing of the shard."""
         return not self.extent.numel
 
     @property
     def is_in_buffer(self) -> bool:
-        """Whether the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
-        local, shard_buffer = self.record.local, self.group.shard_buffer
-        if local.dtype != shard_buffer.dtype or local.device != shard_buffer.device:
-            return False
-        start = shard_buffer.data_ptr() + self.extent.start * shard_buffer.itemsize
-        return self.is_empty or local.data_ptr() == start
+        """True if the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
+        return self.group.has_at(self.extent.start, self.record.local)
 
     def fits(self, gradient: object) -> bool:
-        """Whether `gradient` is laid out as the shard is."""
+        """Returns whether `gradient` is laid out as the shard is."""
         return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
 
     def is_elementwise(self, key: str, value: object) -> bool:
-        """Whether `value`, the optimizer's state under `key`, has an element for each of the shard's."""
+        """Returns whether `value`, the optimizer's state under `key`, has an element for each of the shard's."""
         return kind_of(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """A DTensor around `local`, 1-D and uncopied, that is laid out as the shard is."""
-        spec = self.record.shard_spec
-        if local.dtype != self.record.dtype:
-            spec = dtensor_spec(spec.mesh, spec.placements, spec.shape, local.dtype)
-        return as_dtensor(own_view(local).view(self.record.local.shape), spec)
+        """Returns a DTensor around `local`, 1-D and uncopied, that is laid out as the shard is."""
+        return as_dtensor(own_view(local).view(self.record.local.shape), in_dtype(self.record.shard_spec, local.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +128,7 @@ class SteppedSpan:
         self._states: list[State] = []
 
     def _in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The vector that `parts` are views of. Returns None if they do not lie as the shards do in their buffer."""
+        """Returns the vector that `parts` are views of, or None if they do not lie as the shards do in their buffer."""
         first = parts[0]
         if not self._starts:
             return first.new_empty(0)
@@ -194,13 +188,13 @@ class SteppedSpan:
             self._hand_out(vectors, state_of)
 
     def shard_states(self) -> Iterator[ShardState]:
-        """The state of each shard."""
+        """Yields the state of each shard."""
         views = {key: self._span.views(value) for key, value in self.state.items() if self._is_vector(value)}
         for index, (shard, state) in enumerate(zip(self.shards, self._states, strict=False)):
             yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})
 
     def has_its_state(self, state_of: States) -> bool:
-        """Whether the shards still have the state that they were given. Otherwise it was loaded or cleared since."""
+        """Returns whether the shards still have the state that they were given. Otherwise it was loaded or cleared."""
         state = state_of.get(self.shards[0])
         return state is self._states[0] if self._states else not state
 

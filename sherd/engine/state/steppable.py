@@ -1,17 +1,16 @@
-"""Optimizers of torch.optim that cannot step shards are refused by name before the step.
+"""Refuses, by name and before the step, the optimizers of torch.optim that cannot step shards.
 
 Torch would raise in the middle of the step, and name only the operation that DTensor does not support.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
 
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import OptimizerError
 from sherd.tensor.ragged import RaggedDTensor
 
@@ -24,13 +23,13 @@ _NEEDS_EVEN = (
 )
 
 
-def require_steppable(optimizer: Optimizer, group: dict[str, Any], record: ShardedParameter) -> None:
+def require_steppable(optimizer: Optimizer, group: Mapping[str, object], record: ShardedParameter) -> None:
     """Raise `OptimizerError` if `optimizer` is of one of torch's own classes and cannot step `record`'s parameter.
 
     `group` is the parameter's group in the optimizer. A subclass may step otherwise, so it is never refused.
     `test_what_is_refused_torch_cannot_step` tries each refusal on torch.
     """
-    remedy = _remedy(type(optimizer), group, record.optimizer_param)
+    remedy = _remedy(type(optimizer), group, as_sharded(record.optimizer_param))
     if remedy is not None:
         form = "(fused=True)" if remedy is _NOT_FUSED else ""
         raise OptimizerError(
@@ -39,8 +38,8 @@ def require_steppable(optimizer: Optimizer, group: dict[str, Any], record: Shard
         )
 
 
-def _remedy(kind: type[Optimizer], group: dict[str, Any], optimizer_param: nn.Parameter) -> str | None:
-    if kind not in _EXAMINED or not isinstance(optimizer_param, DTensor) or optimizer_param.device_mesh.size() == 1:
+def _remedy(kind: type[Optimizer], group: Mapping[str, object], optimizer_param: DTensor) -> str | None:
+    if kind not in _EXAMINED or optimizer_param.device_mesh.size() == 1:
         return None
     stock = not isinstance(optimizer_param, RaggedDTensor)
     sharded = any(not each.is_replicate() for each in optimizer_param.placements)
@@ -57,7 +56,7 @@ _EXAMINED = (SGD, Adagrad, Rprop, Adafactor, LBFGS)
 
 
 def _is_even(optimizer_param: DTensor) -> bool:
-    """Whether every rank holds equally many elements, which are consecutive."""
+    """Returns whether every rank holds equally many elements, which are consecutive."""
     divides = optimizer_param.ndim > 0 and optimizer_param.shape[0] % optimizer_param.device_mesh.size() == 0
     return all(
         each.is_replicate() or (isinstance(each, Shard) and each.dim == 0 and divides)

@@ -1,17 +1,18 @@
-"""Which DTensor is the shard of a parameter that is a DTensor already, on axes that are not data parallel?
+"""The DTensor layout of a shard: of a plain parameter, or of one that is tensor parallel already.
 
 A tensor-parallel parameter was cut by its own axes first, and then by ours. DTensor reads placements from left to
-right, and our axes go in front, as everywhere else; where both cut one dim it calls ours strided. A tensor of 10 rows
-over `tp` of 2 and `dp` of 2, on the mesh (dp, tp), `[_StridedShard(0, split_factor=2), Shard(0)]`:
+right. We put our axes in front, as everywhere else, and where both cut one dim, DTensor calls ours strided. A tensor of
+10 rows over `tp` of 2 and `dp` of 2, on the mesh (dp, tp), `[_StridedShard(0, split_factor=2), Shard(0)]`:
 
     tp 0 | 0 1 2 3 4 |   dp 0 | 0 1 2 |        read from the left   dp 0 | 0 1 2 5 6 7 |   tp 0 | 0 1 2 |
                          dp 1 | 3 4   |                                                    tp 1 | 5 6 7 |
     tp 1 | 5 6 7 8 9 |   dp 0 | 5 6 7 |                             dp 1 | 3 4 8 9 |       tp 0 | 3 4   |
                          dp 1 | 8 9   |                                                    tp 1 | 8 9   |
 
-Read so, 9 rows over `dp` of 4 come out otherwise than they were cut: row 8 is on tp 1, dp 3, and would seem to be on
-tp 0, dp 3, where nothing is. Of such a tensor our axis goes behind, on the mesh (tp, dp), where both orders are one.
-Runs are never read from the left: they are of what the other axes have left to a rank.
+For 9 rows over `dp` of 4, DTensor would look in the wrong place: row 8 is on tp 1, dp 3, but DTensor expects it on tp
+0, dp 3, which holds nothing. For such a tensor our axis goes behind, on the mesh (tp, dp), where DTensor reads the axes
+in the order in which they cut. Runs have no such problem: they cut the local tensor that the other axes leave to a
+rank.
 """
 
 from __future__ import annotations
@@ -35,38 +36,31 @@ from sherd.tensor.placement import ragged_spec
 from sherd.tensor.vectors import VectorShard
 
 
-def own_spec(mesh: DataMesh, cut: Cut | Runs, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """The shard of a plain parameter."""
-    if isinstance(cut, Runs):
-        return ragged_spec(mesh.mesh, _copies(mesh), shape, dtype, cut, mesh.piece_axes)
-    placements = _placements_in_cut_order(mesh, cut.dim) if mesh.shards_replicas else _data_placements(mesh, cut.dim)
-    return dtensor_spec(mesh.in_cut_order, placements, shape, dtype)
+def own_spec(mesh: DataMesh, cut: Cut, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Returns the spec of a plain parameter's shard."""
+    return _shard_spec(shape, dtype, [], (), mesh, cut, "a plain parameter")
 
 
 def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
     return (ReplicateSpec(),) * mesh.mesh.ndim
 
 
-def _placements_in_cut_order(mesh: DataMesh, dim: int | None) -> tuple[PlacementSpec, ...]:
-    """Placements on the axes that cut, one behind the other, of a mesh that spreads."""
-    return (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
-
-
 def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[PlacementSpec, ...]:
-    """Placements on the data-parallel axes; `split` is how many parts other axes to the right cut `dim` into."""
+    """Returns the placements on the data-parallel axes. `split`: the number of parts that axes to the right make of
+    `dim`."""
     placements = list(_copies(mesh))
     if dim is not None and mesh.shard_axis is not None:
         placements[mesh.shard_axis] = _shard(dim, split)
     return tuple(placements)
 
 
-def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on another mesh, of which `cut` cuts this rank's part.
+def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
+    """Returns the spec of the shard of a parameter that is a DTensor on another mesh. `cut` cuts its local tensor.
 
     Raises:
-        MeshError: the two meshes have ranks or an axis in common, or are not parts of one.
-        PlacementError: it is a partial sum there.
-        OwnershipError: they are the same mesh.
+        MeshError: the two meshes have ranks or an axis in common, or are not parts of one mesh.
+        PlacementError: the parameter is a partial sum.
+        OwnershipError: the two meshes are the same.
     """
     if unsharded.mesh in (mesh.mesh, mesh.given):
         raise OwnershipError(
@@ -75,15 +69,15 @@ def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -
             "it over another axis"
         )
     _require_no_sums(unsharded, name)
-    return _in_front_or_behind(unsharded, [unsharded.mesh], unsharded.placements, mesh, cut, name)
+    return _shard_spec(unsharded.shape, _dtype(unsharded), [unsharded.mesh], unsharded.placements, mesh, cut, name)
 
 
-def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: str) -> DTensorSpec:
-    """The shard of a parameter that is a DTensor on the full mesh whose data-parallel axes the user named; or, where it
-    has no others, on another one.
+def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
+    """Returns the spec of the shard of a parameter that is a DTensor on the full mesh, of which the user named the
+    data-parallel axes. If the full mesh has no other axes, the parameter may also be on another mesh.
 
     Raises:
-        PlacementError: it is on another mesh, not replicated on a data-parallel axis, or a partial sum on another one.
+        PlacementError: it is on a mesh that does not fit, not replicated on a data-parallel axis, or a partial sum.
     """
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     full, names = mesh.full, mesh.full.mesh_dim_names or ()
@@ -109,18 +103,20 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs, name: 
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
     others = [axis for axis in range(full.ndim) if axis not in data_axes]
     remaining = tuple(unsharded.placements[axis] for axis in others)
-    return _in_front_or_behind(unsharded, [full[names[axis]] for axis in others], remaining, mesh, cut, name)
+    meshes = [full[names[axis]] for axis in others]
+    return _shard_spec(unsharded.shape, _dtype(unsharded), meshes, remaining, mesh, cut, name)
 
 
-def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTensorSpec | None:
-    """The whole's spec with the shard axis, one of the same mesh, cutting it too; None if that reads otherwise."""
+def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut) -> DTensorSpec | None:
+    """Returns the spec in which the shard axis, one of the parameter's own mesh, cuts the parameter too. None if
+    DTensor would not read that as it was cut."""
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
-    dim = None if isinstance(cut, Runs) else cut.dim
-    if not mesh.dims.shard_names or (dim is None and isinstance(cut, Cut)):
+    if not mesh.dims.shard_names or (cut.dim is None and not cut.in_line):
         return unsharded
     axis = (mesh.full.mesh_dim_names or ()).index(mesh.dims.shard_names[0])
     if isinstance(cut, Runs):
         return ragged_spec(mesh.full, unsharded.placements, unsharded.shape, _dtype(unsharded), cut, (axis,))
+    dim = cut.dim
     assert dim is not None, "what is not cut stays as it is"
     sizes = [mesh.full.size(at) if _cuts_dim(each, dim) else 1 for at, each in enumerate(unsharded.placements)]
     before, behind = sizes[:axis], sizes[axis + 1 :]
@@ -131,54 +127,45 @@ def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut | Runs) -> DTenso
     return dtensor_spec(mesh.full, placements, unsharded.shape, _dtype(unsharded))
 
 
-def _in_front_or_behind(
-    unsharded: DTensorSpec,
+def _shard_spec(
+    shape: torch.Size,
+    dtype: torch.dtype,
     meshes: Sequence[DeviceMesh],
     remaining: tuple[PlacementSpec, ...],
     mesh: DataMesh,
-    cut: Cut | Runs,
+    cut: Cut,
     name: str,
 ) -> DTensorSpec:
-    """The shard on the data-parallel axes and `meshes`, whose axes have the placements `remaining`."""
-    if not meshes:
-        return own_spec(mesh, cut, unsharded.shape, _dtype(unsharded))
+    """Returns the spec of a shard on the data-parallel axes and on `meshes`, whose axes have the placements
+    `remaining`: our axes in front, or behind where DTensor would not read what lies in front as it was cut."""
     _require_apart(mesh.given, meshes, name)
+    joined = _joined(mesh, meshes, name) if meshes else mesh.mesh
     if isinstance(cut, Runs):
-        joined, given = _joined(mesh, meshes, name), (*_copies(mesh), *remaining)
-        return ragged_spec(joined, given, unsharded.shape, _dtype(unsharded), cut, mesh.piece_axes)
+        return ragged_spec(joined, (*_copies(mesh), *remaining), shape, dtype, cut, mesh.piece_axes)
     dim = cut.dim if mesh.shard_axis is not None else None
     if mesh.shards_replicas:
-        base = _joined(mesh, meshes, name)
-        in_cut_order = permuted(base, (*range(mesh.mesh.ndim, base.ndim), *mesh.piece_axes))
-        return dtensor_spec(
-            in_cut_order, (*remaining, *_placements_in_cut_order(mesh, dim)), unsharded.shape, _dtype(unsharded)
-        )
+        in_cut_order = permuted(joined, (*range(mesh.mesh.ndim, joined.ndim), *mesh.piece_axes))
+        pieces = (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
+        return dtensor_spec(in_cut_order, (*remaining, *pieces), shape, dtype)
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
     behind = [size for size, placement in zip(sizes, remaining, strict=True) if _cuts_dim(placement, dim)]
     strided = any(_is_strided(each) for each in remaining)
-    if dim is None or _reads_as_cut(unsharded.shape[dim], mesh.num_shards, behind, strided):
-        joined, placements = (
-            _joined(mesh, meshes, name),
-            (*_data_placements(mesh, dim, prod(behind)), *remaining),
-        )
-    else:
-        joined, placements = (
-            _joined(mesh, meshes, name, behind=True),
-            (*remaining, *_data_placements(mesh, dim)),
-        )
-    return dtensor_spec(joined, placements, unsharded.shape, _dtype(unsharded))
+    if dim is None or _reads_as_cut(shape[dim], mesh.num_shards, behind, strided):
+        return dtensor_spec(joined, (*_data_placements(mesh, dim, prod(behind)), *remaining), shape, dtype)
+    joined = _joined(mesh, meshes, name, behind=True)
+    return dtensor_spec(joined, (*remaining, *_data_placements(mesh, dim)), shape, dtype)
 
 
 def merged_spec(
     mesh: DataMesh, cut: Runs, dtype: torch.dtype, members: Sequence[tuple[DTensorSpec | None, Extent]], name: str
 ) -> DTensorSpec:
-    """A flat parameter: the vector, cut as `cut`, of what other axes leave to this rank of each of its members.
+    """Returns the spec of a flat parameter: a vector of its members' local tensors on the other axes, cut as `cut`.
 
     Collective over the other axes, whose ranks may have vectors of other lengths.
 
     Args:
-        members: what each is before it is cut, None for a plain tensor, and where it lies in the vector.
-        name: of the first, for messages.
+        members: the spec of each member before it is cut, None for a plain tensor, and its place in the vector.
+        name: the name of the first member, for messages.
     """
     specs = [unsharded for unsharded, _ in members if unsharded is not None]
     axes = list(dict.fromkeys(axis for unsharded in specs for axis in _axes_of(unsharded.mesh)))
@@ -199,12 +186,12 @@ def merged_spec(
 
 
 def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Each axis of a mesh, as a mesh of its own."""
+    """Returns the axes of a mesh, each as a mesh of its own."""
     return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names or ()]
 
 
 def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
-    """Whether the ranks of `axis` have the same elements of a parameter; of a plain one they have."""
+    """Returns whether the ranks of `axis` have the same elements of a parameter, as they always have of a plain one."""
     if unsharded is None or axis not in (axes := _axes_of(unsharded.mesh)):
         return True
     return unsharded.placements[axes.index(axis)].is_replicate()
@@ -214,8 +201,10 @@ def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
 
 
 def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bool) -> bool:
-    """Whether `size` rows, cut by axes of the sizes `behind` in turn and then by ours, are found where they are by who
-    reads from the left: ours first, strided, then `behind`. `strided`: one of those is so itself.
+    """Returns whether DTensor will look for each of `size` rows on the rank that holds it.
+
+    The tensor-parallel axes, of sizes `behind`, cut the rows first, and our axis last. DTensor reads a mesh from left
+    to right: our axis first, as a strided shard, then `behind`. `strided`: one of `behind` is a strided shard itself.
     """
     if size % (num_shards * prod(behind)) == 0:
         return True
@@ -229,7 +218,7 @@ def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bo
 
 
 def _parts(size: int, cuts: Sequence[int]) -> list[int]:
-    """The sizes into which axes of the sizes `cuts` cut `size` rows, each cutting what the one before has left."""
+    """Returns the sizes of the parts of `size` rows that axes of the sizes `cuts` make, one cutting after the other."""
     parts = [size]
     for num_parts in cuts:
         parts = [each.numel for part in parts for each in chunks(part, num_parts)]
@@ -237,7 +226,7 @@ def _parts(size: int, cuts: Sequence[int]) -> list[int]:
 
 
 def _cuts_dim(placement: PlacementSpec, dim: int | None) -> bool:
-    """Whether `placement` cuts `dim`, strided or not; of a strided one `is_shard` says no (2.13)."""
+    """Returns whether `placement` cuts `dim`, strided or not. `is_shard` is False for strided ones (2.13)."""
     return dim is not None and getattr(placement, "dim", None) == dim
 
 
@@ -291,7 +280,7 @@ def _require_apart(data: DeviceMesh, meshes: Sequence[DeviceMesh], name: str) ->
 
 
 def _joined(mesh: DataMesh, others: Sequence[DeviceMesh], name: str, behind: bool = False) -> DeviceMesh:
-    """One mesh with the axes of all, the data-parallel ones in front or behind."""
+    """Returns one mesh with the axes of all, the data-parallel ones in front or behind."""
     try:
         return mesh.joined(others, behind)
     except RuntimeError as error:

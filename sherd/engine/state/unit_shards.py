@@ -1,4 +1,4 @@
-"""The shards of one unit: where they hang on its modules, and whether their buffers are still what optimizers write."""
+"""The shards of one unit: their places on its modules, and the check that optimizers still write into their buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sherd.engine.state.place import Place, key_of
 
 
 class UnitShards:
-    """What a unit holds between steps: its parameters, in groups."""
+    """The parameters of a unit, in groups, as they are between steps."""
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         self._parameters = tuple(parameters)
@@ -23,24 +23,24 @@ class UnitShards:
         self._hung = {place.key: (record, place) for record in parameters for place in record.places}
 
     def regroup(self, groups: Sequence[Group]) -> None:
-        """Have the parameters in these groups from now on."""
+        """Put the parameters in these groups."""
         self._groups = tuple(groups)
 
     # Where they hang
 
     def record_at(self, module: nn.Module, attribute: str) -> ShardedParameter | None:
-        """The parameter that hangs on `module`, one of the unit's, as `attribute`."""
+        """Returns the parameter that hangs on `module`, one of the unit's, as `attribute`."""
         hung = self._hung.get(key_of(module, attribute))
         return None if hung is None else hung[0]
 
     def hides(self, module: nn.Module, attribute: str) -> bool:
-        """Whether a flat parameter stands for the one there, which is not among the module's parameters now."""
+        """Returns whether a flat parameter stands for the parameter there, so that the module does not list it."""
         hung = self._hung.get(key_of(module, attribute))
         return hung is not None and not hung[1].registered
 
     def merge(self, module: nn.Module, attribute: str) -> None:
-        """Merge the shards, which are of one group, into one flat parameter for the optimizer, a parameter of `module`
-        called `attribute`. The unit is to be grouped anew then."""
+        """Merge the shards, which are in one group, into one flat parameter for the optimizer: `attribute` of `module`.
+        The caller must group the unit anew."""
         (group,) = self._groups
         flat = FlatShard(group)
         for record in self._parameters:
@@ -50,11 +50,12 @@ class UnitShards:
 
     @property
     def shows_flat_parameter(self) -> bool:
-        """Whether a flat parameter is registered in the place of the unit's own."""
+        """True if a flat parameter is registered in the place of the unit's own."""
         return self._flat_place is not None and self._flat_place.registered
 
     def register(self, registered: bool) -> None:
-        """With a flat parameter: have the parameters among their modules' instead of it, or it instead of them."""
+        """Register the parameters on their modules in place of the flat one, or the other way round, if there is
+        one."""
         if self._flat_place is None:
             return
         for record in self._parameters:
@@ -66,12 +67,12 @@ class UnitShards:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """What the optimizer owns of the unit."""
+        """The unit's parameters as the optimizer has them."""
         return [optimizer_param.parameter for group in self._groups for optimizer_param in group.optimizer_params]
 
     @property
     def num_kinds(self) -> int:
-        """How many sorts of parameters the unit has, by dtype and trainability."""
+        """The number of groups that the parameters need, apart from plans: one for each dtype and trainability."""
         return len({replace(group_key_of(record), plan_id=None) for record in self._parameters})
 
     @property
@@ -83,26 +84,26 @@ class UnitShards:
 
     @property
     def are_in_buffer(self) -> bool:
-        """Whether all shards still lie in their groups' buffers."""
+        """True if all shards still lie in their groups' buffers."""
         return all(group.is_in_buffer for group in self._groups)
 
     @property
     def are_on_one_device(self) -> bool:
-        """Whether all shards are on one device, as they are once `module.to()` is done with the last module."""
+        """True if all shards are on one device, as they are once `module.to()` is done with the last module."""
         device = self._parameters[0].resting.device if self._parameters else None
-        # From the last one on, which the first is to move moves last: modules that move one by one look at one tensor.
+        # From the last one on, which `module.to()` moves last, so that this ends at the first look until it is done.
         return all(record.resting.device == device for record in reversed(self._parameters))
 
     def note_optimizer_params(self) -> None:
-        """Note that other Parameters are the shards now, in the same memory."""
+        """Remember that the shards are other Parameters now, in the same memory."""
         for group in self._groups:
             group.shard_memory.note()
 
     def settle(self) -> bool:
-        """Take the values of what was put in the place of the shards' memory. Returns whether there was anything.
+        """Copy values that a user has put elsewhere into the shard buffers. Returns whether there were any.
 
         Raises:
-            WriteBackError: values that a user gave are lost, or of another shape.
+            WriteBackError: values that a user gave are lost, or have another shape.
         """
         moved = [group for group in self._groups if not group.shard_memory.are_taken]
         for group in moved:
