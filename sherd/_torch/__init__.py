@@ -94,6 +94,7 @@ from sherd._torch.saved_tensors import (
 from sherd._torch.tensors import (
     NO_TORCH_FUNCTION,
     attributes_of,
+    give_attributes,
     gradients_of,
     has_bytes,
     steps_in_backward,
@@ -127,6 +128,7 @@ __all__ = [
     "fake_tensors",
     "flatten_mesh",
     "full_of_sharded_tensor",
+    "give_attributes",
     "gradient_hooks",
     "gradients_of",
     "has_bytes",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd._torch import attributes_of
+from sherd._torch import attributes_of, give_attributes
 from sherd.api import advice
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
@@ -102,7 +102,7 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     written = {name: attributes_of(each) for name, each in module.named_parameters(recurse=False)}
     module.to_empty(device=device, recurse=False)
     for name, each in module.named_parameters(recurse=False):
-        vars(each).update(written[name])  # they are other Parameters by now
+        give_attributes(each, written[name])  # `to_empty` has made other Parameters
     reset()
 
 

@@ -195,19 +195,13 @@ class FSDPModule(_Module):
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with `comm`. Raises `PolicyError` if the unit has several groups."""
-        self._sherd_take_comm("set_custom_all_gather", AllGather, "all_gather", comm)
+        _require_custom(self._sherd_own_unit, "set_custom_all_gather", comm, AllGather)
+        self._sherd_change(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients with `comm`. Raises `PolicyError` if the unit has several groups."""
-        self._sherd_take_comm("set_custom_reduce_scatter", ReduceScatter, "reduce_scatter", comm)
-
-    def _sherd_take_comm(self, method: str, kind: type, field: str, comm: object) -> None:
-        if not isinstance(comm, kind):
-            raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
-        unit = self._sherd_own_unit
-        _require_single_kind(unit, method)
-        _require_even(unit, method)
-        unit.change(**{field: comm})
+        _require_custom(self._sherd_own_unit, "set_custom_reduce_scatter", comm, ReduceScatter)
+        self._sherd_change(False, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Run this unit's collectives on memory of the process group's allocator, where it has one (NCCL)."""
@@ -274,6 +268,18 @@ class FSDPModule(_Module):
     def _sherd_change(self, recurse: bool, **fields: Any) -> None:
         for unit in self._sherd_units(recurse):
             unit.change(**fields)
+
+    def _sherd_run_as_forward(self, name: str, method: Callable[..., object]) -> None:
+        """Put a method that runs as a forward in the place of the module's own `method`, called `name`."""
+        self.__dict__[name] = BoundForward(self._sherd_own_unit, self, method)
+
+
+def _require_custom(unit: Unit, method: str, comm: object, kind: type) -> None:
+    """Raise unless `comm` is a collective of `kind` that `unit` can be given."""
+    if not isinstance(comm, kind):
+        raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
+    _require_single_kind(unit, method)
+    _require_even(unit, method)
 
 
 def _require_single_kind(unit: Unit, method: str) -> None:
@@ -353,7 +359,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method) or isinstance(method, nn.Module):
         raise ModuleError(f"{type(module).__name__} has no method {method_name!r} to register")
     if not isinstance(method, BoundForward):
-        setattr(module, method_name, BoundForward(module._sherd_own_unit, module, method))
+        module._sherd_run_as_forward(method_name, method)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -34,7 +34,15 @@ PRESETS: dict[str, tuple[Level, ...]] = {
 
 
 @dataclass(frozen=True)
-class Placements:
+class _PerAxis:
+    """One placement for each data-parallel axis, of parameters, of gradients and of the optimizer."""
+
+    parameter: tuple[AxisPlacement, ...]
+    gradient: tuple[AxisPlacement, ...]
+    optimizer: tuple[AxisPlacement, ...]
+
+
+class Placements(_PerAxis):
     """How parameters, gradients and optimizer state are placed over each data-parallel axis.
 
     Each argument is one placement, or one per axis in the mesh's order (the replicate axis first). A placement is
@@ -62,13 +70,15 @@ class Placements:
         PolicyTypeError: something that is no placement.
     """
 
-    parameter: AxisPlacement | Sequence[AxisPlacement]
-    gradient: AxisPlacement | Sequence[AxisPlacement]
-    optimizer: AxisPlacement | Sequence[AxisPlacement]
-
-    def __post_init__(self) -> None:
-        for name in ("parameter", "gradient", "optimizer"):
-            object.__setattr__(self, name, _per_axis(name, getattr(self, name)))
+    def __init__(
+        self,
+        parameter: AxisPlacement | Sequence[AxisPlacement],
+        gradient: AxisPlacement | Sequence[AxisPlacement],
+        optimizer: AxisPlacement | Sequence[AxisPlacement],
+    ) -> None:
+        super().__init__(
+            _per_axis("parameter", parameter), _per_axis("gradient", gradient), _per_axis("optimizer", optimizer)
+        )
         if len({len(each) for each in self._kinds}) > 1 or not 1 <= len(self._kinds[0]) <= 2:
             raise PolicyError(
                 f"Placements: {len(self._kinds[0])} placements for parameters, {len(self._kinds[1])} for gradients, "
@@ -111,10 +121,10 @@ class Placements:
 
     @property
     def _kinds(self) -> tuple[tuple[AxisPlacement, ...], ...]:
-        return self.parameter, self.gradient, self.optimizer  # type: ignore[return-value]  # tuples since __post_init__
+        return self.parameter, self.gradient, self.optimizer
 
 
-def _per_axis(name: str, given: Any) -> tuple[AxisPlacement, ...]:
+def _per_axis(name: str, given: AxisPlacement | Sequence[AxisPlacement]) -> tuple[AxisPlacement, ...]:
     placements = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for each in placements:
         if isinstance(each, type) or not isinstance(each, AxisPlacement):

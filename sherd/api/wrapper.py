@@ -201,7 +201,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         elif in_functional_call():
             found._parameters[name] = value
         else:
-            setattr(found, name, value)
+            found.register_parameter(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         """`wrapped[key]`, for a wrapped container."""

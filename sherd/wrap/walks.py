@@ -197,7 +197,7 @@ def apply_wraps(
         assert isinstance(wrapped, nn.Module), "wrap_fn is ours; it returns a wrapper or the module"
         if wrapped is not module:
             for parent, name in places[module]:
-                setattr(parent, name, wrapped)
+                parent.register_module(name, wrapped)
 
 
 def check_none_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
