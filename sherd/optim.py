@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,13 @@ from sherd.engine.state.parameter import record_of
 from sherd.engine.state.span import ShardState, ShardView, States, SteppedSpan
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.tensor.state_kind import State, copy_of
+
+if TYPE_CHECKING:
+    _Optimizer = Optimizer
+else:
+    _Optimizer = object  # the class of the user's own optimizer, which follows, brings Optimizer along
+
+Key = TypeVar("Key")
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -123,18 +130,18 @@ def _is_known(kind: type[Optimizer]) -> bool:
     )
 
 
-class FlatStep:
+class FlatStep(_Optimizer):
     """What `flatten_optimizer` adds to an optimizer's class."""
 
     _sherd_stepper: _Stepper
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The optimizer's own, with a copy for each shard of what the shards of a span share: the count of steps."""
-        state_dict: dict[str, Any] = super().state_dict()  # type: ignore[misc]  # of the optimizer
+        state_dict = super().state_dict()
         return {**state_dict, "state": _unshared(state_dict["state"])}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        kind: Any = self._sherd_stepper.kind
+    def __reduce__(self) -> tuple[object, ...]:
+        kind = self._sherd_stepper.kind
         attributes = kind.__getstate__(self)
         return object.__new__, (kind,), {**attributes, "state": _unshared(attributes["state"])}
 
@@ -144,7 +151,7 @@ def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
     return type(f"Flat{kind.__name__}", (FlatStep, kind), {"step": hooked_step(_step)})
 
 
-def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object:
     """One step over the spans. As in torch, `closure` computes the loss again."""
     loss = None
     if closure is not None:
@@ -333,11 +340,11 @@ def _likeness(view: ShardView, state_of: States, numbers: dict[int, object]) -> 
     return tuple(common)
 
 
-def _unshared(states: dict[Any, State]) -> dict[Any, State]:
+def _unshared(states: Mapping[Key, State]) -> dict[Key, State]:
     """The states, with a copy of each tensor that an earlier state has, too. Otherwise a loaded count of steps would be
     counted on several times in one step."""
     seen: set[int] = set()
-    own: dict[Any, State] = {}
+    own: dict[Key, State] = {}
     for key, state in states.items():
         own[key] = state
         if isinstance(state, dict):

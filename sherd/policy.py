@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from sherd.errors import PolicyError, PolicyTypeError
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-def require_bool(where: str, value: Any) -> None:
+def require_bool(where: str, value: object) -> None:
     """Raise `PolicyTypeError` if `value` is no bool. `where` it was given, as "function(argument={})"."""
     if not isinstance(value, bool):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected a bool")
 
 
-def require_int(where: str, value: Any, least: int) -> None:
+def require_int(where: str, value: object, least: int) -> None:
     """Raise `PolicyTypeError` if `value` is no int, `PolicyError` if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected an int")
@@ -29,17 +29,15 @@ def require_int(where: str, value: Any, least: int) -> None:
         raise PolicyError(f"{where.format(value)}: expected {least} or more")
 
 
-def require_floating_dtype(where: str, value: Any) -> None:
+def require_floating_dtype(where: str, value: object) -> None:
     """Raise `PolicyTypeError` if `value` is neither None nor a torch.dtype, `PolicyError` if it is one that numbers are
     rounded to integers in. `where` it was given, as "Policy(argument={})"."""
     if value is None:
         return
-    # By its words, for there is no torch here; without one of them in hand nobody has a dtype.
-    kind = type(value)
-    if (kind.__module__, kind.__name__) != ("torch", "dtype"):
+    if not _is_dtype(value):
         meant = _DTYPES.get(value.lower()) if isinstance(value, str) else None
         raise PolicyTypeError(
-            f"{where.format(repr(value))}: expected a torch.dtype or None, got a {kind.__name__}; write "
+            f"{where.format(repr(value))}: expected a torch.dtype or None, got a {type(value).__name__}; write "
             f"torch.{meant or 'bfloat16'}"
         )
     if not (value.is_floating_point or value.is_complex):
@@ -47,6 +45,11 @@ def require_floating_dtype(where: str, value: Any) -> None:
             f"{where.format(value)}: expected a floating-point dtype; parameters, gradients and outputs would be "
             "rounded to integers. Write torch.bfloat16, torch.float16 or torch.float32"
         )
+
+
+def _is_dtype(value: object) -> TypeGuard[torch.dtype]:
+    """Returns whether `value` is a `torch.dtype`. It goes by the name of the class, as this file does without torch."""
+    return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
 
 
 _DTYPES = {
@@ -275,7 +278,7 @@ class ReduceScatter(Comm):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor` (`[n]`) with this rank's part of the reduction of every rank's `input_tensor` (`[W *
@@ -348,6 +351,6 @@ class UnitPolicy:
     reduce_scatter: ReduceScatter | None = None
     separate_reduce_group: bool = False
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_hook_stream: Any = None
+    all_reduce_hook_stream: torch.Stream | None = None
     all_reduce: Callable[[torch.Tensor], None] | None = None
     notices_replaced: bool = True

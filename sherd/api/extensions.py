@@ -14,6 +14,7 @@ wrapper needs a subclass only to do more than that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class FSDPExtensions(ABC):
     extensions=...)`. Nested wrappers of an `auto_wrap_policy` share the object. All ranks call in the same order."""
 
     @abstractmethod
-    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
         """Called for each parameter, before it is sharded.
 
         Returns:
@@ -60,7 +61,7 @@ class FSDPExtensions(ABC):
         num_devices_per_node: int,
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
-    ) -> Any:
+    ) -> object:
         """Returns the part of an unsharded parameter that `rank`, of the `world_size` in `pg`, has in a sharded state
         dict of the form `SHARDED_TENSOR`. `tensor` is a DTensor if the parameter was one."""
 
@@ -70,7 +71,7 @@ class FSDPExtensions(ABC):
         `(shard,)` or `(replicate, shard)`, and `rank` counts along its shard axis."""
 
     @abstractmethod
-    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[Any, list[Any]]:
+    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[object, Sequence[object]]:
         """Returns the `ShardedTensor` over the wrapper's ranks that is in `tensor`, and its shards on this rank."""
 
     @abstractmethod
@@ -95,7 +96,7 @@ class DTensorExtensions(FSDPExtensions):
         self._parallel_axes: set[str] = set()
         """The axes that parameters were found on. Tensors are gathered over the other axes."""
 
-    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
         """Returns a DTensor's local tensor and its spec; any other tensor as it is, and None."""
         if not isinstance(tensor, DTensor):
             return tensor, None
@@ -115,7 +116,7 @@ class DTensorExtensions(FSDPExtensions):
         num_devices_per_node: int,
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
-    ) -> Any:
+    ) -> object:
         """Returns a `ShardedTensor` of rows; a scalar as it is.
 
         Raises:
@@ -142,7 +143,7 @@ class DTensorExtensions(FSDPExtensions):
             spec = own_spec(mesh, cut, tensor.shape, tensor.dtype)
         return around(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
 
-    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[Any, list[Any]]:
+    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[object, Sequence[object]]:
         """Returns the inner one of two nested tensors, a part under tensor parallelism, and its shards on this rank."""
         shards = tensor.local_shards()
         if len(shards) == 1 and type(shards[0].tensor) is type(tensor):
@@ -185,7 +186,7 @@ def extensions_given(given: FSDPExtensions | None) -> FSDPExtensions:
     return given
 
 
-def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) -> Any | None:
+def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) -> object:
     """Call `pre_flatten_transform` for `parameter`, and copy the tensor that is to be sharded into its memory.
 
     Returns:
@@ -217,7 +218,7 @@ def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) ->
 
 
 def restored(
-    extensions: FSDPExtensions, extension: Any, whole: DTensorSpec, name: str, plain: torch.Tensor
+    extensions: FSDPExtensions, extension: object, whole: DTensorSpec, name: str, plain: torch.Tensor
 ) -> torch.Tensor:
     """Returns the parameter that the user's extensions make around `plain`, of which the spec is `whole`.
 
@@ -225,7 +226,7 @@ def restored(
         PlacementError: the parameter has another layout or other memory.
     """
     made = extensions.post_unflatten_transform(plain, extension)
-    if not isinstance(made, DTensor) or not lies_as(made, whole) or not _same_memory(local_tensor(made), plain):
+    if not lies_as(made, whole) or not _same_memory(local_part(made), plain):
         raise PlacementError(
             f"{name}: {type(extensions).__name__}.post_unflatten_transform returned a {type(made).__name__} of shape "
             f"{tuple(made.shape)}; it must make a DTensor with {whole.placements} on {whole.mesh} of the memory it was "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -139,7 +139,7 @@ class Choices:
         PolicyError: arguments that exclude each other.
     """
 
-    process_group: Any = None
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     sharding_strategy: ShardingStrategy | Placements | None = None
     cpu_offload: CPUOffload | None = None
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
@@ -151,9 +151,11 @@ class Choices:
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Choices).items():
+        kinds = get_type_hints(Choices)
+        del kinds["process_group"]  # whether it fits depends on the strategy, so `mesh` looks at it
+        for name, kind in kinds.items():
             value = getattr(self, name)
-            if kind is not Any and not isinstance(value, kind):
+            if not isinstance(value, kind):
                 wanted = " or ".join(each.__name__ for each in get_args(kind) or (kind,) if each is not type(None))
                 raise PolicyTypeError(
                     f"FullyShardedDataParallel({name}={value!r}): expected sherd's {wanted}, got a "
@@ -311,7 +313,11 @@ class Choices:
             return DataMesh(self.device_mesh, shard_axis=1, replicate_axis=0, comm=self.comm)
         if self.process_group is not None:
             pair = self.process_group
-            if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_group(each) for each in pair)):
+            if not (
+                isinstance(pair, tuple)
+                and len(pair) == 2
+                and all(isinstance(group, dist.ProcessGroup) for group in pair)
+            ):
                 raise MeshError(
                     f"{self.strategy.name}: Expected process_group to be passed in as either None or "
                     f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(pair)}; the pair is (shard group, "
@@ -346,10 +352,6 @@ class Choices:
 
 def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "") == "1"
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, dist.ProcessGroup)
 
 
 def _devices_here() -> int:

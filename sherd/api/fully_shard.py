@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.api.module import FSDPModule, checked_reshard, require_divides
+from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, data_mesh
@@ -77,7 +77,7 @@ def fully_shard(
     placement: ShardSpec | RunPlacement | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     placements: Placements | str | None = None,
-) -> Any:
+) -> nn.Module | Sequence[nn.Module]:
     """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
     right after.
 
@@ -169,12 +169,11 @@ def state(module: nn.Module) -> Unit | None:
 fully_shard.state = state  # type: ignore[attr-defined]
 
 
-def _check_modules(modules: Sequence[Any]) -> None:
+def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ModuleError("fully_shard got an empty list of modules")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise PolicyTypeError(f"fully_shard expects a module or a list of modules, got a {type(module).__name__}")
+        require_module("fully_shard expects a module or a list of modules", module)
         if is_container(module):
             raise ModuleError(
                 f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it "
@@ -190,7 +189,7 @@ def _check_modules(modules: Sequence[Any]) -> None:
         raise ModuleError("fully_shard got a list that holds a module twice")
 
 
-def _check_types(**arguments: tuple[Any, Any]) -> None:
+def _check_types(**arguments: tuple[object, Any]) -> None:
     for name, (value, kind) in arguments.items():
         if not isinstance(value, kind):
             wanted = getattr(kind, "__name__", str(kind))
@@ -224,7 +223,7 @@ class _Wishes:
             MeshError: the parameter's mesh has ranks that the unit's mesh does not have.
             PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
         """
-        asked: Any = None if self._chosen_by is None else self._chosen_by(found.parameter)
+        asked = None if self._chosen_by is None else self._chosen_by(found.parameter)
         mesh = self.mesh
         if isinstance(asked, OnMesh):
             mesh, asked = self._other_mesh(asked, found.name), asked.placement

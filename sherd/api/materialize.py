@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,7 +92,7 @@ def _give_memory(
 
 @torch.no_grad()
 def _reset(module: nn.Module, device: torch.device) -> None:
-    reset: Any = getattr(module, "reset_parameters", None)
+    reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise ModuleError(
             f"a {type(module).__name__} is on the meta device and has no `reset_parameters()` method to give it "
@@ -163,11 +162,14 @@ def compute_in_full_precision(module: nn.Module) -> None:
         dtypes[-1] = dtypes[-1] or tensor.dtype
         return tensor.float()
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         dtypes.append(None)
-        return map_tensors(widen, (args, kwargs))
+        widened: tuple[tuple[object, ...], dict[str, object]] = map_tensors(widen, (args, kwargs))
+        return widened
 
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
+    def after(_: nn.Module, args: object, output: object) -> object:
         dtype = dtypes.pop()
         return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
 

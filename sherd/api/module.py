@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -138,7 +138,7 @@ class FSDPModule(_Module):
                     mesh.reduction_group()
             unit.change(separate_reduce_group=enable)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(reduced)` on this unit's reduced gradients, on `stream` if given. `reduced` is 1-D, in the
         gradients' dtype, and has this rank's shards of the group.
 
@@ -187,7 +187,7 @@ class FSDPModule(_Module):
         """All-gather `modules` behind this unit's backward, in this order, instead of the order learnt."""
         self._sherd_change(False, backward_prefetch=_unit_ids(modules))
 
-    def set_post_optim_event(self, event: Any) -> None:
+    def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for `event`, recorded after the optimizer step, and nothing later."""
         self._sherd_own_runtime.gathers_follow(event)
 
@@ -239,7 +239,7 @@ class FSDPModule(_Module):
             unit.zero_grad(set_to_none, modules)
         super().zero_grad(set_to_none)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, *args: object, **kwargs: object) -> object:
         """Like nn.Module's, on the shards, which are then copied back into one buffer."""
         unit = self._sherd_own_unit
         unit.show_shards()
@@ -265,13 +265,19 @@ class FSDPModule(_Module):
         """Returns this module's unit, and the units below it if `recurse`, each once."""
         return units_below(self) if recurse else [self._sherd_own_unit]
 
-    def _sherd_change(self, recurse: bool, **fields: Any) -> None:
+    def _sherd_change(self, recurse: bool, **fields: object) -> None:
         for unit in self._sherd_units(recurse):
             unit.change(**fields)
 
     def _sherd_run_as_forward(self, name: str, method: Callable[..., object]) -> None:
         """Put a method that runs as a forward in the place of the module's own `method`, called `name`."""
         self.__dict__[name] = BoundForward(self._sherd_own_unit, self, method)
+
+
+def require_module(expectation: str, module: object) -> None:
+    """Raise `PolicyTypeError` if `module` is no module. `expectation` begins the error: "function expects a module"."""
+    if not isinstance(module, nn.Module):
+        raise PolicyTypeError(f"{expectation}, got a {type(module).__name__}")
 
 
 def _require_custom(unit: Unit, method: str, comm: object, kind: type) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,10 +85,10 @@ class Placements(_PerAxis):
                 f"{len(self._kinds[2])} for the optimizer; give each one placement for one data-parallel axis, or two "
                 "for (replicate, shard), and flatten further axes into one of them (dp_mesh_dims)"
             )
-        cuts = {each for kind in self._kinds for each in kind if not isinstance(each, Replicate)}
-        if len(cuts) > 1:
+        if len(self._cuts) > 1:
             raise PlacementError(
-                f"Placements cut in different ways, {sorted(map(repr, cuts))}; all that is not Replicate() is cut alike"
+                f"Placements cut in different ways, {sorted(map(repr, self._cuts))}; all that is not Replicate() is "
+                "cut alike"
             )
         _ = self.levels
 
@@ -116,8 +116,11 @@ class Placements(_PerAxis):
     @property
     def cut(self) -> ShardSpec | RunPlacement | None:
         """Returns how everything is cut that is not replicated; None if everything is."""
-        cuts = (each for kind in self._kinds for each in kind if not isinstance(each, Replicate))
-        return next(cuts, None)
+        return next(iter(self._cuts), None)
+
+    @property
+    def _cuts(self) -> set[ShardSpec | RunPlacement]:
+        return {placement for kind in self._kinds for placement in kind if is_cut(placement)}
 
     @property
     def _kinds(self) -> tuple[tuple[AxisPlacement, ...], ...]:
@@ -127,7 +130,7 @@ class Placements(_PerAxis):
 def _per_axis(name: str, given: AxisPlacement | Sequence[AxisPlacement]) -> tuple[AxisPlacement, ...]:
     placements = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for each in placements:
-        if isinstance(each, type) or not isinstance(each, AxisPlacement):
+        if not is_cut(each) and not isinstance(each, Replicate):
             raise PolicyTypeError(
                 f"Placements({name}=...): expected Replicate(), Shard(dim), Flat(), Blocks(rows) or Owned(), one or a "
                 f"sequence of one per data-parallel axis, got {each!r}"
@@ -136,7 +139,7 @@ def _per_axis(name: str, given: AxisPlacement | Sequence[AxisPlacement]) -> tupl
 
 
 def _level(axis: int, parameter: AxisPlacement, gradient: AxisPlacement, optimizer: AxisPlacement) -> Level:
-    sharded = [not isinstance(each, Replicate) for each in (parameter, gradient, optimizer)]
+    sharded = [is_cut(placement) for placement in (parameter, gradient, optimizer)]
     if sharded != sorted(sharded):
         raise PlacementError(
             f"Placements over data-parallel axis {axis}: parameter {parameter}, gradient {gradient}, optimizer "
@@ -186,7 +189,7 @@ def rule_of(cut: ShardSpec | RunPlacement | None, parameter: nn.Parameter) -> An
 EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Owned()"
 
 
-def is_cut(value: Any) -> bool:
+def is_cut(value: object) -> TypeGuard[ShardSpec | RunPlacement]:
     """Returns whether `value` says how to cut a parameter."""
     # The class `Flat` has all methods of a placement, so that `placement=Flat` would be taken for one.
     return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
