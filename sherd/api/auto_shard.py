@@ -103,18 +103,14 @@ def _described(model: nn.Module, arguments: Kwargs) -> list[_Unit]:
             unit_of_module.setdefault(module, _Unit([module], dict(arguments)))
     unit_of_module.pop(model, None)
     if not unit_of_module and not classes:
-        unit_of_module = {block: _Unit([block], dict(arguments)) for block in _repeated(model)}
+        repeated = repeated_blocks(model)
+        unit_of_module = {block: _Unit([block], dict(arguments)) for blocks in repeated.values() for block in blocks}
+        if repeated:
+            kind = type(model).__name__
+            _log.info("auto_shard: %s does not say what its units are: they are %s", kind, in_words(repeated))
     if not unit_of_module:
         raise PolicyError(_says_nothing(model, classes))
     return _bottom_up(model, unit_of_module)
-
-
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a model that does not describe itself."""
-    found = repeated_blocks(model)
-    if found:
-        _log.info("auto_shard: %s does not say what its units are: they are %s", type(model).__name__, in_words(found))
-    return [block for blocks in found.values() for block in blocks]
 
 
 def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, _Unit]) -> list[_Unit]:
@@ -177,8 +173,12 @@ def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[_Unit]:
             units += [_Unit(together, of_unit)] if together else []
         else:
             units += [_Unit([module], dict(of_unit)) for module in _matching(rule, modules)]
-    for unit in units:
-        _check_no_container(owner, unit)
+    for module in (module for unit in units for module in unit.modules if is_container(module)):
+        (name,) = (name for name, below in owner.named_modules() if below is module)
+        raise PolicyError(
+            f"{type(owner).__name__}._fsdp_plan names {name}, a {type(module).__name__}, which has no forward to "
+            f"gather parameters for; name what is in it, as {name}.*, or pass a policy"
+        )
     return units
 
 
@@ -197,16 +197,6 @@ def _matching(rule: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Returns the modules that a plan's rule names: "layers.*" is every numbered module of `layers`."""
     pattern = re.compile(re.escape(rule).replace(r"\*", r"\d+"))
     return [module for name, module in modules.items() if pattern.fullmatch(name)]
-
-
-def _check_no_container(owner: nn.Module, unit: _Unit) -> None:
-    for module in unit.modules:
-        if is_container(module):
-            (name,) = (name for name, each in owner.named_modules() if each is module)
-            raise PolicyError(
-                f"{type(owner).__name__}._fsdp_plan names {name}, a {type(module).__name__}, which has no forward to "
-                f"gather parameters for; name what is in it, as {name}.*, or pass a policy"
-            )
 
 
 def _tied_embeddings(model: nn.Module) -> Counter[int]:

@@ -89,13 +89,9 @@ def _reduced_group(this: weakref.ref[Unit]) -> Group:
     """Returns the one group of the unit that has gradients."""
     unit = this()
     assert unit is not None, "its gradients are being reduced"
-    (group,) = _trainable(unit)
-    return group
-
-
-def _trainable(unit: Unit) -> list[Group]:
-    groups = [gradients.group for gradients in unit.gradients]
-    return [group for group in groups if any(each.requires_grad for each in group.parameters)]
+    groups = (gradients.group for gradients in unit.gradients)
+    (trained,) = (group for group in groups if any(parameter.requires_grad for parameter in group.parameters))
+    return trained
 
 
 def _clear_gaps(group: Group, rank: int, part: torch.Tensor) -> None:

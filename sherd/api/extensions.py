@@ -26,12 +26,12 @@ from sherd._torch import DTensorSpec, local_tensor, sharded_tensor_of_rows, spec
 from sherd.checkpoint.relayout import around, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.tensor_parallel import beside, own_spec
-from sherd.errors import PlacementError, PolicyTypeError, UnsupportedError
+from sherd.errors import PlacementError, UnsupportedError
 from sherd.layout import placement
-from sherd.layout.placement import Cut
+from sherd.policy import require_type
 from sherd.tensor.gather import gather_part, shard_of
-from sherd.tensor.placement import layout_of
-from sherd.tensor.ragged import RaggedDTensor, local_part
+from sherd.tensor.placement import is_ragged, layout_of
+from sherd.tensor.ragged import local_part
 
 
 class FSDPExtensions(ABC):
@@ -135,10 +135,11 @@ class DTensorExtensions(FSDPExtensions):
         `[_StridedShard(0, split_factor=2), Shard(0)]` for `Shard(0)` over tp of 2, on the mesh (dp, tp)."""
         mesh = DataMesh(device_mesh, device_mesh.ndim - 1, 0 if device_mesh.ndim > 1 else None)
         tensor = tensor.detach()
-        plain = local_part(tensor)
-        cut = _rows(tuple(plain.shape), mesh.num_shards)
+        plain, name = local_part(tensor), "a parameter of a state dict"
+        rule = placement.Shard(0) if plain.dim() else placement.Replicate()
+        cut = rule.cut(tuple(plain.shape), mesh.num_shards, name)
         if isinstance(tensor, DTensor):
-            spec = beside(spec_of(tensor), mesh, cut, "a parameter of a state dict")
+            spec = beside(spec_of(tensor), mesh, cut, name)
         else:
             spec = own_spec(mesh, cut, tensor.shape, tensor.dtype)
         return around(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
@@ -161,7 +162,7 @@ class DTensorExtensions(FSDPExtensions):
             raise PlacementError(
                 f"a DTensor on {tensor.device_mesh} is to be gathered within {parent_mesh}; give the mesh that it is on"
             )
-        if isinstance(tensor, RaggedDTensor):
+        if is_ragged(spec_of(tensor)):
             return gather_part(local_tensor(tensor), layout_of(spec_of(tensor)))
         names = tensor.device_mesh.mesh_dim_names or ()
         # Without a parameter that told which axes stay, the last axis does, as in torch.
@@ -178,11 +179,8 @@ def extensions_given(given: FSDPExtensions | None) -> FSDPExtensions:
     """
     if given is None:
         return DTensorExtensions()
-    if not isinstance(given, FSDPExtensions):
-        raise PolicyTypeError(
-            f"FullyShardedDataParallel(extensions={given!r}): expected an instance of a subclass of sherd's "
-            f"FSDPExtensions, got a {type(given).__module__}.{type(given).__name__}"
-        )
+    expectation = "expected an instance of a subclass of sherd's FSDPExtensions"
+    require_type(f"FullyShardedDataParallel(extensions={given!r}): {expectation}", given, FSDPExtensions)
     return given
 
 
@@ -242,10 +240,3 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def has_own(extensions: FSDPExtensions, method: str) -> bool:
     """Returns whether `extensions` override `method` of `DTensorExtensions`."""
     return getattr(type(extensions), method) is not getattr(DTensorExtensions, method)
-
-
-def _rows(shape: tuple[int, ...], num_ranks: int) -> Cut:
-    name = "a parameter of a state dict"
-    return (
-        placement.Shard(0).cut(shape, num_ranks, name) if shape else placement.Replicate().cut(shape, num_ranks, name)
-    )

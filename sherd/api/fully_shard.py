@@ -6,7 +6,7 @@ Its signature and its meaning are those of torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, TypedDict, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,7 @@ from sherd.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
+    require_type,
 )
 from sherd.wrap import is_container
 
@@ -127,17 +128,18 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    _check_types(
-        mesh=(mesh, DeviceMesh | None),
-        shard_placement_fn=(shard_placement_fn, Callable | None),
-        mp_policy=(mp_policy, MixedPrecisionPolicy),
-        offload_policy=(offload_policy, OffloadPolicy),
-        ignored_params=(ignored_params, Collection | None),
-        dp_mesh_dims=(dp_mesh_dims, DataParallelMeshDims | None),
-        prefetch_policy=(prefetch_policy, PrefetchPolicy),
-        comm_policy=(comm_policy, CommPolicy),
-        placements=(placements, Placements | str | None),
-    )
+    for name, value, kind in (
+        ("mesh", mesh, DeviceMesh | None),
+        ("shard_placement_fn", shard_placement_fn, Callable | None),
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+        ("ignored_params", ignored_params, Collection | None),
+        ("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims | None),
+        ("prefetch_policy", prefetch_policy, PrefetchPolicy),
+        ("comm_policy", comm_policy, CommPolicy),
+        ("placements", placements, Placements | str | None),
+    ):
+        require_type(f"fully_shard({name}=...): expected {getattr(kind, '__name__', str(kind))}", value, kind)
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
     strategy = strategy_of(placements, placement)
@@ -189,17 +191,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         raise ModuleError("fully_shard got a list that holds a module twice")
 
 
-def _check_types(**arguments: tuple[object, Any]) -> None:
-    for name, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            wanted = getattr(kind, "__name__", str(kind))
-            raise PolicyTypeError(
-                f"fully_shard({name}=...): expected {wanted}, got a {type(value).__module__}.{type(value).__name__}"
-            )
-
-
 class _Wishes:
-    """How the user wants each parameter of a unit sharded. Every mesh is checked once."""
+    """The user's wishes for the sharding of each parameter of a unit. Every mesh is checked once."""
 
     def __init__(
         self,

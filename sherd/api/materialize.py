@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -171,11 +170,9 @@ def compute_in_full_precision(module: nn.Module) -> None:
 
     def after(_: nn.Module, args: object, output: object) -> object:
         dtype = dtypes.pop()
-        return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
+        if dtype is None:
+            return output
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
-
-
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

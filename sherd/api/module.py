@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +15,7 @@ from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import runtime_of, unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
-from sherd.policy import AllGather, ReduceScatter, require_bool, require_int
+from sherd.policy import AllGather, ReduceScatter, require_bool, require_factor, require_int
 
 
 class UnshardHandle:
@@ -105,14 +104,11 @@ class FSDPModule(_Module):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor`, instead of by the number of data-parallel ranks."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise PolicyTypeError(f"set_gradient_divide_factor({factor!r}): expected a number")
-        if not 0 < factor < math.inf:
-            raise PolicyError(f"set_gradient_divide_factor({factor!r}): expected a finite number above 0")
+        require_factor("set_gradient_divide_factor({})", factor)
         self._sherd_change(False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, whose older name this is."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

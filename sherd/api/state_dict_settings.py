@@ -16,7 +16,8 @@ from sherd.api.state_dict_type import (
     StateDictType,
 )
 from sherd.api.wrapper_state import WrapperState, find_state
-from sherd.errors import PolicyTypeError, WrapperStateError
+from sherd.errors import WrapperStateError
+from sherd.policy import require_type
 
 
 def set_state_dict_type(
@@ -46,11 +47,7 @@ def _set(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    if not isinstance(state_dict_type, StateDictType):
-        raise PolicyTypeError(
-            f"state_dict_type={state_dict_type!r}: expected a sherd.StateDictType, got a "
-            f"{type(state_dict_type).__module__}.{type(state_dict_type).__name__}"
-        )
+    require_type(f"state_dict_type={state_dict_type!r}: expected a sherd.StateDictType", state_dict_type, StateDictType)
     wanted, optim_wanted = CONFIGS[state_dict_type]
     config = wanted() if state_dict_config is None else state_dict_config
     optim_config = optim_wanted() if optim_state_dict_config is None else optim_state_dict_config

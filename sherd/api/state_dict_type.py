@@ -21,7 +21,7 @@ class StateDictType(Enum):
     FULL_STATE_DICT = auto()
     """Plain unsharded tensors."""
     LOCAL_STATE_DICT = auto()
-    """This rank's part as the optimizer sees it: flat parameters where there are any."""
+    """This rank's part in the form that the optimizer has, which is flat parameters where there are any."""
     SHARDED_STATE_DICT = auto()
     """Each parameter under its own name, as this rank's shard."""
 

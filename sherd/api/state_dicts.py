@@ -28,13 +28,13 @@ from sherd._torch import (
     local_tensor,
     spec_of,
 )
-from sherd.api.extensions import FSDPExtensions, has_own
-from sherd.api.fsdp1 import ShardingStrategy
+from sherd.api.extensions import has_own
+from sherd.api.fsdp1 import ShardingStrategy, devices_here
 from sherd.api.state_dict_type import ShardedForm, StateDict, StateDictType
 from sherd.api.wrapper_state import WrapperState, find_state, state_of
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
 from sherd.checkpoint.relayout import around, full_of, lies_as, on_mesh_device
-from sherd.comm.mesh import DataMesh, permuted
+from sherd.comm.mesh import permuted
 from sherd.engine.between.unsharded import unsharded_copies
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
@@ -236,18 +236,17 @@ def _put_rows(
 ) -> None:
     """Put rows of each parameter, cut as `torch.chunk` does, in the place of shards. Collective over the shard axis."""
     mesh, extensions = state.unit.mesh, state.extensions
-    fulls = _unsharded_copies(state.unit, contents, True, on_host)
-    _put(state_dict, contents, {each: _rows_of(its, mesh, extensions, form) for each, its in fulls.items()})
-
-
-def _rows_of(full: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, form: ShardedForm) -> object:
     assert mesh.shard_axis is not None and mesh.shard_group is not None, "a wrapper that is sharded has a shard axis"
+    fulls = _unsharded_copies(state.unit, contents, True, on_host)
+    rows: Mapping[ShardedParameter, object]
     if form is ShardedForm.SHARDED_TENSOR:
-        per_node = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-        return extensions.chunk_tensor(full, mesh.shard_rank, mesh.num_shards, per_node, mesh.shard_group)
-    shard_last = mesh.shard_axis == mesh.mesh.ndim - 1
-    rows_over = mesh.mesh if shard_last else permuted(mesh.mesh, (1 - mesh.shard_axis, mesh.shard_axis))
-    return extensions.chunk_dtensor(full, mesh.shard_rank, rows_over)
+        ranks = mesh.shard_rank, mesh.num_shards, devices_here(), mesh.shard_group
+        rows = {record: extensions.chunk_tensor(full, *ranks) for record, full in fulls.items()}
+    else:
+        shard_last = mesh.shard_axis == mesh.mesh.ndim - 1
+        rows_over = mesh.mesh if shard_last else permuted(mesh.mesh, (1 - mesh.shard_axis, mesh.shard_axis))
+        rows = {record: extensions.chunk_dtensor(full, mesh.shard_rank, rows_over) for record, full in fulls.items()}
+    _put(state_dict, contents, rows)
 
 
 def _finish_buffers(state_dict: StateDict, contents: _Contents, kind: StateDictType) -> None:
@@ -374,7 +373,8 @@ def named_for_checkpointing(
         yield from own
         return
     show_parameters_to_checkpointing()
-    yield from (each for each in own if not isinstance(each[1], FlatParameter))
+    flat: object = _flat_parameter(unit)
+    yield from ((name, parameter) for name, parameter in own if parameter is not flat)
     for name, record in _Contents.of(wrapper, "").parameters.items():
         if record.flat is not None:
             yield name, record.shard

@@ -71,8 +71,10 @@ def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Cal
     def call(self: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(self, *args, **kwargs)
+        except StateError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, StateError) or "mixed torch.Tensor and DTensor" not in str(error):
+            if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             unit = unit_of(self)
             raise ShardedAccessError(

@@ -113,7 +113,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
         advice.of_containers(module)
-        if not isinstance(sharding_strategy, Placements):
+        if choices.placements is None:
             advice.of_one_rank(mesh.num_shards * mesh.num_replicas, choices.strategy.name)
         self.sharding_strategy = choices.strategy
         self.mixed_precision = choices.mixed_precision or MixedPrecision()

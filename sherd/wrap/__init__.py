@@ -63,7 +63,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
-        """The same rule in the form of a function, so that it can be a part of other rules."""
+        """Returns what a policy function would, so that the rule can be a part of other rules."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:

@@ -172,7 +172,7 @@ def _post_order(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether `module` is a list or dict without a forward: as a unit of its own it would never be gathered."""
+    """Returns whether `module` is a list or dict without a forward. As a unit of its own it would never be gathered."""
     containers = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
     return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
