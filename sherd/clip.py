@@ -114,10 +114,12 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 class _Gradients:
     """This rank's pieces of all gradients.
 
-    device: the first parameter's.
-    pieces: what the norm counts here, by the process groups over which it is yet to be joined.
-    scaled: all that is to be scaled, also what the norm counts on another rank.
-    devices: where the collectives of each process group work, in the order in which all ranks call them.
+    Args:
+        device: the first parameter's device.
+        pieces: the pieces that the norm counts here, by the process groups over which it is yet to be joined.
+        scaled: the pieces that are to be scaled, also those that the norm counts on another rank.
+        devices: the device of each process group's collectives, in the order in which all ranks call them.
+        groups_of: the process groups that shard a tensor, by its mesh and the types of its placements.
     """
 
     device: torch.device

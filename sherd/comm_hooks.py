@@ -1,10 +1,12 @@
-"""What reduces gradients in the place of the default, for `register_comm_hook`? The hooks that DDP and FSDP1 offer.
+"""Communication hooks for `register_comm_hook`, which reduce gradients in the place of the default reduction.
 
-    hook(state, gradient)          over copies (`NO_SHARD`): sums `gradient`, 1-D, over the ranks, in place
-    hook(state, gradient, shard)   over shards: fills `shard`, [n], with its part of the sum of `gradient`, [ranks * n]
+    hook(state, gradient)          over copies (`NO_SHARD`): averages `gradient`, [n], over the ranks, in place
+    hook(state, gradient, shard)   over shards: fills `shard`, [n], with this rank's part of the average of `gradient`,
+                                   [ranks * n]
 
-Either divides, too. Names, arguments and factors are those of torch 2.13's default hooks, which fail on the CPU where
-they compress; these work there and on accelerators.
+Names, arguments and factors are those of torch 2.13's default hooks. The hooks that compress also work on the CPU,
+where torch's fail. The form of hooks is that of DDP (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", VLDB 2020).
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ __all__ = [
 
 
 class DefaultState:
-    """What the default hooks need to know: the ranks that reduce, and by what the mean is divided before and after.
+    """The state of the default hooks: the ranks that reduce, and the divisors before and after the sum.
 
-    Half of the division goes in front of the sum, so that neither overflows nor underflows in a narrow dtype. The two
-    factors may be written.
+    Gradients are divided by about the root of the number of ranks before the sum and by the rest after it, so that they
+    neither overflow nor underflow in a narrow dtype. A user may set both divisors.
 
     Args:
         process_group: the ranks of one wrapper.
@@ -51,7 +53,12 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """The same for hooks that compress: `parameter_type` is the dtype that gradients are to have in the end."""
+    """The state of the hooks that compress.
+
+    Args:
+        process_group: the ranks of one wrapper.
+        parameter_type: the dtype that reduced gradients have.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32) -> None:
         super().__init__(process_group)
@@ -59,7 +66,7 @@ class LowPrecisionState(DefaultState):
 
 
 def _power_of_two_near_the_root(number: int) -> float:
-    """The first power of two that is no smaller than the root of `number`, or does not divide it."""
+    """Returns the first power of two that is at least the root of `number`, or does not divide it."""
     power = 1
     while power * power < number and number % power == 0:
         power *= 2
@@ -67,32 +74,31 @@ def _power_of_two_near_the_root(number: int) -> float:
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
-    """The mean over `state`'s ranks, in place."""
+    """Average `grad`, [n], over the ranks of `state`, in place."""
     _divide(grad, state.gradient_predivide_factor)
     dist.all_reduce(grad, group=state.process_group)
     _divide(grad, state.gradient_postdivide_factor)
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """The mean over `state`'s ranks of this rank's part, into `output`; `grad` is scaled."""
+    """Fill `output`, [n], with this rank's part of the average of `grad`, [ranks * n]. `grad` is scaled in place."""
     _divide(grad, state.gradient_predivide_factor)
     reduce_scatter_single(output, grad, group=state.process_group)
     _divide(output, state.gradient_postdivide_factor)
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """The mean, summed in float16: in place without `output`, else into it. The result is of `state.parameter_type`."""
+    """Average `grad` in float16, in place, or into `output` if it is given. The result has `state.parameter_type`."""
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """The mean, summed in bfloat16: in place without `output`, else into it. The result is of
-    `state.parameter_type`."""
+    """Average `grad` in bfloat16, in place, or into `output` if it is given. The result has `state.parameter_type`."""
     _compressed(torch.bfloat16, state, grad, output)
 
 
 def _compressed(dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None) -> None:
-    """Reduce in `dtype`, in memory of the same stream, then give the caller's tensor the result as its data."""
+    """Average `grad` in `dtype`, then make the result the data of the caller's tensor."""
     narrow = grad.to(dtype)
     if output is None:
         allreduce_hook(state, narrow)

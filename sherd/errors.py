@@ -1,4 +1,4 @@
-"""What can go wrong in a user's hands, and what kind of Python error each one also is.
+"""The errors that sherd raises, and the Python error that each of them also is.
 
     SherdError
     ├── ModuleError     ValueError    a module that cannot become a unit: no forward, sharded twice, copied
@@ -6,14 +6,14 @@
     ├── MeshError       ValueError    a mesh, or an axis of it, that does not fit what was asked
     ├── PlacementError  ValueError    a parameter that cannot be cut as asked
     │   └── WriteBackError  RuntimeError  a parameter's new value is of another shape than the parameter
-    ├── OwnershipError  ValueError    a parameter in two units' hands, or in none
+    ├── OwnershipError  ValueError    a parameter that two units would own, or none
     ├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
-    │   └── PolicyTypeError  TypeError    the same, when the value has the wrong type
+    │   └── PolicyTypeError  TypeError    a choice of the wrong type
     ├── StateError      RuntimeError  a call at a moment when it cannot be served
     │   ├── ShardedAccessError        unsharded parameters were needed where only shards were at hand
-    │   └── WrapperStateError  AssertionError, ValueError    the same, by the wrapper's methods, as in FSDP1
+    │   └── WrapperStateError  AssertionError, ValueError    such a call of a wrapper's method, as in FSDP1
     ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
-    │   └── OptimStateError  AssertionError, ValueError    its state does not fit the model it is for
+    │   └── OptimStateError  AssertionError, ValueError    optimizer state that does not fit the model
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
 
@@ -45,10 +45,10 @@ __all__ = [
 
 
 class SherdError(Exception):
-    """The root of everything sherd raises on purpose. Its text begins with the rank, if RANK is set (torchrun does)."""
+    """The base of all errors of sherd. The text begins with the rank if RANK is set, as torchrun does."""
 
     names_rank: ClassVar[bool] = True
-    """False for what is said once for all ranks."""
+    """False for an error that one rank reports for all ranks."""
 
     def __str__(self) -> str:
         rank = os.environ.get("RANK")
@@ -60,7 +60,7 @@ class ModuleError(SherdError, ValueError):
 
 
 class MeshError(SherdError, ValueError):
-    """A device mesh that does not fit what was asked of it."""
+    """A device mesh, or an axis of it, that does not fit what was asked."""
 
 
 class PlacementError(SherdError, ValueError):
@@ -72,7 +72,7 @@ class WriteBackError(PlacementError, RuntimeError):
 
 
 class OwnershipError(SherdError, ValueError):
-    """A parameter that would be in two units' hands, or in nobody's."""
+    """A parameter that two units would own, or none."""
 
 
 class PolicyError(SherdError, ValueError):

@@ -28,8 +28,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         device: type of the device that losses are on; on "cuda" without CUDA the scaler is disabled, with a warning.
         init_scale: the first scale.
         backoff_factor: what the scale is multiplied by when a gradient was inf or nan; below 1.
-        growth_factor: what it is multiplied by after `growth_interval` steps without; above 1.
-        growth_interval: the number of those steps.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps without inf and nan; above 1.
+        growth_interval: the number of these steps.
         enabled: False makes `scale`, `unscale_` and `update` do nothing, and `step` the optimizer's own.
         process_group: the ranks that step together; None for all.
     """
@@ -59,10 +59,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Multiply a tensor, or each in an iterable of them, by the scale.
 
         Returns:
-            The same structure, of the same dtypes: a loss in float16 stays in it.
+            The scaled tensors, in the structure and the dtypes of `outputs`.
 
         Raises:
-            PolicyTypeError: there is something else in `outputs`.
+            PolicyTypeError: `outputs` has something that is no tensor.
         """
         if not self.is_enabled():
             return outputs
@@ -101,7 +101,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _groups(
         self, parameters: Iterable[torch.Tensor], home: torch.device
     ) -> Iterator[tuple[dist.ProcessGroup | None, torch.device]]:
-        """The process groups to agree over, and where their collectives work."""
+        """Yields the process groups whose ranks agree, each with the device of its collectives."""
         if not dist.is_initialized():
             return
         # Of all parameters, with or without a gradient, so that all ranks agree over the same groups.

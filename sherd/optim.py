@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,13 @@ from sherd.engine.state.parameter import record_of
 from sherd.engine.state.span import ShardState, ShardView, States, SteppedSpan
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.tensor.state_kind import State, copy_of
+
+if TYPE_CHECKING:
+    _Optimizer = Optimizer
+else:
+    _Optimizer = object  # the class of the user's own optimizer, which follows, brings Optimizer along
+
+Key = TypeVar("Key")
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -86,8 +93,6 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
     kind = type(optimizer)
     _require_flat_form(optimizer, kind, elementwise)
     optimizer.__class__ = _flat_class(kind)  # type: ignore[arg-type]  # classes are hashable
-    assert isinstance(optimizer, FlatStep), "its class has just become a FlatStep"
-    optimizer._sherd_stepper = _Stepper(kind)
     return optimizer
 
 
@@ -117,35 +122,38 @@ def _require_flat_form(optimizer: Optimizer, kind: type[Optimizer], elementwise:
 
 
 def _is_known(kind: type[Optimizer]) -> bool:
-    """Whether `kind` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
+    """Returns whether `kind` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
     return any(
         issubclass(kind, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
     )
 
 
-class FlatStep:
-    """What `flatten_optimizer` adds to an optimizer's class."""
+class FlatStep(_Optimizer):
+    """The base class that `flatten_optimizer` puts in front of an optimizer's class."""
 
-    _sherd_stepper: _Stepper
+    _sherd_kind: type[Optimizer]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, with a copy for each shard of what the shards of a span share: the count of steps."""
-        state_dict: dict[str, Any] = super().state_dict()  # type: ignore[misc]  # of the optimizer
+    @functools.cached_property
+    def _sherd_stepper(self) -> _Stepper:
+        return _Stepper(self._sherd_kind)
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the optimizer's own, where each shard has a copy of the count of steps that a span's shards share."""
+        state_dict = super().state_dict()
         return {**state_dict, "state": _unshared(state_dict["state"])}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        kind: Any = self._sherd_stepper.kind
-        attributes = kind.__getstate__(self)
-        return object.__new__, (kind,), {**attributes, "state": _unshared(attributes["state"])}
+    def __reduce__(self) -> tuple[object, ...]:
+        attributes = self._sherd_kind.__getstate__(self)
+        return object.__new__, (self._sherd_kind,), {**attributes, "state": _unshared(attributes["state"])}
 
 
 @functools.cache
 def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
-    return type(f"Flat{kind.__name__}", (FlatStep, kind), {"step": hooked_step(_step)})
+    return type(f"Flat{kind.__name__}", (FlatStep, kind), {"step": hooked_step(_step), "_sherd_kind": kind})
 
 
-def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """One step over the spans. As in torch, `closure` computes the loss again."""
+def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object:
+    """Step over the spans. As in torch, `closure` computes the loss again, which is returned."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -158,7 +166,6 @@ class _Stepper:
     """The spans of one optimizer. The optimizer holds its stepper, so each method is given the optimizer."""
 
     def __init__(self, kind: type[Optimizer]) -> None:
-        self.kind = kind
         self._plain_step: Callable[[Optimizer], object] = kind.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
         self._knows_forms = _is_known(kind)
         self.spans: list[SteppedSpan] = []
@@ -171,7 +178,11 @@ class _Stepper:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step everything that has a gradient."""
-        if not (self._is_current(optimizer) and self._take_gradients()):
+        if not (
+            self._is_current(optimizer)
+            and all(span.take_gradient() for span in self.spans)
+            and all(shard.grad is None for shard in self._idle)
+        ):
             self._build(optimizer)
         num_states = len(optimizer.state)
         self._step_with(optimizer, self._stepped)
@@ -209,7 +220,7 @@ class _Stepper:
                 span.flat.grad = None
 
     def _is_current(self, optimizer: Optimizer) -> bool:
-        """Whether parameters, shards and state are where they were when the spans were built."""
+        """Returns whether parameters, shards and state are where they were when the spans were built."""
         groups = optimizer.param_groups
         if self._groups is None or len(groups) != len(self._groups):
             return False
@@ -221,9 +232,6 @@ class _Stepper:
             if _groups_of(unit()) != groups_then:
                 return False
         return all(span.has_its_state(optimizer.state) for span in self.spans)
-
-    def _take_gradients(self) -> bool:
-        return all(span.take_gradient() for span in self.spans) and all(shard.grad is None for shard in self._idle)
 
     def _build(self, optimizer: Optimizer) -> None:
         """Put neighbours of one parameter group that have gradients and the same count of steps into spans."""
@@ -241,8 +249,9 @@ class _Stepper:
         ]
         in_spans = {id(shard) for span in self.spans for shard in span.shards}
         others = [[parameter for parameter in group if id(parameter) not in in_spans] for group in self._groups]
-        self._stepped = [[parameter for parameter in group if not isinstance(parameter, DTensor)] for group in others]
         shards = [[parameter for parameter in group if isinstance(parameter, DTensor)] for group in others]
+        sharded = {id(shard) for group in shards for shard in group}
+        self._stepped = [[parameter for parameter in group if id(parameter) not in sharded] for group in others]
         self._idle = [shard for group in shards for shard in group if shard.grad is None]
         self._alone = [[shard for shard in group if shard.grad is not None] for group in shards]
         for shard in (shard for group in self._alone for shard in group if id(shard) in self._known_states):
@@ -271,18 +280,18 @@ def _put_in_order(optimizer: Optimizer) -> None:
 
 
 def _units_of(parameters: Iterable[nn.Parameter]) -> list[Unit]:
-    """The units whose shards are among `parameters`."""
+    """Returns the units whose shards are among `parameters`."""
     owners = [record.owner for parameter in parameters if (record := record_of(parameter)) is not None]
     return list({owner.id: owner for owner in owners if isinstance(owner, Unit)}.values())
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:
-    """The groups that have the unit's shards in a shard buffer."""
+    """Returns the groups that have the unit's shards in a shard buffer."""
     return [] if unit is None else [each.group for each in unit.weights if not each.group.gathers_itself]
 
 
 def _shard_views(group: Group, group_index_of: dict[int, int]) -> list[ShardView]:
-    """All shards of a group in the order of the buffer. Shards that this rank holds nothing of come last."""
+    """Returns all shards of a group in the order of the buffer. Shards that this rank holds nothing of come last."""
     held = [slot.held(group.mesh.piece) for slot in group.packing.slots]
     views = [
         ShardView(record, group, extent, group_index_of.get(id(record.shard), -1))
@@ -292,9 +301,10 @@ def _shard_views(group: Group, group_index_of: dict[int, int]) -> list[ShardView
 
 
 def _neighbours(views: Sequence[ShardView], state_of: States) -> list[list[ShardView]]:
-    """The shards of each span: one behind the other in the buffer, and alike in everything but their elements.
+    """Returns the shards of each span: neighbours in the buffer that are alike in everything but their elements.
 
-    A shard that this rank holds nothing of goes to any span of its likes, since other ranks may count its steps there.
+    A shard that this rank holds nothing of goes to any span of like shards, since other ranks may count its steps
+    there.
     """
     numbers: dict[int, object] = {}
     likenesses = [_likeness(view, state_of, numbers) for view in views]
@@ -312,9 +322,9 @@ def _neighbours(views: Sequence[ShardView], state_of: States) -> list[list[Shard
 
 
 def _likeness(view: ShardView, state_of: States, numbers: dict[int, object]) -> tuple[object, ...] | None:
-    """What the shards of a span have in common: the parameter group, and the state that is not element-wise.
+    """Returns a key that is equal for shards of one span: the parameter group, and the state that is not element-wise.
 
-    Returns None for a shard that belongs to no span: of another optimizer, without a gradient, or moved out of its
+    It is None for a shard that belongs to no span: of another optimizer, without a gradient, or moved out of its
     buffer. `numbers` are the state tensors read so far, by id.
     """
     if view.group_index < 0 or not view.fits(view.shard.grad) or not view.is_in_buffer:
@@ -333,11 +343,11 @@ def _likeness(view: ShardView, state_of: States, numbers: dict[int, object]) -> 
     return tuple(common)
 
 
-def _unshared(states: dict[Any, State]) -> dict[Any, State]:
-    """The states, with a copy of each tensor that an earlier state has, too. Otherwise a loaded count of steps would be
-    counted on several times in one step."""
+def _unshared(states: Mapping[Key, State]) -> dict[Key, State]:
+    """Returns the states, with a copy of each tensor that an earlier state has too. Otherwise a loaded count of steps
+    would be raised several times in one step."""
     seen: set[int] = set()
-    own: dict[Any, State] = {}
+    own: dict[Key, State] = {}
     for key, state in states.items():
         own[key] = state
         if isinstance(state, dict):

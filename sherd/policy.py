@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 from sherd.errors import PolicyError, PolicyTypeError
 
@@ -15,31 +16,54 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-def require_bool(where: str, value: Any) -> None:
-    """Raise `PolicyTypeError` if `value` is no bool. `where` it was given, as "function(argument={})"."""
+Number = TypeVar("Number", int, float)
+
+
+def require_bool(where: str, value: object) -> None:
+    """Raise `PolicyTypeError` if `value` is no bool. `where` says where it was given, as "function(argument={})"."""
     if not isinstance(value, bool):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected a bool")
 
 
-def require_int(where: str, value: Any, least: int) -> None:
+def require_int(where: str, value: object, least: int) -> None:
     """Raise `PolicyTypeError` if `value` is no int, `PolicyError` if it is below `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not _is_number(value, int):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected an int")
     if value < least:
         raise PolicyError(f"{where.format(value)}: expected {least} or more")
 
 
-def require_floating_dtype(where: str, value: Any) -> None:
-    """Raise `PolicyTypeError` if `value` is neither None nor a torch.dtype, `PolicyError` if it is one that numbers are
-    rounded to integers in. `where` it was given, as "Policy(argument={})"."""
+def require_factor(where: str, value: object) -> None:
+    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` if it is not finite or not above 0."""
+    if not _is_number(value, float):
+        raise PolicyTypeError(f"{where.format(repr(value))}: expected a number")
+    if not 0 < value < math.inf:
+        raise PolicyError(f"{where.format(repr(value))}: expected a finite number above 0")
+
+
+def _is_number(value: object, kind: type[Number]) -> TypeGuard[Number]:
+    """Returns whether `value` is an int, or a float if `kind` is float. A bool is no number here."""
+    return isinstance(value, kind | int) and not isinstance(value, bool)
+
+
+def require_type(expectation: str, value: object, kind: Any) -> None:
+    """Raise `PolicyTypeError` if `value` is no instance of `kind`, a class or a union of classes.
+
+    `expectation` begins the error, as "function(argument=...): expected a Mesh".
+    """
+    if not isinstance(value, kind):
+        raise PolicyTypeError(f"{expectation}, got a {type(value).__module__}.{type(value).__name__}")
+
+
+def require_floating_dtype(where: str, value: object) -> None:
+    """Raise `PolicyTypeError` if `value` is neither None nor a torch.dtype, `PolicyError` if it is an integer or bool
+    dtype. `where` says where it was given, as "Policy(argument={})"."""
     if value is None:
         return
-    # By its words, for there is no torch here; without one of them in hand nobody has a dtype.
-    kind = type(value)
-    if (kind.__module__, kind.__name__) != ("torch", "dtype"):
+    if not _is_dtype(value):
         meant = _DTYPES.get(value.lower()) if isinstance(value, str) else None
         raise PolicyTypeError(
-            f"{where.format(repr(value))}: expected a torch.dtype or None, got a {kind.__name__}; write "
+            f"{where.format(repr(value))}: expected a torch.dtype or None, got a {type(value).__name__}; write "
             f"torch.{meant or 'bfloat16'}"
         )
     if not (value.is_floating_point or value.is_complex):
@@ -47,6 +71,11 @@ def require_floating_dtype(where: str, value: Any) -> None:
             f"{where.format(value)}: expected a floating-point dtype; parameters, gradients and outputs would be "
             "rounded to integers. Write torch.bfloat16, torch.float16 or torch.float32"
         )
+
+
+def _is_dtype(value: object) -> TypeGuard[torch.dtype]:
+    """Returns whether `value` is a `torch.dtype`. It goes by the name of the class, as this file does without torch."""
+    return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
 
 
 _DTYPES = {
@@ -68,12 +97,12 @@ _DTYPES = {
     "float64": "float64",
     "torch.float64": "float64",
 }
-"""What a user may have meant by a string."""
+"""The dtypes that users name by strings."""
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes and reduces; shards, and so the optimizer, keep the dtype they came with.
+    """The dtypes in which a unit computes and reduces. Shards, and so the optimizer, keep the dtype of the module.
 
     Args:
         param_dtype: dtype of the gathered parameters and so of compute; None keeps each parameter's own.
@@ -81,15 +110,15 @@ class MixedPrecisionPolicy:
             parameter's own.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`, where that is given.
-        cast_root_forward_inputs: the same where the unit is the root; None takes `cast_forward_inputs`. Beyond torch.
+        cast_root_forward_inputs: as `cast_forward_inputs`, for the root; None takes that. Beyond torch.
         full_precision_in_eval: gather, compute and leave inputs in each parameter's own dtype while the unit's modules
             are in eval mode. Beyond torch.
         keep_low_precision_grads: leave gradients in `param_dtype`, for an optimizer that wants them so; under pure
             data parallelism in `reduce_dtype`. Beyond torch.
 
     Raises:
-        PolicyTypeError: a dtype by a string, say; a switch that is no bool.
-        PolicyError: an integer dtype, or bool.
+        PolicyTypeError: a dtype that is no `torch.dtype`, such as a string, or a switch that is no bool.
+        PolicyError: an integer or bool dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -109,7 +138,7 @@ class MixedPrecisionPolicy:
             require_bool("MixedPrecisionPolicy(cast_root_forward_inputs={})", self.cast_root_forward_inputs)
 
     def casts_inputs(self, is_root: bool) -> bool:
-        """Whether a unit's inputs are cast to `param_dtype`."""
+        """Returns whether a unit's inputs are cast to `param_dtype`."""
         if is_root and self.cast_root_forward_inputs is not None:
             return self.cast_root_forward_inputs
         return self.cast_forward_inputs
@@ -117,18 +146,16 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards rest on the mesh's device: no offloading. The base of those that do offload."""
+    """Shards stay on the mesh's device: no offloading. The base of policies that offload."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer's state rest in host memory; unsharded parameters on the mesh's
-    device.
-
-    On a CPU mesh that is where everything is anyway.
+    """Shards, their gradients and so the optimizer's state stay in host memory; unsharded parameters are on the mesh's
+    device. It changes nothing on a CPU mesh.
 
     Args:
-        pin_memory: rest in page-locked memory, so that copies overlap with compute. Ignored without an accelerator.
+        pin_memory: use page-locked memory, so that copies overlap with compute. Ignored without an accelerator.
     """
 
     pin_memory: bool = True
@@ -139,13 +166,14 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class PrefetchPolicy:
-    """How far all-gathers run ahead of compute. The order is learnt in the first step.
+    """The distance at which all-gathers run ahead of compute. The order of units is learnt in the first step.
 
     Args:
         forward_depth: units gathered ahead in forward.
         backward_depth: units gathered ahead in backward.
-        bytes_in_flight: start no prefetch that brings the bytes of gathers in flight above this; None sets no bound.
-        after_backward: in backward, gather ahead only once the unit's own parameters were freed: less memory, less
+        bytes_in_flight: start no prefetch that would bring the bytes of gathers in flight above this; None sets no
+            bound.
+        after_backward: in backward, gather ahead only after the unit's own parameters were freed: less memory, less
             overlap (FSDP1's BACKWARD_POST).
     """
 
@@ -167,20 +195,20 @@ TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
 
 @dataclass(frozen=True)
 class CommPolicy:
-    """How bytes travel between ranks.
+    """The transport of collectives between ranks.
 
     Args:
         transport: "auto" takes shared memory for gloo ranks that are all on one host, the calls that are fast on gloo
-            for other gloo ranks, and torch's single calls for every other backend; "torch", "gloo" and
-            "shared_memory" ask for one of them. "coalesced" is torch's calls, but tensors cut by `Shard(0)` are
-            gathered each straight into place, a group's in one launch: no copy and no second buffer, for the price of
-            more and smaller messages. All units of a mesh should ask for the same.
-        fake_all_gather: move nothing when parameters are gathered; what is computed is wrong. To measure what
-            communication costs.
-        fake_reduce: the same when gradients are reduced.
+            for other gloo ranks, and torch's single calls for every other backend. "torch", "gloo" and
+            "shared_memory" ask for one of these. "coalesced" is torch's calls, but each tensor cut by `Shard(0)` is
+            gathered straight into place, and a group in one launch: no copy and no second buffer, for the price of
+            more and smaller messages. All units of a mesh should ask for one transport.
+        fake_all_gather: send nothing when parameters are gathered, to measure the cost of communication. Results are
+            wrong.
+        fake_reduce: send nothing when gradients are reduced, likewise.
 
     Raises:
-        PolicyError: no such transport.
+        PolicyError: `transport` is none of these.
     """
 
     transport: str = "auto"
@@ -193,7 +221,11 @@ class CommPolicy:
 
 
 class Level(IntEnum):
-    """What is sharded over one data-parallel axis; each level has what the one before has, and more."""
+    """The tensors that are sharded over one data-parallel axis. Each level adds one kind to the level before.
+
+    The levels are the stages of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", SC 2020).
+    """
 
     COPIES = 0
     """Nothing: gradients are all-reduced (DDP)."""
@@ -229,12 +261,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """`shard` as a tuple."""
+        """Returns `shard` as a tuple."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """`replicate` as a tuple."""
+        """Returns `replicate` as a tuple."""
         return _names(self.replicate)
 
 
@@ -245,11 +277,12 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class Comm(ABC):
-    """A collective of the user's own: it also chooses the memory it runs on."""
+    """A collective of the user's own, which also chooses the memory that it runs on."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of shape `size` that the collective will write or read; called on the collective's stream."""
+        """Returns a buffer of shape `size` that the collective will write or read. Called on the collective's
+        stream."""
 
 
 class AllGather(Comm):
@@ -275,32 +308,31 @@ class ReduceScatter(Comm):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` (`[n]`) with this rank's part of the reduction of every rank's `input_tensor` (`[W *
-        n]`)."""
+        """Fill `output_tensor` (`[n]`) with this rank's part of all ranks' `input_tensor` (`[W * n]`), reduced by
+        `op`."""
 
 
 class CountsBackwards(Protocol):
-    """Knows which of several backwards is the last before the optimizer step."""
+    """A counter of backwards, which knows the last one before the optimizer step."""
 
     def begin_forward(self, root: int) -> bool:
-        """A forward begins of the model whose root unit has the id `root`. Returns True if shards may have been written
-        since the last one."""
+        """Note that a forward begins, of the model whose root unit has the id `root`. Returns whether shards may have
+        been written since the last forward."""
 
     def begin_backward(self, root: int, name: str) -> bool:
-        """A backward of that model begins, called `name` in errors. Returns True if it is the last one before the
-        optimizer step."""
+        """Note that a backward of the model begins, which errors call `name`. Returns whether it is the last one before
+        the optimizer step."""
 
     def end_backward(self, root: int, has_brought_gradients: bool) -> None:
-        """A backward of it is over."""
+        """Note that a backward of the model has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnshardTerms:
-    """What a user asks for who works with unsharded copies of a unit's parameters. The fields are named as the
-    arguments of `sherd.unsharded`."""
+    """The arguments of `sherd.unsharded`, by their names there, for one unit."""
 
     writeback: bool
     rank0_only: bool
@@ -308,7 +340,7 @@ class UnshardTerms:
     with_grads: bool
 
     def missing_from(self, outer: UnshardTerms) -> list[str]:
-        """What the context around does not give, though this one asks for it."""
+        """Returns the arguments that this context asks for and `outer`, the context around it, does not give."""
         wanted = {
             "writeback=True": self.writeback and not outer.writeback,
             "rank0_only=False": outer.rank0_only and not self.rank0_only,
@@ -319,15 +351,21 @@ class UnshardTerms:
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """Everything that can be chosen per unit after it was made; `FSDPModule`'s setters replace one field each.
+    """All choices of a unit that can change after it was made. A setter of `FSDPModule` replaces one field.
 
-    `reshard_after_forward` is None for "the root keeps its parameters for backward, others do not". The prefetch lists
-    hold the units' ids (`Unit.id`). `divide_factor` None means the number of data-parallel ranks. `reduce_buffers` None
-    means 1 with streams; without, 0: a reduction is settled at once, as it would take its time from compute anyway.
-    `accumulates_unsharded`, `accumulates_copies`: of a step's backwards only the last one reduces over the shard axis,
-    or over the replicate axis, where the user says which one that is (`sherd.accumulate`), which `accumulation` counts.
-    `all_reduce` is the user's own way to sum over the replicate axis, in place. `notices_replaced`: before a gather,
-    look for parameters that the user has put in the place of shards, and take their values.
+    Args:
+        reshard_after_forward: None means that the root keeps its unsharded parameters for backward, and others do not.
+        accumulates_unsharded: inside `sherd.accumulate`, only the last backward reduces over the shard axis.
+        accumulates_copies: inside `sherd.accumulate`, only the last backward reduces over the replicate axis.
+        accumulation: the counter of an open `sherd.accumulate`; None outside.
+        reduce_buffers: the number of reductions that may be in flight. None means 1 with streams, and 0 without, where
+            a reduction takes its time from compute anyway.
+        divide_factor: the divisor of summed gradients; None means the number of data-parallel ranks.
+        forward_prefetch: the ids (`Unit.id`) of the units to gather behind this one's forward; None means the order
+            learnt. `backward_prefetch` likewise.
+        all_reduce: the user's own sum over the replicate axis, in place.
+        notices_replaced: before a gather, look for parameters that the user has put in the place of shards, and take
+            their values.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -348,6 +386,6 @@ class UnitPolicy:
     reduce_scatter: ReduceScatter | None = None
     separate_reduce_group: bool = False
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_hook_stream: Any = None
+    all_reduce_hook_stream: torch.Stream | None = None
     all_reduce: Callable[[torch.Tensor], None] | None = None
     notices_replaced: bool = True

@@ -93,6 +93,7 @@ from sherd._torch.saved_tensors import (
 from sherd._torch.tensors import (
     NO_TORCH_FUNCTION,
     attributes_of,
+    give_attributes,
     gradients_of,
     has_bytes,
     steps_in_backward,
@@ -126,6 +127,7 @@ __all__ = [
     "fake_tensors",
     "flatten_mesh",
     "full_of_sharded_tensor",
+    "give_attributes",
     "gradient_hooks",
     "gradients_of",
     "has_bytes",

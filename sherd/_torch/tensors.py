@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,15 @@ def attributes_of(parameter: torch.Tensor) -> dict[str, object]:
     }
     own = vars(parameter.detach()) if written and type(parameter) is not torch.nn.Parameter else {}
     return {name: value for name, value in written.items() if name not in own}
+
+
+def give_attributes(tensor: torch.Tensor, attributes: Mapping[str, object]) -> None:
+    """Write what `attributes_of` returned for one Parameter on the `tensor` that takes its place.
+
+    A tensor cannot be made with them: torch has no constructor and no copy to another device that keeps the attributes
+    of a user (2.11 to 2.13). So they are written here, by names that only the user knows.
+    """
+    vars(tensor).update(attributes)
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:

@@ -39,12 +39,12 @@ def of_the_host(tensors: Collection[torch.Tensor], computes_on: torch.device) ->
         )
 
 
-def of_precise_modules(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
-    """Warn if there are modules of `classes`, where mixed precision and an auto-wrap policy were given."""
-    found = sorted({type(each).__name__ for each in root.modules() if isinstance(each, classes)})
-    if found:
+def of_precise_modules(precise: Collection[nn.Module]) -> None:
+    """Warn if there are modules that stay `precise`, where mixed precision and an auto-wrap policy were given."""
+    if precise:
+        kinds = ", ".join(sorted({type(module).__name__ for module in precise}))
         _warn(
-            f"mixed_precision and auto_wrap_policy were both given, and there are modules of type {', '.join(found)}: "
+            f"mixed_precision and auto_wrap_policy were both given, and there are modules of type {kinds}: "
             "they become units of their own, and compute in full precision. MixedPrecision's "
             "_module_classes_to_ignore says which classes do",
             frames=1,

@@ -8,13 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
 from sherd.api.blocks import in_words, repeated_blocks
-from sherd.api.fully_shard import fully_shard
-from sherd.api.module import FSDPModule
+from sherd.api.fully_shard import Options, fully_shard
+from sherd.api.module import FSDPModule, require_module
 from sherd.engine.build.build import is_taken
 from sherd.engine.run.seal import unit_of
 from sherd.engine.state.ownership import belongings
@@ -22,10 +22,13 @@ from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import WrapPolicy, choose, is_container, post_order
 from sherd.wrap.walks import Kwargs
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _log = logging.getLogger("sherd")
 
 
-def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard_args: Any) -> FSDPModule:
+def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard_args: Unpack[Options]) -> FSDPModule:
     """Call `fully_shard` on the modules that `policy` chooses, children before their parents, and on `model` last.
 
     Args:
@@ -51,10 +54,10 @@ def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard
         PolicyTypeError: something that is no policy, or an argument that `fully_shard` does not take.
         ModuleError: `model` or a chosen module is sharded already. Other errors are those of `fully_shard`.
     """
-    if not isinstance(model, nn.Module):
-        raise PolicyTypeError(f"auto_shard expects a module, got a {type(model).__name__}")
+    require_module("auto_shard expects a module", model)
     _check_arguments(fully_shard_args, "auto_shard")
-    units = _described(model, fully_shard_args) if policy is None else _chosen(model, policy, fully_shard_args)
+    arguments: Kwargs = {**fully_shard_args}
+    units = _described(model, arguments) if policy is None else _chosen(model, policy, arguments)
     _check_none_sharded(model, units)
     for unit in units:
         fully_shard(unit.modules, **unit.arguments)
@@ -83,6 +86,9 @@ def _chosen(model: nn.Module, policy: WrapPolicy, arguments: Kwargs) -> list[_Un
 RESHARDS = {"free_full_weight": True, "keep_full_weight": False}
 TAIL = {"norm", "lm_head"}
 
+Rule: TypeAlias = str | tuple[str, ...]
+"""The name of modules that are a unit each, or names of modules that are one unit together."""
+
 
 def _described(model: nn.Module, arguments: Kwargs) -> list[_Unit]:
     """Returns the units that the model's `_fsdp_plan` and `_no_split_modules` describe, or else its repeated blocks."""
@@ -97,18 +103,14 @@ def _described(model: nn.Module, arguments: Kwargs) -> list[_Unit]:
             unit_of_module.setdefault(module, _Unit([module], dict(arguments)))
     unit_of_module.pop(model, None)
     if not unit_of_module and not classes:
-        unit_of_module = {block: _Unit([block], dict(arguments)) for block in _repeated(model)}
+        repeated = repeated_blocks(model)
+        unit_of_module = {block: _Unit([block], dict(arguments)) for blocks in repeated.values() for block in blocks}
+        if repeated:
+            kind = type(model).__name__
+            _log.info("auto_shard: %s does not say what its units are: they are %s", kind, in_words(repeated))
     if not unit_of_module:
         raise PolicyError(_says_nothing(model, classes))
     return _bottom_up(model, unit_of_module)
-
-
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a model that does not describe itself."""
-    found = repeated_blocks(model)
-    if found:
-        _log.info("auto_shard: %s does not say what its units are: they are %s", type(model).__name__, in_words(found))
-    return [block for blocks in found.values() for block in blocks]
 
 
 def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, _Unit]) -> list[_Unit]:
@@ -139,7 +141,7 @@ def _no_split_classes(model: nn.Module) -> set[str]:
     return found
 
 
-def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, object]]:
     """Returns the plans at and below `module`, each with its module. A model's plan includes the plans of models inside
     it, so modules below one that has a plan are not looked at."""
     plan = getattr(module, "_fsdp_plan", None)
@@ -150,7 +152,7 @@ def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         yield from _outermost_plans(child)
 
 
-def _planned(owner: nn.Module, plan: Any, arguments: Kwargs) -> list[_Unit]:
+def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[_Unit]:
     """Returns the units of one plan: a dict from names below `owner` to strategies. In a name `*` stands for a number;
     a tuple of names is one unit."""
     if not isinstance(plan, Mapping):
@@ -171,12 +173,16 @@ def _planned(owner: nn.Module, plan: Any, arguments: Kwargs) -> list[_Unit]:
             units += [_Unit(together, of_unit)] if together else []
         else:
             units += [_Unit([module], dict(of_unit)) for module in _matching(rule, modules)]
-    for unit in units:
-        _check_no_container(owner, unit)
+    for module in (module for unit in units for module in unit.modules if is_container(module)):
+        (name,) = (name for name, below in owner.named_modules() if below is module)
+        raise PolicyError(
+            f"{type(owner).__name__}._fsdp_plan names {name}, a {type(module).__name__}, which has no forward to "
+            f"gather parameters for; name what is in it, as {name}.*, or pass a policy"
+        )
     return units
 
 
-def _with_one_tail(plan: Mapping[Any, str]) -> dict[Any, str]:
+def _with_one_tail(plan: Mapping[Rule, str]) -> dict[Rule, str]:
     """Returns `plan` with the last norm and the head as one rule, if it keeps both: they run one after the other, so
     one gather serves both."""
     kept = [rule for rule, strategy in plan.items() if strategy == "keep_full_weight" and isinstance(rule, str)]
@@ -191,16 +197,6 @@ def _matching(rule: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Returns the modules that a plan's rule names: "layers.*" is every numbered module of `layers`."""
     pattern = re.compile(re.escape(rule).replace(r"\*", r"\d+"))
     return [module for name, module in modules.items() if pattern.fullmatch(name)]
-
-
-def _check_no_container(owner: nn.Module, unit: _Unit) -> None:
-    for module in unit.modules:
-        if is_container(module):
-            (name,) = (name for name, each in owner.named_modules() if each is module)
-            raise PolicyError(
-                f"{type(owner).__name__}._fsdp_plan names {name}, a {type(module).__name__}, which has no forward to "
-                f"gather parameters for; name what is in it, as {name}.*, or pass a policy"
-            )
 
 
 def _tied_embeddings(model: nn.Module) -> Counter[int]:
@@ -236,7 +232,7 @@ def _says_nothing(model: nn.Module, classes: set[str]) -> str:
 _TAKES = tuple(name for name in inspect.signature(fully_shard).parameters if name != "module")
 
 
-def _check_arguments(arguments: Mapping[str, Any], who: str) -> None:
+def _check_arguments(arguments: Mapping[str, object], who: str) -> None:
     unknown = [name for name in arguments if name not in _TAKES]
     if unknown:
         raise PolicyTypeError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from sherd.engine.state.group import Group
 from sherd.errors import PolicyError, PolicyTypeError, WrapperStateError
 from sherd.policy import ReduceScatter
 
-Hook = Callable[..., Any]
+Hook = Callable[..., object]
 
 
 class _Hooked(ReduceScatter):
@@ -47,7 +46,7 @@ class _Hooked(ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup | None,
-        op: Any,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce; the work is done when this returns."""
@@ -90,13 +89,9 @@ def _reduced_group(this: weakref.ref[Unit]) -> Group:
     """Returns the one group of the unit that has gradients."""
     unit = this()
     assert unit is not None, "its gradients are being reduced"
-    (group,) = _trainable(unit)
-    return group
-
-
-def _trainable(unit: Unit) -> list[Group]:
-    groups = [gradients.group for gradients in unit.gradients]
-    return [group for group in groups if any(each.requires_grad for each in group.parameters)]
+    groups = (gradients.group for gradients in unit.gradients)
+    (trained,) = (group for group in groups if any(parameter.requires_grad for parameter in group.parameters))
+    return trained
 
 
 def _clear_gaps(group: Group, rank: int, part: torch.Tensor) -> None:

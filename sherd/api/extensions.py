@@ -14,6 +14,7 @@ wrapper needs a subclass only to do more than that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from sherd._torch import DTensorSpec, local_tensor, sharded_tensor_of_rows, spec
 from sherd.checkpoint.relayout import around, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.tensor_parallel import beside, own_spec
-from sherd.errors import PlacementError, PolicyTypeError, UnsupportedError
+from sherd.errors import PlacementError, UnsupportedError
 from sherd.layout import placement
-from sherd.layout.placement import Cut
+from sherd.policy import require_type
 from sherd.tensor.gather import gather_part, shard_of
-from sherd.tensor.placement import layout_of
-from sherd.tensor.ragged import RaggedDTensor, local_part
+from sherd.tensor.placement import is_ragged, layout_of
+from sherd.tensor.ragged import local_part
 
 
 class FSDPExtensions(ABC):
@@ -38,7 +39,7 @@ class FSDPExtensions(ABC):
     extensions=...)`. Nested wrappers of an `auto_wrap_policy` share the object. All ranks call in the same order."""
 
     @abstractmethod
-    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
         """Called for each parameter, before it is sharded.
 
         Returns:
@@ -60,7 +61,7 @@ class FSDPExtensions(ABC):
         num_devices_per_node: int,
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
-    ) -> Any:
+    ) -> object:
         """Returns the part of an unsharded parameter that `rank`, of the `world_size` in `pg`, has in a sharded state
         dict of the form `SHARDED_TENSOR`. `tensor` is a DTensor if the parameter was one."""
 
@@ -70,7 +71,7 @@ class FSDPExtensions(ABC):
         `(shard,)` or `(replicate, shard)`, and `rank` counts along its shard axis."""
 
     @abstractmethod
-    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[Any, list[Any]]:
+    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[object, Sequence[Any]]:
         """Returns the `ShardedTensor` over the wrapper's ranks that is in `tensor`, and its shards on this rank."""
 
     @abstractmethod
@@ -95,7 +96,7 @@ class DTensorExtensions(FSDPExtensions):
         self._parallel_axes: set[str] = set()
         """The axes that parameters were found on. Tensors are gathered over the other axes."""
 
-    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
         """Returns a DTensor's local tensor and its spec; any other tensor as it is, and None."""
         if not isinstance(tensor, DTensor):
             return tensor, None
@@ -115,7 +116,7 @@ class DTensorExtensions(FSDPExtensions):
         num_devices_per_node: int,
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
-    ) -> Any:
+    ) -> object:
         """Returns a `ShardedTensor` of rows; a scalar as it is.
 
         Raises:
@@ -134,15 +135,16 @@ class DTensorExtensions(FSDPExtensions):
         `[_StridedShard(0, split_factor=2), Shard(0)]` for `Shard(0)` over tp of 2, on the mesh (dp, tp)."""
         mesh = DataMesh(device_mesh, device_mesh.ndim - 1, 0 if device_mesh.ndim > 1 else None)
         tensor = tensor.detach()
-        plain = local_part(tensor)
-        cut = _rows(tuple(plain.shape), mesh.num_shards)
+        plain, name = local_part(tensor), "a parameter of a state dict"
+        rule = placement.Shard(0) if plain.dim() else placement.Replicate()
+        cut = rule.cut(tuple(plain.shape), mesh.num_shards, name)
         if isinstance(tensor, DTensor):
-            spec = beside(spec_of(tensor), mesh, cut, "a parameter of a state dict")
+            spec = beside(spec_of(tensor), mesh, cut, name)
         else:
             spec = own_spec(mesh, cut, tensor.shape, tensor.dtype)
         return around(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
 
-    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[Any, list[Any]]:
+    def pre_load_state_dict_transform(self, tensor: Any) -> tuple[object, Sequence[Any]]:
         """Returns the inner one of two nested tensors, a part under tensor parallelism, and its shards on this rank."""
         shards = tensor.local_shards()
         if len(shards) == 1 and type(shards[0].tensor) is type(tensor):
@@ -160,7 +162,7 @@ class DTensorExtensions(FSDPExtensions):
             raise PlacementError(
                 f"a DTensor on {tensor.device_mesh} is to be gathered within {parent_mesh}; give the mesh that it is on"
             )
-        if isinstance(tensor, RaggedDTensor):
+        if is_ragged(spec_of(tensor)):
             return gather_part(local_tensor(tensor), layout_of(spec_of(tensor)))
         names = tensor.device_mesh.mesh_dim_names or ()
         # Without a parameter that told which axes stay, the last axis does, as in torch.
@@ -177,15 +179,12 @@ def extensions_given(given: FSDPExtensions | None) -> FSDPExtensions:
     """
     if given is None:
         return DTensorExtensions()
-    if not isinstance(given, FSDPExtensions):
-        raise PolicyTypeError(
-            f"FullyShardedDataParallel(extensions={given!r}): expected an instance of a subclass of sherd's "
-            f"FSDPExtensions, got a {type(given).__module__}.{type(given).__name__}"
-        )
+    expectation = "expected an instance of a subclass of sherd's FSDPExtensions"
+    require_type(f"FullyShardedDataParallel(extensions={given!r}): {expectation}", given, FSDPExtensions)
     return given
 
 
-def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) -> Any | None:
+def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) -> object:
     """Call `pre_flatten_transform` for `parameter`, and copy the tensor that is to be sharded into its memory.
 
     Returns:
@@ -217,7 +216,7 @@ def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) ->
 
 
 def restored(
-    extensions: FSDPExtensions, extension: Any, whole: DTensorSpec, name: str, plain: torch.Tensor
+    extensions: FSDPExtensions, extension: object, whole: DTensorSpec, name: str, plain: torch.Tensor
 ) -> torch.Tensor:
     """Returns the parameter that the user's extensions make around `plain`, of which the spec is `whole`.
 
@@ -225,7 +224,7 @@ def restored(
         PlacementError: the parameter has another layout or other memory.
     """
     made = extensions.post_unflatten_transform(plain, extension)
-    if not isinstance(made, DTensor) or not lies_as(made, whole) or not _same_memory(local_tensor(made), plain):
+    if not isinstance(made, DTensor) or not lies_as(made, whole) or not _same_memory(local_part(made), plain):
         raise PlacementError(
             f"{name}: {type(extensions).__name__}.post_unflatten_transform returned a {type(made).__name__} of shape "
             f"{tuple(made.shape)}; it must make a DTensor with {whole.placements} on {whole.mesh} of the memory it was "
@@ -241,10 +240,3 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def has_own(extensions: FSDPExtensions, method: str) -> bool:
     """Returns whether `extensions` override `method` of `DTensorExtensions`."""
     return getattr(type(extensions), method) is not getattr(DTensorExtensions, method)
-
-
-def _rows(shape: tuple[int, ...], num_ranks: int) -> Cut:
-    name = "a parameter of a state dict"
-    return (
-        placement.Shard(0).cut(shape, num_ranks, name) if shape else placement.Replicate().cut(shape, num_ranks, name)
-    )

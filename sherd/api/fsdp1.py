@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard as ShardSpec
 from sherd.api.placements import Placements, Strategy
 from sherd.comm.groups import default_group, one_rank_group
 from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups
-from sherd.errors import MeshError, PolicyError, PolicyTypeError
+from sherd.errors import MeshError, PolicyError
 from sherd.layout.runs import Flat, RunPlacement
 from sherd.policy import (
     CommPolicy,
@@ -39,6 +39,7 @@ from sherd.policy import (
     UnitPolicy,
     require_bool,
     require_floating_dtype,
+    require_type,
 )
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
@@ -139,7 +140,7 @@ class Choices:
         PolicyError: arguments that exclude each other.
     """
 
-    process_group: Any = None
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     sharding_strategy: ShardingStrategy | Placements | None = None
     cpu_offload: CPUOffload | None = None
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
@@ -151,14 +152,12 @@ class Choices:
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Choices).items():
+        kinds = get_type_hints(Choices)
+        del kinds["process_group"]  # whether it fits depends on the strategy, so `mesh` looks at it
+        for name, kind in kinds.items():
             value = getattr(self, name)
-            if kind is not Any and not isinstance(value, kind):
-                wanted = " or ".join(each.__name__ for each in get_args(kind) or (kind,) if each is not type(None))
-                raise PolicyTypeError(
-                    f"FullyShardedDataParallel({name}={value!r}): expected sherd's {wanted}, got a "
-                    f"{type(value).__module__}.{type(value).__name__}"
-                )
+            wanted = " or ".join(each.__name__ for each in get_args(kind) or (kind,) if each is not type(None))
+            require_type(f"FullyShardedDataParallel({name}={value!r}): expected sherd's {wanted}", value, kind)
         if self.process_group is not None and self.device_mesh is not None:
             raise PolicyError(
                 "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
@@ -181,7 +180,7 @@ class Choices:
         Raises:
             PolicyError: `Placements` say otherwise for a flat parameter.
         """
-        cut = self._placements.cut if self._placements is not None else None
+        cut = self.placements.cut if self.placements is not None else None
         if not self.use_orig_params:
             if not isinstance(cut, Flat | None):
                 raise PolicyError(
@@ -192,20 +191,21 @@ class Choices:
         return Flat() if cut is None else cut
 
     @property
-    def _placements(self) -> Placements | None:
+    def placements(self) -> Placements | None:
+        """Returns the strategy if it was spelt out; None if it is one of FSDP1's."""
         return self.sharding_strategy if isinstance(self.sharding_strategy, Placements) else None
 
     @property
     def policy(self) -> UnitPolicy:
         """Returns the policy of the unit: what it does, and when."""
-        levels = None if self._placements is None else self._placements.levels
+        levels = None if self.placements is None else self.placements.levels
         chosen = Strategy(levels, None).policy(self.reshard_after_forward, self.prefetch)
         return replace(chosen, notices_replaced=self.notices_replaced)
 
     @property
     def reshard_after_forward(self) -> bool | None:
         """Returns what `fully_shard` calls so: None frees the parameters of all units but the root."""
-        return None if self.strategy.frees_after_forward or self._placements is not None else False
+        return None if self.strategy.frees_after_forward or self.placements is not None else False
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
@@ -263,15 +263,15 @@ class Choices:
             PolicyError: a flat parameter, with nothing sharded over either of two axes.
         """
         mesh = self._mesh(has_policy)
-        if self._placements is None or self.strategy is ShardingStrategy.NO_SHARD:
+        if self.placements is None or self.strategy is ShardingStrategy.NO_SHARD:
             return mesh
-        if self._placements.cut is None and mesh.replicate_axis is not None and not self.use_orig_params:
+        if self.placements.cut is None and mesh.replicate_axis is not None and not self.use_orig_params:
             raise PolicyError(
                 "sharding_strategy=Placements(...) that replicates everything over two axes, with "
                 "use_orig_params=False: there is no axis for a flat parameter to lie on; pass use_orig_params=True, or "
                 "a device_mesh of one axis"
             )
-        return arranged(mesh, self._placements.levels)
+        return arranged(mesh, self.placements.levels)
 
     def _mesh(self, has_policy: bool) -> DataMesh:
         if self.strategy.is_hybrid:
@@ -284,9 +284,6 @@ class Choices:
                 f"{self.strategy.name} expects one process group, got {group!r}; a pair (shard group, replicate group) "
                 "is for HYBRID_SHARD"
             )
-        return self._mesh_of_group(group)
-
-    def _mesh_of_group(self, group: dist.ProcessGroup) -> DataMesh:
         if self.strategy is ShardingStrategy.NO_SHARD:
             return mesh_of_groups(one_rank_group(), group, self._device_type(group), self.comm)
         return mesh_of_groups(group, None, self._device_type(group), self.comm)
@@ -311,7 +308,11 @@ class Choices:
             return DataMesh(self.device_mesh, shard_axis=1, replicate_axis=0, comm=self.comm)
         if self.process_group is not None:
             pair = self.process_group
-            if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_group(each) for each in pair)):
+            if not (
+                isinstance(pair, tuple)
+                and len(pair) == 2
+                and all(isinstance(group, dist.ProcessGroup) for group in pair)
+            ):
                 raise MeshError(
                     f"{self.strategy.name}: Expected process_group to be passed in as either None or "
                     f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(pair)}; the pair is (shard group, "
@@ -328,7 +329,7 @@ class Choices:
     def _mesh_of_nodes(self) -> DataMesh:
         """Returns a mesh that shards within each node and has a copy on each node."""
         world = dist.get_world_size(default_group())
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or _devices_here() or world
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or devices_here() or world
         if world % per_node:
             raise MeshError(
                 f"{self.strategy.name}: {world} ranks are not a multiple of the {per_node} of a node "
@@ -348,9 +349,6 @@ def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "") == "1"
 
 
-def _is_group(value: Any) -> bool:
-    return isinstance(value, dist.ProcessGroup)
-
-
-def _devices_here() -> int:
+def devices_here() -> int:
+    """Returns the number of accelerators of this host."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -6,13 +6,13 @@ Its signature and its meaning are those of torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, TypedDict, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.api.module import FSDPModule, checked_reshard, require_divides
+from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, data_mesh
@@ -30,6 +30,7 @@ from sherd.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
+    require_type,
 )
 from sherd.wrap import is_container
 
@@ -77,7 +78,7 @@ def fully_shard(
     placement: ShardSpec | RunPlacement | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     placements: Placements | str | None = None,
-) -> Any:
+) -> nn.Module | Sequence[nn.Module]:
     """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
     right after.
 
@@ -127,17 +128,18 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    _check_types(
-        mesh=(mesh, DeviceMesh | None),
-        shard_placement_fn=(shard_placement_fn, Callable | None),
-        mp_policy=(mp_policy, MixedPrecisionPolicy),
-        offload_policy=(offload_policy, OffloadPolicy),
-        ignored_params=(ignored_params, Collection | None),
-        dp_mesh_dims=(dp_mesh_dims, DataParallelMeshDims | None),
-        prefetch_policy=(prefetch_policy, PrefetchPolicy),
-        comm_policy=(comm_policy, CommPolicy),
-        placements=(placements, Placements | str | None),
-    )
+    for name, value, kind in (
+        ("mesh", mesh, DeviceMesh | None),
+        ("shard_placement_fn", shard_placement_fn, Callable | None),
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+        ("ignored_params", ignored_params, Collection | None),
+        ("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims | None),
+        ("prefetch_policy", prefetch_policy, PrefetchPolicy),
+        ("comm_policy", comm_policy, CommPolicy),
+        ("placements", placements, Placements | str | None),
+    ):
+        require_type(f"fully_shard({name}=...): expected {getattr(kind, '__name__', str(kind))}", value, kind)
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
     strategy = strategy_of(placements, placement)
@@ -169,12 +171,11 @@ def state(module: nn.Module) -> Unit | None:
 fully_shard.state = state  # type: ignore[attr-defined]
 
 
-def _check_modules(modules: Sequence[Any]) -> None:
+def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ModuleError("fully_shard got an empty list of modules")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise PolicyTypeError(f"fully_shard expects a module or a list of modules, got a {type(module).__name__}")
+        require_module("fully_shard expects a module or a list of modules", module)
         if is_container(module):
             raise ModuleError(
                 f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it "
@@ -190,17 +191,8 @@ def _check_modules(modules: Sequence[Any]) -> None:
         raise ModuleError("fully_shard got a list that holds a module twice")
 
 
-def _check_types(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            wanted = getattr(kind, "__name__", str(kind))
-            raise PolicyTypeError(
-                f"fully_shard({name}=...): expected {wanted}, got a {type(value).__module__}.{type(value).__name__}"
-            )
-
-
 class _Wishes:
-    """How the user wants each parameter of a unit sharded. Every mesh is checked once."""
+    """The user's wishes for the sharding of each parameter of a unit. Every mesh is checked once."""
 
     def __init__(
         self,
@@ -224,7 +216,7 @@ class _Wishes:
             MeshError: the parameter's mesh has ranks that the unit's mesh does not have.
             PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
         """
-        asked: Any = None if self._chosen_by is None else self._chosen_by(found.parameter)
+        asked = None if self._chosen_by is None else self._chosen_by(found.parameter)
         mesh = self.mesh
         if isinstance(asked, OnMesh):
             mesh, asked = self._other_mesh(asked, found.name), asked.placement

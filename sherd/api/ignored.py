@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from sherd.api.module import FSDPModule
+from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 
 
@@ -29,7 +28,7 @@ class Ignored:
     buffers: frozenset[torch.Tensor]
 
     @classmethod
-    def read(cls, root: nn.Module, modules: Any, states: Any) -> Ignored:
+    def read(cls, root: nn.Module, modules: object, states: object) -> Ignored:
         """Returns what `ignored_modules` and `ignored_states` of a wrapper around `root` mean.
 
         Raises:
@@ -41,28 +40,28 @@ class Ignored:
             raise PolicyError(
                 "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
             )
-        given = _listed("ignored_modules", modules, (nn.Module,))
-        others = _listed("ignored_states", states, (nn.Parameter, nn.Module))
-        if len({isinstance(each, nn.Module) for each in others}) > 1:
-            kinds = sorted({type(each) for each in others}, key=lambda kind: kind.__name__)
+        given = [*_listed("ignored_modules", modules, (nn.Module,))]
+        given += _listed("ignored_states", states, (nn.Parameter, nn.Module))
+        tops = [each for each in given if isinstance(each, nn.Module)]
+        alone = [each for each in given if isinstance(each, nn.Parameter)]
+        if tops and alone:
+            kinds = sorted({type(each) for each in given}, key=lambda kind: kind.__name__)
             raise PolicyError(
                 f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {kinds}; give "
                 "modules, or their parameters"
             )
-        tops = [each for each in (*given, *others) if isinstance(each, nn.Module)]
         if any(each is root for each in tops):
             warnings.warn(
                 "the module that is wrapped is itself among the ignored ones, so nothing will be sharded", stacklevel=4
             )
         for each in tops:
-            if isinstance(each, FSDPModule):
+            if unit_of(each) is not None:
                 raise ModuleError(
                     f"`ignored_modules` should not include FSDP modules: a {type(each).__name__} is one already; "
                     "ignore its parameters when it is wrapped"
                 )
         below = _outside_units(tops)
-        parameters = {inner for each in below for inner in each.parameters(recurse=False)}
-        parameters.update(each for each in others if isinstance(each, nn.Parameter))
+        parameters = {*alone, *(inner for each in below for inner in each.parameters(recurse=False))}
         buffers = {inner for each in below for inner in each.buffers(recurse=False)}
         return cls(frozenset(below), frozenset(parameters), frozenset(buffers))
 
@@ -73,13 +72,13 @@ def _outside_units(tops: Iterable[nn.Module]) -> set[nn.Module]:
     waiting = list(tops)
     while waiting:
         module = waiting.pop()
-        if module not in found and not isinstance(module, FSDPModule):
+        if module not in found and unit_of(module) is None:
             found.add(module)
             waiting.extend(module.children())
     return found
 
 
-def _listed(name: str, given: Iterable[Any] | None, kinds: tuple[type, ...]) -> list[Any]:
+def _listed(name: str, given: object, kinds: tuple[type, ...]) -> list[object]:
     if given is None:
         return []
     if not isinstance(given, Iterable) or isinstance(given, torch.Tensor):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd._torch import attributes_of
+from sherd._torch import attributes_of, give_attributes
 from sherd.api import advice
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
@@ -93,7 +91,7 @@ def _give_memory(
 
 @torch.no_grad()
 def _reset(module: nn.Module, device: torch.device) -> None:
-    reset: Any = getattr(module, "reset_parameters", None)
+    reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise ModuleError(
             f"a {type(module).__name__} is on the meta device and has no `reset_parameters()` method to give it "
@@ -102,7 +100,7 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     written = {name: attributes_of(each) for name, each in module.named_parameters(recurse=False)}
     module.to_empty(device=device, recurse=False)
     for name, each in module.named_parameters(recurse=False):
-        vars(each).update(written[name])  # they are other Parameters by now
+        give_attributes(each, written[name])  # `to_empty` has made other Parameters
     reset()
 
 
@@ -163,17 +161,18 @@ def compute_in_full_precision(module: nn.Module) -> None:
         dtypes[-1] = dtypes[-1] or tensor.dtype
         return tensor.float()
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         dtypes.append(None)
-        return map_tensors(widen, (args, kwargs))
+        widened: tuple[tuple[object, ...], dict[str, object]] = map_tensors(widen, (args, kwargs))
+        return widened
 
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
+    def after(_: nn.Module, args: object, output: object) -> object:
         dtype = dtypes.pop()
-        return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
+        if dtype is None:
+            return output
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
-
-
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import runtime_of, unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
-from sherd.policy import AllGather, ReduceScatter, require_bool, require_int
+from sherd.policy import AllGather, ReduceScatter, require_bool, require_factor, require_int
 
 
 class UnshardHandle:
@@ -105,14 +104,11 @@ class FSDPModule(_Module):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor`, instead of by the number of data-parallel ranks."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise PolicyTypeError(f"set_gradient_divide_factor({factor!r}): expected a number")
-        if not 0 < factor < math.inf:
-            raise PolicyError(f"set_gradient_divide_factor({factor!r}): expected a finite number above 0")
+        require_factor("set_gradient_divide_factor({})", factor)
         self._sherd_change(False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, whose older name this is."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -138,7 +134,7 @@ class FSDPModule(_Module):
                     mesh.reduction_group()
             unit.change(separate_reduce_group=enable)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(reduced)` on this unit's reduced gradients, on `stream` if given. `reduced` is 1-D, in the
         gradients' dtype, and has this rank's shards of the group.
 
@@ -187,7 +183,7 @@ class FSDPModule(_Module):
         """All-gather `modules` behind this unit's backward, in this order, instead of the order learnt."""
         self._sherd_change(False, backward_prefetch=_unit_ids(modules))
 
-    def set_post_optim_event(self, event: Any) -> None:
+    def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for `event`, recorded after the optimizer step, and nothing later."""
         self._sherd_own_runtime.gathers_follow(event)
 
@@ -195,19 +191,13 @@ class FSDPModule(_Module):
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with `comm`. Raises `PolicyError` if the unit has several groups."""
-        self._sherd_take_comm("set_custom_all_gather", AllGather, "all_gather", comm)
+        _require_custom(self._sherd_own_unit, "set_custom_all_gather", comm, AllGather)
+        self._sherd_change(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients with `comm`. Raises `PolicyError` if the unit has several groups."""
-        self._sherd_take_comm("set_custom_reduce_scatter", ReduceScatter, "reduce_scatter", comm)
-
-    def _sherd_take_comm(self, method: str, kind: type, field: str, comm: object) -> None:
-        if not isinstance(comm, kind):
-            raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
-        unit = self._sherd_own_unit
-        _require_single_kind(unit, method)
-        _require_even(unit, method)
-        unit.change(**{field: comm})
+        _require_custom(self._sherd_own_unit, "set_custom_reduce_scatter", comm, ReduceScatter)
+        self._sherd_change(False, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Run this unit's collectives on memory of the process group's allocator, where it has one (NCCL)."""
@@ -245,7 +235,7 @@ class FSDPModule(_Module):
             unit.zero_grad(set_to_none, modules)
         super().zero_grad(set_to_none)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, *args: object, **kwargs: object) -> object:
         """Like nn.Module's, on the shards, which are then copied back into one buffer."""
         unit = self._sherd_own_unit
         unit.show_shards()
@@ -271,9 +261,27 @@ class FSDPModule(_Module):
         """Returns this module's unit, and the units below it if `recurse`, each once."""
         return units_below(self) if recurse else [self._sherd_own_unit]
 
-    def _sherd_change(self, recurse: bool, **fields: Any) -> None:
+    def _sherd_change(self, recurse: bool, **fields: object) -> None:
         for unit in self._sherd_units(recurse):
             unit.change(**fields)
+
+    def _sherd_run_as_forward(self, name: str, method: Callable[..., object]) -> None:
+        """Put a method that runs as a forward in the place of the module's own `method`, called `name`."""
+        self.__dict__[name] = BoundForward(self._sherd_own_unit, self, method)
+
+
+def require_module(expectation: str, module: object) -> None:
+    """Raise `PolicyTypeError` if `module` is no module. `expectation` begins the error: "function expects a module"."""
+    if not isinstance(module, nn.Module):
+        raise PolicyTypeError(f"{expectation}, got a {type(module).__name__}")
+
+
+def _require_custom(unit: Unit, method: str, comm: object, kind: type) -> None:
+    """Raise unless `comm` is a collective of `kind` that `unit` can be given."""
+    if not isinstance(comm, kind):
+        raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
+    _require_single_kind(unit, method)
+    _require_even(unit, method)
 
 
 def _require_single_kind(unit: Unit, method: str) -> None:
@@ -353,7 +361,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method) or isinstance(method, nn.Module):
         raise ModuleError(f"{type(module).__name__} has no method {method_name!r} to register")
     if not isinstance(method, BoundForward):
-        setattr(module, method_name, BoundForward(module._sherd_own_unit, module, method))
+        module._sherd_run_as_forward(method_name, method)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

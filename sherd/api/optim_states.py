@@ -6,8 +6,6 @@ full state on all ranks in host memory. All ranks must call each of these.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -17,12 +15,10 @@ from sherd.api.state_dict_settings import get_state_dict_type
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
+    StateDict,
     StateDictType,
 )
 from sherd.checkpoint import loading, rekeying, saving
-
-StateDict = dict[str, Any]
 
 
 def _settings(model: nn.Module) -> tuple[bool, OptimStateDictConfig]:
@@ -31,10 +27,6 @@ def _settings(model: nn.Module) -> tuple[bool, OptimStateDictConfig]:
     if settings is None or settings.optim_state_dict_config is None:
         return True, FullOptimStateDictConfig()
     return settings.state_dict_type is StateDictType.FULL_STATE_DICT, settings.optim_state_dict_config
-
-
-def _rank0_only(config: OptimStateDictConfig) -> bool:
-    return isinstance(config, FullOptimStateDictConfig) and config.rank0_only
 
 
 def optim_state_dict(
@@ -63,9 +55,9 @@ def optim_state_dict(
         optim,
         optim_state_dict,
         full=full,
-        rank0_only=_rank0_only(config),
+        rank0_only=config.on_rank0_only,
         offload_to_cpu=config.offload_to_cpu,
-        in_rows=isinstance(config, ShardedOptimStateDictConfig) and config._use_dtensor,
+        in_rows=config.in_rows,
         group=group,
     )
 
@@ -101,7 +93,7 @@ def optim_state_dict_to_load(
         optim_state_dict,
         is_named=is_named_optimizer,
         load_directly=load_directly,
-        from_rank_0=full and _rank0_only(config),
+        from_rank_0=full and config.on_rank0_only,
         group=group,
     )
 

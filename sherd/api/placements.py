@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,15 @@ PRESETS: dict[str, tuple[Level, ...]] = {
 
 
 @dataclass(frozen=True)
-class Placements:
+class _PerAxis:
+    """One placement for each data-parallel axis, of parameters, of gradients and of the optimizer."""
+
+    parameter: tuple[AxisPlacement, ...]
+    gradient: tuple[AxisPlacement, ...]
+    optimizer: tuple[AxisPlacement, ...]
+
+
+class Placements(_PerAxis):
     """How parameters, gradients and optimizer state are placed over each data-parallel axis.
 
     Each argument is one placement, or one per axis in the mesh's order (the replicate axis first). A placement is
@@ -62,23 +70,25 @@ class Placements:
         PolicyTypeError: something that is no placement.
     """
 
-    parameter: AxisPlacement | Sequence[AxisPlacement]
-    gradient: AxisPlacement | Sequence[AxisPlacement]
-    optimizer: AxisPlacement | Sequence[AxisPlacement]
-
-    def __post_init__(self) -> None:
-        for name in ("parameter", "gradient", "optimizer"):
-            object.__setattr__(self, name, _per_axis(name, getattr(self, name)))
+    def __init__(
+        self,
+        parameter: AxisPlacement | Sequence[AxisPlacement],
+        gradient: AxisPlacement | Sequence[AxisPlacement],
+        optimizer: AxisPlacement | Sequence[AxisPlacement],
+    ) -> None:
+        super().__init__(
+            _per_axis("parameter", parameter), _per_axis("gradient", gradient), _per_axis("optimizer", optimizer)
+        )
         if len({len(each) for each in self._kinds}) > 1 or not 1 <= len(self._kinds[0]) <= 2:
             raise PolicyError(
                 f"Placements: {len(self._kinds[0])} placements for parameters, {len(self._kinds[1])} for gradients, "
                 f"{len(self._kinds[2])} for the optimizer; give each one placement for one data-parallel axis, or two "
                 "for (replicate, shard), and flatten further axes into one of them (dp_mesh_dims)"
             )
-        cuts = {each for kind in self._kinds for each in kind if not isinstance(each, Replicate)}
-        if len(cuts) > 1:
+        if len(self._cuts) > 1:
             raise PlacementError(
-                f"Placements cut in different ways, {sorted(map(repr, cuts))}; all that is not Replicate() is cut alike"
+                f"Placements cut in different ways, {sorted(map(repr, self._cuts))}; all that is not Replicate() is "
+                "cut alike"
             )
         _ = self.levels
 
@@ -106,18 +116,21 @@ class Placements:
     @property
     def cut(self) -> ShardSpec | RunPlacement | None:
         """Returns how everything is cut that is not replicated; None if everything is."""
-        cuts = (each for kind in self._kinds for each in kind if not isinstance(each, Replicate))
-        return next(cuts, None)
+        return next(iter(self._cuts), None)
+
+    @property
+    def _cuts(self) -> set[ShardSpec | RunPlacement]:
+        return {placement for kind in self._kinds for placement in kind if is_cut(placement)}
 
     @property
     def _kinds(self) -> tuple[tuple[AxisPlacement, ...], ...]:
-        return self.parameter, self.gradient, self.optimizer  # type: ignore[return-value]  # tuples since __post_init__
+        return self.parameter, self.gradient, self.optimizer
 
 
-def _per_axis(name: str, given: Any) -> tuple[AxisPlacement, ...]:
+def _per_axis(name: str, given: AxisPlacement | Sequence[AxisPlacement]) -> tuple[AxisPlacement, ...]:
     placements = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for each in placements:
-        if isinstance(each, type) or not isinstance(each, AxisPlacement):
+        if not is_cut(each) and not isinstance(each, Replicate):
             raise PolicyTypeError(
                 f"Placements({name}=...): expected Replicate(), Shard(dim), Flat(), Blocks(rows) or Owned(), one or a "
                 f"sequence of one per data-parallel axis, got {each!r}"
@@ -126,7 +139,7 @@ def _per_axis(name: str, given: Any) -> tuple[AxisPlacement, ...]:
 
 
 def _level(axis: int, parameter: AxisPlacement, gradient: AxisPlacement, optimizer: AxisPlacement) -> Level:
-    sharded = [not isinstance(each, Replicate) for each in (parameter, gradient, optimizer)]
+    sharded = [is_cut(placement) for placement in (parameter, gradient, optimizer)]
     if sharded != sorted(sharded):
         raise PlacementError(
             f"Placements over data-parallel axis {axis}: parameter {parameter}, gradient {gradient}, optimizer "
@@ -176,7 +189,7 @@ def rule_of(cut: ShardSpec | RunPlacement | None, parameter: nn.Parameter) -> An
 EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Owned()"
 
 
-def is_cut(value: Any) -> bool:
+def is_cut(value: object) -> TypeGuard[ShardSpec | RunPlacement]:
     """Returns whether `value` says how to cut a parameter."""
     # The class `Flat` has all methods of a placement, so that `placement=Flat` would be taken for one.
     return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)

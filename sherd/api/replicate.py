@@ -3,7 +3,8 @@ module."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,7 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy = CommPolicy(),
-) -> Any:
+) -> nn.Module | Sequence[nn.Module]:
     """Keep a copy of the parameters below `module` on every rank and all-reduce their gradients in backward.
 
     It is `fully_shard(..., placements="ddp")`, data parallelism as in DDP (Li et al., "PyTorch Distributed: Experiences

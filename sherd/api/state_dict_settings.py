@@ -11,14 +11,13 @@ from sherd.api import advice
 from sherd.api.state_dict_type import (
     CONFIGS,
     OptimStateDictConfig,
-    ShardedForm,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 from sherd.api.wrapper_state import WrapperState, find_state
-from sherd.errors import PolicyError, PolicyTypeError, WrapperStateError
+from sherd.errors import WrapperStateError
+from sherd.policy import require_type
 
 
 def set_state_dict_type(
@@ -48,18 +47,13 @@ def _set(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    if not isinstance(state_dict_type, StateDictType):
-        raise PolicyTypeError(
-            f"state_dict_type={state_dict_type!r}: expected a sherd.StateDictType, got a "
-            f"{type(state_dict_type).__module__}.{type(state_dict_type).__name__}"
-        )
+    require_type(f"state_dict_type={state_dict_type!r}: expected a sherd.StateDictType", state_dict_type, StateDictType)
     wanted, optim_wanted = CONFIGS[state_dict_type]
     config = wanted() if state_dict_config is None else state_dict_config
     optim_config = optim_wanted() if optim_state_dict_config is None else optim_state_dict_config
     _require_kind("state_dict_config", config, wanted)
     _require_kind("optim_state_dict_config", optim_config, optim_wanted)
-    if isinstance(config, ShardedStateDictConfig):
-        _check_form(config)
+    config.require_one_form()
     before = get_state_dict_type(module)
     for state in _states(module):
         state.use(StateDictSettings(state_dict_type, config, optim_config))
@@ -114,13 +108,4 @@ def _require_kind(argument: str, config: object, wanted: type) -> None:
         raise WrapperStateError(
             f"Expected {argument} of type sherd.{wanted.__name__} but got {type(config).__module__}."
             f"{type(config).__name__}: it belongs to the state_dict_type"
-        )
-
-
-def _check_form(config: ShardedStateDictConfig) -> None:
-    if not isinstance(config.form, ShardedForm):
-        raise PolicyTypeError(f"ShardedStateDictConfig(form={config.form!r}): expected a sherd.ShardedForm")
-    if config._use_dtensor and config.form is ShardedForm.SHARDED_TENSOR:
-        raise PolicyError(
-            "ShardedStateDictConfig(_use_dtensor=True, form=SHARDED_TENSOR) asks for two forms; leave one of them out"
         )

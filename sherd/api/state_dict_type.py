@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any, TypeAlias
+
+from sherd.errors import PolicyError, PolicyTypeError
+
+StateDict: TypeAlias = dict[str, Any]
+"""The state of a model or of an optimizer, by key."""
 
 
 class StateDictType(Enum):
@@ -15,7 +21,7 @@ class StateDictType(Enum):
     FULL_STATE_DICT = auto()
     """Plain unsharded tensors."""
     LOCAL_STATE_DICT = auto()
-    """This rank's part as the optimizer sees it: flat parameters where there are any."""
+    """This rank's part in the form that the optimizer has, which is flat parameters where there are any."""
     SHARDED_STATE_DICT = auto()
     """Each parameter under its own name, as this rank's shard."""
 
@@ -37,12 +43,30 @@ class StateDictConfig:
 
     offload_to_cpu: bool = False
 
+    @property
+    def on_rank0_only(self) -> bool:
+        """Returns whether ranks of the shard axis other than rank 0 get no sharded parameter."""
+        return False
+
+    @property
+    def wanted(self) -> ShardedForm:
+        """Returns the form of shards, in a state dict that has shards."""
+        return ShardedForm.RUNS
+
+    def require_one_form(self) -> None:
+        """Raise `PolicyTypeError` or `PolicyError` if the fields do not say one form of shards."""
+
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
     """Options of a full state dict. `rank0_only`: other ranks of the shard axis get no sharded parameter."""
 
     rank0_only: bool = False
+
+    @property
+    def on_rank0_only(self) -> bool:
+        """Returns `rank0_only`."""
+        return self.rank0_only
 
 
 @dataclass
@@ -62,6 +86,16 @@ class ShardedStateDictConfig(StateDictConfig):
         """Returns the form, whichever field says it."""
         return ShardedForm.ROWS if self._use_dtensor else self.form
 
+    def require_one_form(self) -> None:
+        """Raise `PolicyTypeError` if `form` is no form, `PolicyError` if `_use_dtensor` contradicts it."""
+        if not isinstance(self.form, ShardedForm):
+            raise PolicyTypeError(f"ShardedStateDictConfig(form={self.form!r}): expected a sherd.ShardedForm")
+        if self._use_dtensor and self.form is ShardedForm.SHARDED_TENSOR:
+            raise PolicyError(
+                "ShardedStateDictConfig(_use_dtensor=True, form=SHARDED_TENSOR) asks for two forms; leave one of them "
+                "out"
+            )
+
 
 @dataclass
 class OptimStateDictConfig:
@@ -69,12 +103,27 @@ class OptimStateDictConfig:
 
     offload_to_cpu: bool = True
 
+    @property
+    def on_rank0_only(self) -> bool:
+        """Returns whether ranks other than rank 0 get nothing."""
+        return False
+
+    @property
+    def in_rows(self) -> bool:
+        """Returns whether shards are rows, as DTensors of torch's own."""
+        return False
+
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
     """Options of full optimizer state. `rank0_only`: other ranks get nothing."""
 
     rank0_only: bool = False
+
+    @property
+    def on_rank0_only(self) -> bool:
+        """Returns `rank0_only`."""
+        return self.rank0_only
 
 
 @dataclass
@@ -89,6 +138,11 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Options of sharded optimizer state. `_use_dtensor` is that of `ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
+
+    @property
+    def in_rows(self) -> bool:
+        """Returns `_use_dtensor`."""
+        return self._use_dtensor
 
 
 @dataclass

@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,21 +28,19 @@ from sherd._torch import (
     local_tensor,
     spec_of,
 )
-from sherd.api.extensions import FSDPExtensions, has_own
-from sherd.api.fsdp1 import ShardingStrategy
-from sherd.api.state_dict_type import FullStateDictConfig, ShardedForm, ShardedStateDictConfig, StateDictType
+from sherd.api.extensions import has_own
+from sherd.api.fsdp1 import ShardingStrategy, devices_here
+from sherd.api.state_dict_type import ShardedForm, StateDict, StateDictType
 from sherd.api.wrapper_state import WrapperState, find_state, state_of
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
 from sherd.checkpoint.relayout import around, full_of, lies_as, on_mesh_device
-from sherd.comm.mesh import DataMesh, permuted
+from sherd.comm.mesh import permuted
 from sherd.engine.between.unsharded import unsharded_copies
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter, plain_name
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
-
-StateDict: TypeAlias = dict[str, Any]
 
 FLAT_PARAM = "_flat_param"
 """The name of a flat parameter, in its wrapper and in a local state dict."""
@@ -120,13 +117,12 @@ def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_me
     assert config is not None, "a wrapper has a config"
     hidden: set[str] = set()
     if kind is StateDictType.FULL_STATE_DICT:
-        rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-        shown = not _lends_elsewhere(unit) and (not rank0_only or dist.get_rank(state.process_group) == 0)
+        shown = not _lends_elsewhere(unit) and (not config.on_rank0_only or dist.get_rank(state.process_group) == 0)
         _put_full(state_dict, state, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
     elif kind is StateDictType.LOCAL_STATE_DICT:
         hidden = _put_flat(state_dict, unit, contents, prefix)
-    elif isinstance(config, ShardedStateDictConfig) and config.wanted is not ShardedForm.RUNS:
+    elif config.wanted is not ShardedForm.RUNS:
         _put_rows(state_dict, state, contents, config.wanted, config.offload_to_cpu)
     for key in hidden:
         state_dict.pop(key, None)
@@ -173,7 +169,7 @@ def _put_full(state_dict: StateDict, state: WrapperState, contents: _Contents, s
     fulls = _unsharded_copies(state.unit, contents, shown, on_host)
     if has_own(state.extensions, "all_gather_dtensor") and state.unit.lent is None:
         for record in state.extended:
-            gathered = _gathered(state, record, record.shard.detach())
+            gathered = _gathered(state, record, around(record.local.detach(), record.shard_spec))
             fulls.update({record: gathered} if shown else {})
     plain = {each: full_of(its) if isinstance(its, DTensor) else its for each, its in fulls.items()}
     _put(state_dict, contents, plain)
@@ -186,7 +182,7 @@ def _put(state_dict: StateDict, contents: _Contents, values: Mapping[ShardedPara
             state_dict[key] = values[record]
 
 
-def _gathered(state: WrapperState, record: ShardedParameter, shards: Any) -> torch.Tensor:
+def _gathered(state: WrapperState, record: ShardedParameter, shards: DTensor) -> torch.Tensor:
     """Returns a tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
     part = state.extensions.all_gather_dtensor(shards, record.shard_spec.mesh)
     return state.extensions.post_unflatten_transform(part, state.extended[record])
@@ -202,8 +198,8 @@ def _unsharded_copies(
     for record in dict.fromkeys(contents.parameters.values()):
         if record.owner is not unit:
             # It belongs to another wrapper and is used here too. All ranks gather these in the same order.
-            shard: Any = record.shard.detach()
-            fulls[record] = shard.full_tensor() if record.lent is None else record.lent.detach().clone()
+            shard = around(record.resting, record.shard_spec)
+            fulls[record] = full_of(shard) if record.lent is None else record.lent.detach().clone()
     return fulls
 
 
@@ -215,15 +211,21 @@ def _keep_lent_shards(state_dict: StateDict, contents: _Contents) -> None:
             state_dict[key] = as_dtensor(part, record.shard_spec)
 
 
+def _flat_parameter(unit: Unit) -> FlatParameter | None:
+    """Returns the unit's flat parameter, if it has one."""
+    owned = unit.parameters[0].optimizer_param if unit.parameters else None
+    return owned if isinstance(owned, FlatParameter) else None
+
+
 def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> set[str]:
     """Put the flat parameter, if the unit has one, before the unit's other keys.
 
     Returns:
         The keys of the parameters that it stands for.
     """
-    if not unit.parameters or unit.parameters[0].flat is None:
+    flat = _flat_parameter(unit)
+    if flat is None:
         return set()
-    flat: Any = unit.parameters[0].optimizer_param
     after = [(key, state_dict.pop(key)) for key in list(state_dict) if key.startswith(prefix)]
     state_dict[prefix + FLAT_PARAM] = as_dtensor(local_tensor(flat).detach(), spec_of(flat))
     state_dict.update(after)
@@ -235,18 +237,17 @@ def _put_rows(
 ) -> None:
     """Put rows of each parameter, cut as `torch.chunk` does, in the place of shards. Collective over the shard axis."""
     mesh, extensions = state.unit.mesh, state.extensions
-    fulls = _unsharded_copies(state.unit, contents, True, on_host)
-    _put(state_dict, contents, {each: _rows_of(its, mesh, extensions, form) for each, its in fulls.items()})
-
-
-def _rows_of(full: torch.Tensor, mesh: DataMesh, extensions: FSDPExtensions, form: ShardedForm) -> Any:
     assert mesh.shard_axis is not None and mesh.shard_group is not None, "a wrapper that is sharded has a shard axis"
+    fulls = _unsharded_copies(state.unit, contents, True, on_host)
+    rows: Mapping[ShardedParameter, object]
     if form is ShardedForm.SHARDED_TENSOR:
-        per_node = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-        return extensions.chunk_tensor(full, mesh.shard_rank, mesh.num_shards, per_node, mesh.shard_group)
-    shard_last = mesh.shard_axis == mesh.mesh.ndim - 1
-    rows_over = mesh.mesh if shard_last else permuted(mesh.mesh, (1 - mesh.shard_axis, mesh.shard_axis))
-    return extensions.chunk_dtensor(full, mesh.shard_rank, rows_over)
+        ranks = mesh.shard_rank, mesh.num_shards, devices_here(), mesh.shard_group
+        rows = {record: extensions.chunk_tensor(full, *ranks) for record, full in fulls.items()}
+    else:
+        shard_last = mesh.shard_axis == mesh.mesh.ndim - 1
+        rows_over = mesh.mesh if shard_last else permuted(mesh.mesh, (1 - mesh.shard_axis, mesh.shard_axis))
+        rows = {record: extensions.chunk_dtensor(full, mesh.shard_rank, rows_over) for record, full in fulls.items()}
+    _put(state_dict, contents, rows)
 
 
 def _finish_buffers(state_dict: StateDict, contents: _Contents, kind: StateDictType) -> None:
@@ -260,11 +261,10 @@ def _finish_buffers(state_dict: StateDict, contents: _Contents, kind: StateDictT
 
 def _bring_to_host(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> None:
     for key in (*contents.parameters, *contents.buffers, prefix + FLAT_PARAM):
-        value: Any = state_dict.get(key)
+        value: object = state_dict.get(key)
         # A ShardedTensor was made of tensors on the host, and warns whenever an attribute of it is read.
-        is_ours = type(value) is torch.Tensor or isinstance(value, DTensor | nn.Parameter)
-        if is_ours and value.device.type != "cpu":
-            state_dict[key] = value.cpu()
+        if type(value) is torch.Tensor or isinstance(value, DTensor | nn.Parameter):
+            state_dict[key] = value if value.device.type == "cpu" else value.cpu()
 
 
 # Loading
@@ -294,13 +294,18 @@ def _before_load(
         state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-def _taken_up(state: WrapperState, record: ShardedParameter, given: Any) -> Any:
+def _taken_up(state: WrapperState, record: ShardedParameter, given: object) -> object:
     """Returns a `ShardedTensor` unsharded, and a value of a tensor-parallel parameter with the shard's layout if it has
     another layout on the same mesh; any other value as it is."""
     extensions, spec = state.extensions, record.shard_spec
     if is_sharded_tensor(given):
         inner, shards = extensions.pre_load_state_dict_transform(given)
-        full: Any = full_of_sharded_tensor(inner, record.mesh.device, shards)
+        full = full_of_sharded_tensor(inner, record.mesh.device, shards)
+        if full is None:
+            raise PlacementError(
+                f"{record.name}: {type(extensions).__name__}.pre_load_state_dict_transform returned a "
+                f"{type(inner).__name__}; it must return the ShardedTensor that is in the one it was given"
+            )
         is_part = inner is not given and record in state.extended
         return extensions.post_unflatten_transform(full, state.extended[record]) if is_part else full
     if record not in state.extended or not isinstance(given, DTensor) or lies_as(given, spec):
@@ -324,11 +329,10 @@ def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: s
     Raises:
         PlacementError: it comes from another wrapping, or from another number of ranks.
     """
-    flat = unit.parameters[0].flat if unit.parameters else None
-    if flat is None or prefix + FLAT_PARAM not in state_dict:
+    own = _flat_parameter(unit)
+    if own is None or prefix + FLAT_PARAM not in state_dict:
         return
     given = state_dict.pop(prefix + FLAT_PARAM)
-    own: Any = flat.parameter
     if not isinstance(given, RaggedDTensor) or given.placements != own.placements or given.shape != own.shape:
         found = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
         raise PlacementError(
@@ -347,9 +351,9 @@ def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: s
             state_dict[key] = around(part, record.shard_spec)
 
 
-def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:
+def _after_load(wrapper: nn.Module, incompatible_keys: tuple[list[str], list[str]]) -> None:
     """Put clean names into the report of what did not fit."""
-    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+    for keys in incompatible_keys:
         keys[:] = map(plain_name, keys)
     state_of(wrapper).end_load()
 
@@ -370,7 +374,8 @@ def named_for_checkpointing(
         yield from own
         return
     show_parameters_to_checkpointing()
-    yield from (each for each in own if not isinstance(each[1], FlatParameter))
+    flat: object = _flat_parameter(unit)
+    yield from ((name, parameter) for name, parameter in own if parameter is not flat)
     for name, record in _Contents.of(wrapper, "").parameters.items():
         if record.flat is not None:
             yield name, record.shard

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
 from sherd.api.module import FSDPModule
 from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, ShardedAccessError, StateError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _classes: dict[type, type] = {}
 """The class that `swap_class` made of each class: one each, so that two such modules are of one class."""
@@ -21,7 +24,7 @@ def swap_class(module: nn.Module) -> None:
     """Make `module` an `FSDPModule` in place: its class becomes a subclass of `FSDPModule` and of its own class."""
     original = type(module)
     if original not in _classes:
-        members: dict[str, Any] = {
+        members: dict[str, object] = {
             "__new__": _new_of_the_original,
             "__deepcopy__": _refuse_copy,
             "__reduce_ex__": _refuse_copy,
@@ -32,10 +35,10 @@ def swap_class(module: nn.Module) -> None:
     module.__class__ = _classes[original]
 
 
-def _new_of_the_original(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+def _new_of_the_original(cls: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
     """Returns an instance of the original class, so that a sharded `Sequential[1:]` is a plain `Sequential`."""
-    original = cls.__mro__[2]
-    plain: nn.Module = original.__new__(original, *args, **kwargs)
+    original: type[nn.Module] = cls.__mro__[2]
+    plain = original.__new__(original, *args, **kwargs)
     plain.__init__(*args, **kwargs)  # type: ignore[misc]  # Python does it only for instances of `cls`
     return plain
 
@@ -48,9 +51,9 @@ def _refuse_copy(self: nn.Module, memo_or_protocol: object) -> NoReturn:
     )
 
 
-def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
+def _public_methods(original: type) -> list[tuple[str, Callable[..., object]]]:
     """Returns the methods that the user's own classes add to nn.Module's; forward is one of nn.Module's."""
-    found: dict[str, Callable[..., Any]] = {}
+    found: dict[str, Callable[..., object]] = {}
     known = set(dir(nn.Module)) | set(dir(FSDPModule))
     for cls in original.__mro__:
         if cls.__module__.startswith("torch."):
@@ -61,15 +64,17 @@ def _public_methods(original: type) -> list[tuple[str, Callable[..., Any]]]:
     return list(found.items())
 
 
-def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
     """Returns `method` with an error that says what to do where it finds shards and needs unsharded parameters."""
 
     @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(self, *args, **kwargs)
+        except StateError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, StateError) or "mixed torch.Tensor and DTensor" not in str(error):
+            if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             unit = unit_of(self)
             raise ShardedAccessError(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from torch import nn
 
+from sherd.api.module import require_module
 from sherd.engine.between.unsharded import UnshardedCopies, require_covers, require_lendable
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.run.unit import Unit
-from sherd.errors import PolicyTypeError, UnsupportedError
+from sherd.errors import UnsupportedError
 from sherd.policy import UnshardTerms, require_bool
 
 
@@ -67,9 +67,8 @@ def unsharded(
         yield
 
 
-def _check(module: nn.Module, terms: UnshardTerms, **flags: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise PolicyTypeError(f"unsharded expects a module, got a {type(module).__name__}")
+def _check(module: nn.Module, terms: UnshardTerms, **flags: object) -> None:
+    require_module("unsharded expects a module", module)
     for name, value in flags.items():
         require_bool(f"unsharded({name}={{}})", value)
     if terms.writeback and terms.rank0_only:

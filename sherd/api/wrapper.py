@@ -25,7 +25,7 @@ from sherd.api import advice, comm_hook, materialize, optim_states, state_dict_s
 from sherd.api.extensions import FSDPExtensions, extensions_given
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.ignored import Ignored
-from sherd.api.module import FSDPModule
+from sherd.api.module import FSDPModule, require_module
 from sherd.api.placements import Placements
 from sherd.api.unsharded import unsharded
 from sherd.api.wrapper_state import before_forward, find_state
@@ -33,7 +33,8 @@ from sherd.api.wrapping import make_wrappers_unit, wrap_below
 from sherd.clip import clip_grad_norm_
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
-from sherd.errors import ModuleError, PolicyTypeError, UnsupportedError, WrapperStateError
+from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
+from sherd.wrap import WrapPolicy
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
@@ -81,7 +82,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         sharding_strategy: ShardingStrategy | Placements | None = None,
         cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Any = None,
+        auto_wrap_policy: WrapPolicy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -96,8 +97,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         extensions: FSDPExtensions | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise PolicyTypeError(f"FullyShardedDataParallel expects a module, got a {type(module).__name__}")
+        require_module("FullyShardedDataParallel expects a module", module)
         choices = Choices(
             process_group,
             sharding_strategy,
@@ -113,7 +113,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
         advice.of_containers(module)
-        if not isinstance(sharding_strategy, Placements):
+        if choices.placements is None:
             advice.of_one_rank(mesh.num_shards * mesh.num_replicas, choices.strategy.name)
         self.sharding_strategy = choices.strategy
         self.mixed_precision = choices.mixed_precision or MixedPrecision()
@@ -150,7 +150,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def module(self) -> nn.Module:
         """The wrapped module, without wrappers of activation checkpointing around it."""
         found = self.get_submodule(WRAPPED)
-        while not isinstance(found, FullyShardedDataParallel) and WRAPPED in found._modules:
+        while find_state(found) is None and WRAPPED in found._modules:
             found = found.get_submodule(WRAPPED)
         return found
 
@@ -174,10 +174,11 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """Where forward and backward run."""
         return self._sherd_own_unit.mesh.device
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Call the wrapped module's forward, with unsharded parameters."""
         self._sherd_prepare(self)
-        wrapped: Any = self._modules[WRAPPED]
+        wrapped = self._modules[WRAPPED]
+        assert wrapped is not None, "a wrapper has its module from the end of its making on"
         return wrapped(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -201,24 +202,26 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         elif in_functional_call():
             found._parameters[name] = value
         else:
-            setattr(found, name, value)
+            found.register_parameter(name, value)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """`wrapped[key]`, for a wrapped container."""
         return self.module.__getitem__(key)  # type: ignore[operator]  # where it has none, the error says so
 
     # Names
 
+    # torch's wrapper declares these two with `*args, **kwargs`; test_public_names.py holds us to that.
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module's, with the names that the user's own model has."""
-        found = ((plain_name(name), each) for name, each in super().named_parameters(*args, **kwargs))
+        named = super().named_parameters(*args, **kwargs)
+        plainly_named = ((plain_name(name), parameter) for name, parameter in named)
         if kwargs.get("recurse", True) is False and asked_by_checkpointing(directly=True):
-            return state_dicts.named_for_checkpointing(self, found)
-        return found
+            return state_dicts.named_for_checkpointing(self, plainly_named)
+        return plainly_named
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As nn.Module's, with the names that the user's own model has."""
-        return ((plain_name(name), each) for name, each in super().named_buffers(*args, **kwargs))
+        return ((plain_name(name), buffer) for name, buffer in super().named_buffers(*args, **kwargs))
 
     # Instances
 
@@ -317,7 +320,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             advice.of_no_gradients(self.rank, norm.dtype)
         return norm
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: object, hook: comm_hook.Hook) -> None:
         """Reduce gradients with `hook`, in the form of DDP's communication hooks; `sherd.comm_hooks` has some.
 
         Under `NO_SHARD` `hook(state, gradient)` reduces in place; otherwise `hook(state, gradient, shard)` fills
@@ -360,7 +363,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         finally:
             self._sherd_state.hide_names()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, for any kind of state dict. Flat parameters are registered again also if it raises."""
         try:
             return super().load_state_dict(state_dict, strict, assign)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class WrapperState:
     unit: Unit
     choices: Choices
     extensions: FSDPExtensions
-    extended: Mapping[ShardedParameter, Any]
+    extended: Mapping[ShardedParameter, object]
     buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype]
     undistributed: list[nn.Module]
     settings: StateDictSettings = field(default_factory=default_settings)

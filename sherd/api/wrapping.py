@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -24,6 +23,7 @@ from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.ownership import Belongings, belongings
 from sherd.errors import PlacementError, PolicyError
 from sherd.wrap import WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
+from sherd.wrap.walks import Kwargs
 
 
 def wrap_below(
@@ -33,7 +33,7 @@ def wrap_below(
     choices: Choices,
     mesh: DataMesh,
     ignored: Ignored,
-    more: Mapping[str, Any],
+    more: Mapping[str, object],
 ) -> None:
     """Wrap the modules below `module` that `policy` chooses by `make(module, **kwargs)`; `more` are arguments that
     `choices` do not have.
@@ -50,19 +50,24 @@ def wrap_below(
     if choices.strategy.is_hybrid and choices.device_mesh is None:
         # One mesh for all, made once; a unit that makes its own would make groups of its own too.
         kwargs.update(process_group=None, device_mesh=mesh.mesh)
-    precise = choices.precise_classes
-    advice.of_precise_modules(module, precise)
-    apart_kwargs = {"mixed_precision": None}
+    precise = {below for below in module.modules() if isinstance(below, choices.precise_classes)}
+    advice.of_precise_modules(precise)
     chosen = choose(
-        module, policy, ignored.modules, ignored.parameters, kwargs, apart=precise, apart_kwargs=apart_kwargs
+        module,
+        policy,
+        ignored.modules,
+        ignored.parameters,
+        kwargs,
+        apart=choices.precise_classes,
+        apart_kwargs={"mixed_precision": None},
     )
     if not choices.use_orig_params:
         check_frozen(module, chosen, ignored.parameters)
 
-    def wrapped(each: nn.Module, of_unit: dict[str, Any]) -> nn.Module:
-        if isinstance(each, precise):
-            materialize.compute_in_full_precision(each)
-        return make(each, **of_unit)
+    def wrapped(below: nn.Module, of_unit: Kwargs) -> nn.Module:
+        if below in precise:
+            materialize.compute_in_full_precision(below)
+        return make(below, **of_unit)
 
     apply_wraps(module, chosen, wrapped)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -49,25 +48,22 @@ class ModuleWrapPolicy(_Policy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        given: object = module_classes
-        classes: list[Any] = list(given) if isinstance(given, Iterable) else [given]
-        if not isinstance(given, Iterable) or not all(
-            isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes
-        ):
+        classes = list(module_classes) if isinstance(module_classes, Iterable) else None
+        if classes is None or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
             raise PolicyTypeError(
-                f"ModuleWrapPolicy expects a set of module classes, as {{TransformerBlock}}, got {given!r}"
+                f"ModuleWrapPolicy expects a set of module classes, as {{TransformerBlock}}, got {module_classes!r}"
             )
-        self._module_classes: set[type[nn.Module]] = set(classes)
+        self._module_classes = set(classes)
 
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs) -> Chosen:
         return {
             module: dict(root_kwargs)
             for module in root_module.modules()
-            if module not in ignored_modules and isinstance(module, tuple(self._module_classes))
+            if module not in ignored_modules and self(module, recurse=False)
         }
 
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The same rule in the form of a function, so that it can be a part of other rules."""
+    def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
+        """Returns what a policy function would, so that the rule can be a part of other rules."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -82,7 +78,7 @@ class CustomPolicy(_Policy):
         PolicyTypeError: when the policy runs, if the function returned something else than a bool or a dict.
     """
 
-    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
         self._lambda_fn = lambda_fn
 
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs) -> Chosen:
@@ -97,14 +93,14 @@ class CustomPolicy(_Policy):
                     f"{answer!r} for {label(name)}, a {type(module).__name__}"
                 )
             if answer:
-                chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+                chosen[module] = {**root_kwargs, **({} if answer is True else answer)}
         return chosen
 
 
 # Policies that are functions: asked about each module on the way down and on the way back
 
 
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
     """Every module is a unit."""
     return True
 
@@ -121,7 +117,7 @@ def transformer_auto_wrap_policy(
 ) -> bool:
     """A module is a unit if it is an instance of one of `transformer_layer_cls`. Embeddings are left to the root, where
     they may share their weights with the head."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
+    return _wrap_module_cls_individually(module, tuple(transformer_layer_cls), recurse)
 
 
 def size_based_auto_wrap_policy(
@@ -143,9 +139,9 @@ def size_based_auto_wrap_policy(
         force_leaf_modules: classes below which no unit is made; None means `FORCE_LEAF_MODULES`.
         exclude_wrap_modules: classes that are never a unit; None means `EXCLUDE_WRAP_MODULES`.
     """
-    defaults: Any = size_based_auto_wrap_policy
-    closed = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    never = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    defaults = vars(size_based_auto_wrap_policy)
+    closed = defaults["FORCE_LEAF_MODULES"] if force_leaf_modules is None else force_leaf_modules
+    never = defaults["EXCLUDE_WRAP_MODULES"] if exclude_wrap_modules is None else exclude_wrap_modules
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(closed if recurse else never))
 
 
@@ -161,7 +157,7 @@ def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies:
 
 
 def _wrap_module_cls_individually(
-    module: nn.Module, module_classes: Sequence[type[nn.Module]], recurse: bool, *args: Any, **kwargs: Any
+    module: nn.Module, module_classes: Sequence[type[nn.Module]], recurse: bool, *args: object, **kwargs: object
 ) -> bool:
     return recurse or isinstance(module, tuple(module_classes))
 
@@ -179,7 +175,7 @@ _wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("sherd_wrapp
 
 
 @contextmanager
-def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: object) -> Iterator[None]:
     """In its body `wrap(module)` means `wrapper_cls(module, **wrapper_kwargs)`. The innermost one holds.
 
     Args:
@@ -193,7 +189,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         _wrapping.reset(before)
 
 
-def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+def wrap(module: nn.Module, **wrap_overrides: object) -> nn.Module:
     """Returns `module` as a unit, inside `enable_wrap`, with its arguments and, over them, `wrap_overrides`.
 
     Elsewhere it returns `module` as it is, so that one model can be built with and without units.

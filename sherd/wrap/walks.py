@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
@@ -17,8 +17,8 @@ Chosen: TypeAlias = dict[nn.Module, Kwargs]
 """The modules that become units, children before their parents, each with the arguments of its unit."""
 
 
-class _Policy(ABC):
-    """A rule that looks at a whole model. Any object with `_run_policy` counts as one, torch's own too."""
+class _Policy(Protocol):
+    """A rule that looks at a whole model: an object with `_run_policy`, torch's own too."""
 
     @abstractmethod
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs) -> Chosen:
@@ -34,10 +34,10 @@ def choose(
     policy: WrapPolicy,
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
-    root_kwargs: Mapping[str, Any] | None = None,
+    root_kwargs: Mapping[str, object] | None = None,
     *,
     apart: Collection[type[nn.Module]] = (),
-    apart_kwargs: Mapping[str, Any] | None = None,
+    apart_kwargs: Mapping[str, object] | None = None,
 ) -> Chosen:
     """Returns the modules below `root` that `policy` makes units of. Changes nothing.
 
@@ -59,36 +59,36 @@ def choose(
     """
     ignored = {below for module in ignored_modules for below in module.modules()}
     kwargs = dict(root_kwargs or {})
+    apart_modules = {module for module in root.modules() if isinstance(module, tuple(apart))}
     if hasattr(policy, "_run_policy"):
-        chosen = _ask_object(root, policy, ignored, kwargs, tuple(apart))
+        chosen = _ask_object(root, policy, ignored, kwargs, apart_modules)
     else:
         ignored_ids = {id(parameter) for parameter in ignored_params}
-        asking = _Asking(root, _checked_function(policy), ignored, ignored_ids, kwargs, tuple(apart))
+        asking = _Asking(
+            root, _checked_function(policy), ignored, ignored_ids, kwargs, apart_modules, looks_everywhere=bool(apart)
+        )
         asking.visit(root)
         chosen = asking.chosen
-    for module, unit_kwargs in chosen.items():
-        if isinstance(module, tuple(apart)):
-            unit_kwargs.update(apart_kwargs or {})
+    for module in apart_modules & chosen.keys():
+        chosen[module].update(apart_kwargs or {})
     return chosen
 
 
 def _ask_object(
-    root: nn.Module, policy: Any, ignored: set[nn.Module], kwargs: Kwargs, apart: tuple[type[nn.Module], ...]
+    root: nn.Module, policy: _Policy, ignored: set[nn.Module], kwargs: Kwargs, apart: set[nn.Module]
 ) -> Chosen:
     answer = policy._run_policy(root, ignored, dict(kwargs))
-    wrong = [] if isinstance(answer, Mapping) else [f"a {type(answer).__name__}"]
+    wrong = None if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
     for module, unit_kwargs in () if wrong else answer.items():
         if not isinstance(unit_kwargs, Mapping) or not all(isinstance(name, str) for name in unit_kwargs):
-            wrong.append(f"{unit_kwargs!r} for a {type(module).__name__}")
+            wrong = wrong or f"{unit_kwargs!r} for a {type(module).__name__}"
     if wrong:
         raise PolicyTypeError(
-            f"{type(policy).__name__}._run_policy returned {wrong[0]}; expected a dict from modules to dicts of "
-            "arguments"
+            f"{type(policy).__name__}._run_policy returned {wrong}; expected a dict from modules to dicts of arguments"
         )
     chosen: Chosen = {}
     for _, module in post_order(root):
-        is_apart = isinstance(module, apart) and module not in ignored
-        if module is not root and (module in answer or is_apart):
+        if module is not root and (module in answer or (module in apart and module not in ignored)):
             chosen[module] = dict(answer.get(module, kwargs))
     return chosen
 
@@ -97,8 +97,9 @@ def _ask_object(
 class _Asking:
     """The walk that asks a function policy about every module below `root`.
 
-    Parameters in `ignored_ids` do not count; instances of `apart` are looked for everywhere. A shared module is asked
-    about once, but each parent counts it, as in torch's walk.
+    Parameters in `ignored_ids` do not count. Modules in `apart` become units in any case; a walk that
+    `looks_everywhere` for them also goes below modules that the policy closes. A shared module is asked about once, but
+    each parent counts it. Both are so in torch's walk.
     """
 
     root: nn.Module
@@ -106,7 +107,8 @@ class _Asking:
     ignored: set[nn.Module]
     ignored_ids: set[int]
     kwargs: Kwargs
-    apart: tuple[type[nn.Module], ...]
+    apart: set[nn.Module]
+    looks_everywhere: bool
     chosen: Chosen = field(default_factory=dict)
     _in_units: dict[nn.Module, int] = field(default_factory=dict)
 
@@ -118,10 +120,10 @@ class _Asking:
 
     def _decide(self, module: nn.Module) -> int:
         numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in self.ignored_ids)
-        if not (self._says(module, True, numel) or self.apart):
+        if not (self._says(module, True, numel) or self.looks_everywhere):
             return 0
         below = sum(self.visit(child) for child in module.children() if child not in self.ignored)
-        if module is self.root or not (self._says(module, False, numel - below) or isinstance(module, self.apart)):
+        if module is self.root or not (self._says(module, False, numel - below) or module in self.apart):
             return below
         self.chosen[module] = dict(self.kwargs)
         return numel
@@ -170,7 +172,7 @@ def _post_order(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether `module` is a list or dict without a forward: as a unit of its own it would never be gathered."""
+    """Returns whether `module` is a list or dict without a forward. As a unit of its own it would never be gathered."""
     containers = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
     return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
@@ -194,10 +196,9 @@ def apply_wraps(
         if module not in chosen or module is root:
             continue
         wrapped = wrap_fn(module, chosen[module])
-        assert isinstance(wrapped, nn.Module), "wrap_fn is ours; it returns a wrapper or the module"
         if wrapped is not module:
             for parent, name in places[module]:
-                setattr(parent, name, wrapped)
+                parent.register_module(name, wrapped)
 
 
 def check_none_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
