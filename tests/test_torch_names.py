@@ -325,6 +325,19 @@ def test_marks_are_written_on_a_module_that_refuses_attributes():
     assert not _torch.is_fsdp_of_torch(module)
 
 
+def test_write_into__passes_by_what_a_class_does_with_its_attributes():
+    module = Frozen()
+    _torch.write_into(module, "name_of_nobody", 1)
+    assert vars(module)["name_of_nobody"] == 1
+
+
+def test_give_attributes__writes_what_attributes_of_has_returned():
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+    first.no_decay = True
+    _torch.give_attributes(second, _torch.attributes_of(first))
+    assert _torch.attributes_of(second) == {"no_decay": True}
+
+
 def test_functions_of_torch_and_marks_on_modules_are_written_in_one_place():
     folder = Path(_torch.__file__).parent
     writers = {

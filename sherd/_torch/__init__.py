@@ -99,6 +99,7 @@ from sherd._torch.tensors import (
     steps_in_backward,
     storage_uses,
 )
+from sherd._torch.writes import write_into
 
 __all__ = [
     "MODULE_CALL",
@@ -173,4 +174,5 @@ __all__ = [
     "timeout_of",
     "trace_nothing_in",
     "will_get_gradient",
+    "write_into",
 ]

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sherd._torch.writes import write_into
+
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """A `__torch_function__` that does nothing: results of a subclass with it are plain tensors. Private since 1.7."""
 
@@ -56,7 +58,8 @@ def give_attributes(tensor: torch.Tensor, attributes: Mapping[str, object]) -> N
     A tensor cannot be made with them: torch has no constructor and no copy to another device that keeps the attributes
     of a user (2.11 to 2.13). So they are written here, by names that only the user knows.
     """
-    vars(tensor).update(attributes)
+    for name, value in attributes.items():
+        write_into(tensor, name, value)
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:

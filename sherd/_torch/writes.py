@@ -1,16 +1,13 @@
-"""Writes under names that torch does not declare: functions of torch that are replaced, and marks on modules."""
+"""Writes under names that a search for `.name =` does not find: there is one function for them."""
 
 from __future__ import annotations
 
-from types import ModuleType
 
-import torch
+def write_into(owner: object, name: str, value: object) -> None:
+    """Write attribute `name` of an object of torch's or of a user's: a function of torch that is replaced, a mark on a
+    module, an attribute of a Parameter that another one takes over, a field of a frozen dataclass that was copied.
 
-
-def write_into(owner: ModuleType | torch.nn.Module, name: str, value: object) -> None:
-    """Write attribute `name` of a file of torch, or of a user's module.
-
-    Type checkers know none of these names, so an assignment would need an ignored error in each place. All such writes
-    come here: a search for `write_into` finds them with their names. A `__setattr__` of the user's class is passed by.
+    Type checkers know none of these names, and some are the user's own, so an assignment cannot be written. All such
+    writes come here: a search for `write_into` finds them. A `__setattr__` of the object's class is passed by.
     """
     object.__setattr__(owner, name, value)

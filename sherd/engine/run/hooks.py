@@ -135,7 +135,7 @@ def _inputs_in(args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor]:
     """Returns the tensors among a forward's arguments."""
     if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
         return args  # as most are, which need not be walked through
-    return list(tensors_in((args, kwargs)))
+    return tensors_in((args, kwargs))
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

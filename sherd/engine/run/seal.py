@@ -10,7 +10,7 @@ import warnings
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import is_replicated, outside_transforms, say_fully_sharded
+from sherd._torch import is_replicated, outside_transforms, say_fully_sharded, write_into
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.unit import Unit
@@ -39,7 +39,7 @@ def units_below(root: nn.Module) -> list[Unit]:
 
 def attach(module: nn.Module, unit: Unit) -> None:
     """Make `unit` the unit of `module`, which torch's DDP leaves alone then; the module keeps it alive."""
-    module.__dict__[UNIT] = unit
+    write_into(module, UNIT, unit)
     say_fully_sharded(module)
 
 
@@ -97,7 +97,7 @@ def seal(root: nn.Module) -> Runtime:
             unit.regroup()
         unit.join(runtime)
         forget_loads(unit.mesh)
-    root.__dict__[RUNTIME] = runtime
+    write_into(root, RUNTIME, runtime)
     return runtime
 
 

@@ -1,4 +1,4 @@
-"""Say which parameter an operation in a forward has met as a shard, where it needed the whole, and what helps.
+"""Say which parameter an operation in a forward has met as a shard, where it needed the unsharded one, and what helps.
 
     self.block.forward(x)                   past the hooks that would gather
     fused_loss(x, self.head.weight, y)      the weight of a unit that is not running
@@ -24,7 +24,11 @@ MIXED = "got mixed torch.Tensor and DTensor"
 """In what torch says of an operation on a DTensor and a plain tensor."""
 
 SHOWN = 8
-_EXPLAINED = "sherd_explained"
+_REMEDY = (
+    "which is gathered only while it runs. Call the module, not its forward: module(x); for a method, "
+    "register_fsdp_forward_method(module, 'name'); to read a weight from outside, module.unshard() before and "
+    "module.reshard() after, or leave the module that has it to the unit that reads it"
+)
 
 
 def explain(error: BaseException | None, units: Sequence[Unit]) -> None:
@@ -34,14 +38,15 @@ def explain(error: BaseException | None, units: Sequence[Unit]) -> None:
         error: the exception on its way out.
         units: all of the model.
     """
-    if error is None or getattr(error, _EXPLAINED, False) or not _met_a_shard(error):
+    if error is None or not _met_a_shard(error):
         return
-    setattr(error, _EXPLAINED, True)
     error.args = (f"{error.args[0]}\n{_in_words(_records_met(error.__traceback__), units)}", *error.args[1:])
 
 
 def _met_a_shard(error: BaseException) -> bool:
     said = str(error.args[0]) if error.args else ""
+    if _REMEDY in said:
+        return False  # a unit further in has said it
     of_ours = isinstance(error, PlacementError) and said.startswith("aten.")
     return of_ours or (isinstance(error, RuntimeError) and MIXED in said)
 
@@ -86,11 +91,7 @@ def _in_words(records: Sequence[ShardedParameter], units: Sequence[Unit]) -> str
         what = (
             f"A shard was met where an unsharded parameter was needed; units are {_some([unit.name for unit in units])}"
         )
-    return (
-        f"{what}, which is gathered only while it runs. Call the module, not its forward: module(x); for a method, "
-        "register_fsdp_forward_method(module, 'name'); to read a weight from outside, module.unshard() before and "
-        "module.reshard() after, or leave the module that has it to the unit that reads it"
-    )
+    return f"{what}, {_REMEDY}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,25 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from sherd._torch import write_into
+
 _CLOSED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 """What holds no tensor."""
 
 
-def tensors_in(value: Any, in_any_object: bool = False) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`, in order; `in_any_object`: also what is held by objects that are no container."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each, in_any_object)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for each in value:
-            yield from tensors_in(each, in_any_object)
-    elif in_any_object and not isinstance(value, _CLOSED):
-        yield from tensors_held_by(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+def tensors_in(value: object, in_any_object: bool = False) -> list[torch.Tensor]:
+    """Returns every tensor in `value`, in order; `in_any_object`: also those held by objects that are no container."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    def look_into(other: object) -> None:
+        if not isinstance(other, _CLOSED):
+            found.extend(tensors_held_by(other))
+
+    map_tensors(note, value, look_into if in_any_object else None)
+    return found
 
 
 MOST_OBJECTS = 10_000
@@ -61,26 +62,33 @@ def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
             waiting.extend(gc.get_referents(value))
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor changed; containers that hold a changed one are rebuilt, all else stays as it is."""
+def map_tensors(
+    change: Callable[[torch.Tensor], torch.Tensor], value: Any, see: Callable[[object], None] | None = None
+) -> Any:
+    """Returns `value` with every tensor changed; containers that hold a changed one are rebuilt, all else stays as it
+    is. `see`, if given, is called with each object that is neither a tensor nor a tuple, list, set or mapping."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return _map_mapping(change, value)
+        return _map_mapping(change, value, see)
     if isinstance(value, (list, tuple, set, frozenset)):
-        new = [map_tensors(change, each) for each in value]
+        new = [map_tensors(change, each, see) for each in value]
         if all(after is before for after, before in zip(new, value, strict=True)):
             return value
         if hasattr(value, "_fields"):
             return type(value)(*new)
         return type(value)(new)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if see is not None:
+        see(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(change, value)
     return value
 
 
-def _map_mapping(change: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> Any:
-    new = {key: map_tensors(change, each) for key, each in value.items()}
+def _map_mapping(
+    change: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any], see: Callable[[object], None] | None
+) -> Any:
+    new = {key: map_tensors(change, each, see) for key, each in value.items()}
     changed = {key: each for key, each in new.items() if each is not value[key]}
     if not changed:
         return value
@@ -106,5 +114,5 @@ def _map_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
     # setattr.
     rebuilt = copy.copy(value)
     for name, after in changed.items():
-        object.__setattr__(rebuilt, name, after)
+        write_into(rebuilt, name, after)
     return rebuilt
