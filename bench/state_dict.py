@@ -13,7 +13,6 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
-from sherd.api import state_dicts
 
 from .models import Model, num_bytes
 from .peak import live_bytes
@@ -83,7 +82,7 @@ def full_state_dict(trainee: Trainee) -> dict[str, Any]:
     """
     model: Any = trainee.model
     is_ours = isinstance(model, sherd.FullyShardedDataParallel)
-    api: Any = state_dicts if is_ours else fsdp
+    api: Any = sherd if is_ours else fsdp
     config = api.FullStateDictConfig(rank0_only=True, offload_to_cpu=is_ours or trainee.device.type != "cpu")
     with type(model).state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
         return cast("dict[str, Any]", model.state_dict())

@@ -38,7 +38,7 @@ from sherd.comm.mesh import permuted
 from sherd.engine.between.unsharded import unsharded_copies
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.parameter import WRAPPED, ShardedParameter, plain_name
+from sherd.engine.state.parameter import WRAPPED, ShardedParameter, as_sharded, plain_name
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 
@@ -198,7 +198,7 @@ def _unsharded_copies(
     for record in dict.fromkeys(contents.parameters.values()):
         if record.owner is not unit:
             # It belongs to another wrapper and is used here too. All ranks gather these in the same order.
-            shard = around(record.resting, record.shard_spec)
+            shard = as_sharded(record.shard)
             fulls[record] = full_of(shard) if record.lent is None else record.lent.detach().clone()
     return fulls
 
