@@ -409,6 +409,24 @@ def test_rank_0_alone_may_have_the_state(world):
     world(2).run(of_rank0)
 
 
+def nested_of_rank0():
+    """A tensor in a dict of the state, as an optimizer of a user's may keep it."""
+    model, optimizer = made("orig as one", adam, steps=BEFORE)
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    for state in full.get("state", {}).values():
+        state["kept"] = {"scale": torch.tensor([2.0, 3.0]), "rule": "max"}
+    found = FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer)
+    return [state["kept"] for state in found["state"].values()]
+
+
+def test_a_tensor_inside_a_dict_of_the_state_reaches_the_other_ranks_too(world):
+    for kept in world(2).run(nested_of_rank0):
+        assert kept
+        for each in kept:
+            assert each["rule"] == "max"
+            torch.testing.assert_close(each["scale"], torch.tensor([2.0, 3.0]))
+
+
 def forms_asked_for():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     full = FSDP.optim_state_dict(model, optimizer)

@@ -142,6 +142,25 @@ def test_gradients_that_are_kept_in_low_precision_are_in_that_of_torchs_fsdp1(wo
 # Norms in full precision
 
 
+def gradients_given_in_a_context():
+    """In `summon_full_params`, to a model that has had none yet; as they are inside and outside."""
+    model = FullyShardedDataParallel(
+        nn.Linear(WIDTH, WIDTH),
+        use_orig_params=True,
+        mixed_precision=MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True),
+    )
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    return {each.grad.dtype for each in model.parameters()}, [each.grad.full_tensor() for each in model.parameters()]
+
+
+def test_gradients_given_in_an_unshard_context_are_kept_in_low_precision_too(threads):
+    for dtypes, gradients in threads(2).run(gradients_given_in_a_context):
+        assert dtypes == {BF16}
+        torch.testing.assert_close(gradients, [torch.ones(WIDTH, WIDTH, dtype=BF16), torch.ones(WIDTH, dtype=BF16)])
+
+
 def train_beside_norms():
     """The norm's input, weight and output dtypes; the same of the layer after it."""
     model = FullyShardedDataParallel(

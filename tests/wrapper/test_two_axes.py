@@ -431,6 +431,28 @@ def test_extensions_are_asked_when_parameters_are_sharded_saved_and_loaded(threa
     assert "# - extensions: nothing to say" in explain_migration(extensions=Seen())
 
 
+class Forgets(Seen):
+    """Takes a `ShardedTensor` apart and does not give it back."""
+
+    def pre_load_state_dict_transform(self, tensor):
+        return None, super().pre_load_state_dict_transform(tensor)[1]
+
+
+def load_with_extensions_that_forget():
+    mesh, data = axes_of((2, 2))
+    mlp = parallelize_module(built(EVEN).blocks[0].mlp, mesh["tp"], PLAN)
+    model = FSDP(mlp, device_mesh=data, use_orig_params=True, extensions=Forgets())
+    FSDP.set_state_dict_type(model, SHARDED, ShardedStateDictConfig(form=ShardedForm.SHARDED_TENSOR))
+    legacy = {key: value for key, value in model.state_dict().items() if key.startswith("down")}
+    with pytest.raises(PlacementError, match=r"Forgets.pre_load_state_dict_transform returned a NoneType"):
+        model.load_state_dict(legacy, strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+def test_extensions_that_give_no_sharded_tensor_back_are_named(threads):
+    threads(4).run(load_with_extensions_that_forget)
+
+
 def loaded_from_a_nested_sharded_tensor():
     """As torch's FSDP1 has it: over the ranks of tensor parallelism, of one over those of data parallelism."""
     mesh, data = axes_of((2, 2))

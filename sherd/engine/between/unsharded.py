@@ -338,6 +338,8 @@ def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
         records = {index: group.parameters[index] for index in sorted(optimizer_param.members)}
         if all(id(record) in present for record in records.values()):  # else one is of another shape, which is raised
             gradients = {index: present[id(record)].grad for index, record in records.items()}
+            if group.grad_dtype != group.dtype:
+                optimizer_param.expect_gradients_in(group.grad_dtype)
             optimizer_param.parameter.grad = _joined_gradient(group, optimizer_param, gradients)
 
 
