@@ -10,7 +10,7 @@ from torch.autograd import Variable
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass. No public name tells (2.11 to 2.13)."""
+    """Returns whether this thread is inside a backward pass. No public name tells (2.11 to 2.13)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -21,7 +21,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:
-    """Whether the present backward pass will accumulate a gradient in `leaf`.
+    """Returns whether the present backward pass will accumulate a gradient in `leaf`.
 
     It will if it reaches `leaf` and was not started by `torch.autograd.grad`. No public name tells (2.11 to 2.13).
     """
@@ -40,7 +40,8 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.
 
 
 def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any of `tensors` was given a hook of either kind on its gradient. No public name (2.11 to 2.13)."""
+    """Returns whether any of `tensors` was given a hook of either kind on its gradient. No public name (2.11 to
+    2.13)."""
     return any(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in tensors)
 
 

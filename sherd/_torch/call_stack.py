@@ -26,13 +26,14 @@ def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def in_functional_call() -> bool:
-    """Whether this thread is inside a `torch.func.functional_call`. No public name tells (2.11 to 2.13)."""
+    """Returns whether this thread is inside a `torch.func.functional_call`. No public name tells (2.11 to 2.13)."""
     code = _functional_call.__code__
     return any(frame.f_code is code for frame in _frames_from(sys._getframe()))
 
 
 def asked_by_checkpointing(directly: bool = False) -> bool:
-    """Whether the present call comes from `torch.distributed.checkpoint.state_dict` (`get_state_dict` and its kin).
+    """Returns whether the present call comes from `torch.distributed.checkpoint.state_dict` (`get_state_dict` and its
+    kin).
 
     With `directly`, whether the caller of our caller is a function of that file. The file tells instances of torch's
     FSDP which kind of state dict it wants, and nobody else (2.2 to 2.13).

@@ -35,8 +35,8 @@ def answer_checkpointing(answers: dict[str, Callable[..., object]]) -> None:
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
-    """Whether `value` is a `ShardedTensor`. There is none before its package is imported, and the package has no public
-    name (1.10 to 2.13)."""
+    """Returns whether `value` is a `ShardedTensor`. There is none before its package is imported, and the package has
+    no public name (1.10 to 2.13)."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(value, module.ShardedTensor)
 

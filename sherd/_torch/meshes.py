@@ -12,7 +12,7 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def keeps_root_order(mesh: DeviceMesh) -> bool:
-    """Whether the axes of `mesh` are in the order of its root mesh.
+    """Returns whether the axes of `mesh` are in the order of its root mesh.
 
     For any other mesh torch raises KeyError where it plans a redistribution (2.13). Private since 2.10; a public slice
     would do, but not for all axes.

@@ -12,7 +12,7 @@ _MANAGED = "_sherd_managed"
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
-    """Whether torch's composable `replicate`, which is DDP, was applied to the module.
+    """Returns whether torch's composable `replicate`, which is DDP, was applied to the module.
 
     Neither the package nor its registry of what was applied has a public name (2.0 to 2.13).
     """
@@ -21,7 +21,7 @@ def is_replicated(module: torch.nn.Module) -> bool:
 
 
 def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
-    """Whether torch's own FSDP has the module.
+    """Returns whether torch's own FSDP has the module.
 
     It has if the module is an FSDP1 wrapper, if FSDP2 has exchanged its class, or if one of the two manages it from
     further out and has told Dynamo so. Read from the names of packages, none of which is imported; the mark for Dynamo
@@ -58,6 +58,6 @@ def say_fully_sharded(module: torch.nn.Module) -> None:
 
 
 def is_tensor_parallel(module: torch.nn.Module) -> bool:
-    """Whether `parallelize_module` or `distribute_module` has distributed the module's own parameters. They write it in
-    an attribute without a public name (2.3 to 2.13)."""
+    """Returns whether `parallelize_module` or `distribute_module` has distributed the module's own parameters. They
+    write it in an attribute without a public name (2.3 to 2.13)."""
     return getattr(module, "_distribute_module_applied", False) is True

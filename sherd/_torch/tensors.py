@@ -14,7 +14,7 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 
 def has_bytes(storage: torch.UntypedStorage) -> bool:
-    """Whether `storage` has memory of its own. That of a DTensor has none: the memory is its local tensor's.
+    """Returns whether `storage` has memory of its own. That of a DTensor has none: the memory is its local tensor's.
 
     To ask such a storage for its address raises since 2.1, as no page says.
     """
@@ -63,6 +63,6 @@ def give_attributes(tensor: torch.Tensor, attributes: Mapping[str, object]) -> N
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """Whether `torch.distributed.optim._apply_optimizer_in_backward` gave `parameter` optimizers that step as soon as
-    its gradient is there. They are in an attribute without a public name (1.13 to 2.13)."""
+    """Returns whether `torch.distributed.optim._apply_optimizer_in_backward` gave `parameter` optimizers that step as
+    soon as its gradient is there. They are in an attribute without a public name (1.13 to 2.13)."""
     return bool(getattr(parameter, "_in_backward_optimizers", ()))

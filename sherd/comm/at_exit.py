@@ -36,8 +36,8 @@ def _wait() -> None:
 
 
 def is_at_work(name: str) -> bool:
-    """Whether a thread of this process that is called `name` is running or ready to run. False where the system does
-    not tell, which is everywhere but on Linux."""
+    """Returns whether a thread of this process that is called `name` is running or ready to run. False where the system
+    does not tell, which is everywhere but on Linux."""
     try:
         threads = [(thread / "stat").read_text() for thread in THREADS.iterdir()]
     except OSError:  # no such folder, or a thread has ended meanwhile

@@ -66,7 +66,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Whether `group` was destroyed."""
+    """Returns whether `group` was destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):

@@ -124,7 +124,7 @@ class Sizes(tuple[int, ...]):
 
 
 def are_even(sizes: Sequence[int]) -> bool:
-    """Whether all sizes are equal."""
+    """Returns whether all sizes are equal."""
     return (sizes if isinstance(sizes, Sizes) else Sizes(sizes)).are_even
 
 

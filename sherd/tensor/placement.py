@@ -154,7 +154,7 @@ class Split:
 
 
 class Layout:
-    """Where the pieces of one ragged tensor are, seen from this rank. Read once from a spec, and kept with it.
+    """The places of one ragged tensor's pieces, seen from this rank. Read once from a spec, and kept with it.
 
     shape: the shape of the unsharded tensor.
     ragged: the placements of the mesh axes that it is cut into runs over, by axis; all have the same `cut`.
@@ -262,7 +262,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where results live on ranks that had no part in them."""
+        """The device of results on ranks that had no part in them."""
         return device_of(self.mesh)
 
     @property

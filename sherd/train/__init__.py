@@ -1,1 +1,1 @@
-"""What is `sherd train`? A reference trainer: one readable way from text to a sharded language model."""
+"""`sherd train`, a reference trainer: one readable way from text to a sharded language model."""

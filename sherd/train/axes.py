@@ -1,4 +1,4 @@
-"""Which rank does what: the axes that `--mesh` names, and how many ranks each has.
+"""The part of each rank in a run: the axes that `--mesh` names, and how many ranks each has.
 
     pp          layers: each rank has some of them
     replicate   samples; parameters are replicated
@@ -22,7 +22,7 @@ __all__ = ["Axes", "axes_of", "usual_ranks"]
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks there are along each axis; `ep` of those along dp."""
+    """The number of ranks along each axis; `ep` of those along dp."""
 
     pp: int = 1
     replicate: int = 1
@@ -87,7 +87,7 @@ def usual_ranks(config: Config, usual: int) -> int:
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """What the words of a mesh say: axis -> number of ranks."""
+    """Returns what a mesh says in words, as axis -> number of ranks."""
     sizes: dict[str, int] = {}
     for word in text.split(",") if text else ():
         name, _, number = (part.strip() for part in word.partition("="))

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is the best: OUT/checkpoints/best.json names it, and is replaced as a whole.
+"""The best checkpoint of a run: OUT/checkpoints/best.json names it, and is replaced as a whole.
 
     {"step": 500, "bits": 2.071, "judged": "3f9a..."}
 
@@ -31,12 +31,12 @@ class Best:
     judged: str
 
     def path(self, out: Path) -> Path:
-        """Where the checkpoint of that step is, in the run's folder `out`."""
+        """Returns where the checkpoint of that step is, in the run's folder `out`."""
         return folder_of(out, self.step)
 
     def beats(self, other: Best | None, out: Path) -> bool:
-        """Whether this is better than `other`, the best of the run in `out` until now; than one that is gone, or not
-        comparable, anything is."""
+        """Returns whether this is better than `other`, the best of the run in `out` until now; than one that is gone,
+        or not comparable, anything is."""
         if other is None or other.judged != self.judged or not _is_whole(other.path(out)):
             return math.isfinite(self.bits)
         return self.bits < other.bits

@@ -1,4 +1,4 @@
-"""How a run is saved so that it can go on: a checkpoint is whole, or it is none.
+"""Saving a run so that it can go on: a checkpoint is whole, or it is none.
 
     OUT/checkpoints/step-00000250      written as step-00000250.part, renamed when complete
         __0_0.distcp, .metadata, ...   model and optimizer, by torch.distributed.checkpoint

@@ -1,4 +1,4 @@
-"""What a run is made of: the fields, their limits, and where their values come from."""
+"""The config of a run: its fields, their limits, and where their values come from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
 
 
 class InputError(SherdError, ValueError):
-    """What a user gave cannot be used. The message is one line: `sherd train` prints it and exits with 2."""
+    """Raised for something a user gave that cannot be used. The message is one line: `sherd train` prints it and exits
+    with 2."""
 
     names_rank = False
 
@@ -242,7 +243,7 @@ class Config:
         return f"optimizer.batch = {batch} does not fit {what}; {remedy}"
 
     def notes(self) -> list[str]:
-        """What can be done, and is hardly meant, a line each."""
+        """What can be done and is hardly meant, one line for each."""
         warmup, steps = self.optimizer.warmup, self.run.steps
         if 0 < steps < warmup:
             return [
@@ -252,7 +253,7 @@ class Config:
         return []
 
     def from_anywhere(self) -> Config:
-        """The same with paths that mean the same in any folder: for one who resumes the run in another."""
+        """Returns the config with paths that mean the same in any folder: for one who resumes the run in another."""
         absolute = {
             section: {name: os.path.abspath(path)}
             for section, name in (("model", "hf"), ("data", "path"))
@@ -261,7 +262,7 @@ class Config:
         return Config.of(self.tree(), absolute)
 
     def tree(self) -> dict[str, dict[str, Any]]:
-        """The same as plain values, for JSON; `Config.of` reads it back."""
+        """Returns the config as plain values, for JSON; `Config.of` reads it back."""
         return dataclasses.asdict(self)
 
     @staticmethod
@@ -282,7 +283,7 @@ class Config:
 
 
 def _place_of(name: str) -> str:
-    """Where a value belongs that was given to `name` alone."""
+    """Returns where a value belongs that was given to `name` alone."""
     if name in SECTIONS:
         return f"{name} is itself a section"
     homes = [section for section, fields in SECTIONS.items() if name in get_type_hints(fields)]

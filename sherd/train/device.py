@@ -1,4 +1,4 @@
-"""What a run computes on, and how many ranks that takes."""
+"""The device that a run computes on, and the number of ranks it takes."""
 
 from __future__ import annotations
 

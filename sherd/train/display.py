@@ -1,4 +1,4 @@
-"""What a run shows on the screen: a progress bar, plain lines, or nothing."""
+"""The screen of a run: a progress bar, plain lines, or nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = dict[str, Any]  # the figures of a step, as in metrics.jsonl
 
 
 class Display(Protocol):
-    """Where rank 0 shows what happens."""
+    """The place where rank 0 shows what happens."""
 
     def say(self, text: str) -> None:
         """Show a line."""

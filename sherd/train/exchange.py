@@ -1,4 +1,4 @@
-"""How tokens get to experts that are on other ranks, and back.
+"""The way of tokens to experts on other ranks, and back.
 
 Two ranks, two experts on each; rows come sorted by expert, and are sorted again where they arrive:
 

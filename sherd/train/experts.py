@@ -139,7 +139,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """What this rank has of it. Where others have the same, each gives it the gradient of its own tokens."""
+    """Returns this rank's part of it. Where others have the same, each gives it the gradient of its own tokens."""
     if not isinstance(weight, DTensor):
         return weight
     parts = [Partial() if each.is_replicate() else each for each in weight.placements]

@@ -1,4 +1,4 @@
-"""How a user installs what the trainer can do without: the extras of pyproject.toml."""
+"""Packages that the trainer can do without, and how a user installs them: the extras of pyproject.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How well a model predicts a text: the mean cross-entropy of its bytes, in nats, bits, and as a perplexity."""
+"""The judgement of how well a model predicts a text: the mean cross-entropy of its bytes, in nats, bits, and as a
+perplexity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `sherd train` starts its ranks on this machine, watches them, and tells how they ended.
+"""The launcher: `sherd train` starts its ranks on this machine, watches them, and tells how they ended.
 
 Not through torchrun's agent: it takes SIGHUP from nohup, answers a second Ctrl-C with nothing, and says of a stop
 neither what was saved nor which rank it waits for.
@@ -76,7 +76,7 @@ def start(num_ranks: int, module: str, words: list[str], folder: Folder | None =
 
 
 def _environment(num_ranks: int, port: int, folder: Folder | None) -> dict[str, str]:
-    """What all ranks find in their environment. What the user has set himself of the first three stays."""
+    """Returns the environment of all ranks. What the user has set himself of the first three stays."""
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
         "GLOO_SOCKET_IFNAME": LOOPBACK,
@@ -95,7 +95,7 @@ def _environment(num_ranks: int, port: int, folder: Folder | None) -> dict[str, 
 
 
 def _seconds_to_save() -> str:
-    """How long ranks that were told to stop may take: with a large model a step and a save are minutes."""
+    """Returns how long ranks that were told to stop may take: with a large model a step and a save are minutes."""
     return os.environ.get(SAVING_S, "120")
 
 

@@ -1,4 +1,4 @@
-"""Where else the figures of a run go: TensorBoard, or whatever a function of the user's passes them on to.
+"""Other places where the figures of a run go: TensorBoard, or whatever a function of the user's passes them on to.
 
 A logger is a callable. Rank 0 calls it with scalars by name and the step that they are of:
 

@@ -1,4 +1,4 @@
-"""What happens in which order: steps, evaluations, checkpoints, and the end."""
+"""The order of a run: steps, evaluations, checkpoints, and the end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lzma_bits(text: bytes) -> float | None:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `loss`: mean over the batch, before the update, in bits per byte."""
+    """The figures of one step. `loss`: mean over the batch, before the update, in bits per byte."""
 
     loss: float
     gradient_norm: float
@@ -93,7 +93,7 @@ class Trainer:
 
     @property
     def seconds_per_step(self) -> float:
-        """What a step takes, of late."""
+        """The seconds that a step takes, of late."""
         return statistics.median(self._latest)
 
     def step(self, stop: bool = False) -> Step:

@@ -1,4 +1,4 @@
-"""What is different where ranks are on several machines: which way leads to the others, and what if nobody answers?"""
+"""Runs on several machines: which way leads to the others, and what if nobody answers?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is of, and which of a run's checkpoints is the last whole one. Reads no tensor."""
+"""The manifest of a checkpoint, and the last whole checkpoint of a run. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is of."""
+    """The contents of a checkpoint."""
 
     step: int
     ranks: int
@@ -74,7 +74,7 @@ class NoCheckpoint(InputError):
 
 
 def folder_of(out: Path, step: int) -> Path:
-    """Where the run in `out` keeps the checkpoint of a step."""
+    """Returns where the run in `out` keeps the checkpoint of a step."""
     return out / "checkpoints" / f"step-{step:08}"
 
 
@@ -120,7 +120,7 @@ def newest(out: Path, damaged: Mapping[Path, str] | None = None) -> Checkpoint:
 
 
 def going_on(out: Path) -> str:
-    """What can be gone on from after an end that was not planned, to put behind the words on it."""
+    """Returns what can be gone on from after an end that was not planned, to put behind the words on it."""
     try:
         return f"; step {newest(out).manifest.step} is whole, --resume goes on from it"
     except InputError:

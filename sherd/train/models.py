@@ -1,4 +1,4 @@
-"""What is trained: a Llama-style decoder, dense or of experts, or any Hugging Face causal LM."""
+"""The models that are trained: a Llama-style decoder, dense or of experts, or any Hugging Face causal LM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is laid over the axes of a grid: sequences, tensors and experts first, then parameters are sharded."""
+"""Lays a model over the axes of a grid: sequences, tensors and experts first, then parameters are sharded."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _options(config: Config) -> dict[str, Any]:
 
 
 def _cut_of(grid: Grid, placement: AnyCut, parameter: nn.Parameter) -> AnyCut | OnMesh:
-    """How a parameter of a block is sharded: experts, of which each rank of ep has others, over fewer ranks."""
+    """Returns how a parameter of a block is sharded: experts, of which each rank of ep has others, over fewer ranks."""
     if parameter.dim() != 3:  # only experts' weights are stacked
         return None
     if placement is not None:

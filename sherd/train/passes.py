@@ -75,7 +75,7 @@ class Passes:
         return losses.to_local() if isinstance(losses, DTensor) else losses
 
     def _of_all_tp(self, logits: Tensor) -> Tensor:
-        """The same as a tensor of the whole vocabulary, if tp cuts it."""
+        """Returns the logits as a tensor of the whole vocabulary, if tp cuts it."""
         if self.grid.tp is None:
             return logits
         return DTensor.from_local(logits, self.grid.tp, [Shard(-1)], run_check=False)

@@ -82,11 +82,11 @@ class Pipelined(Passes):
         return logits
 
     def _stream(self, samples: int, length: int) -> Tensor:
-        """What goes from one stage to the next."""
+        """The tensor that goes from one stage to the next."""
         return self._empty(samples, length // self.grid.axes.tp, self._width)
 
     def _logits(self, samples: int, length: int) -> Tensor:
-        """What the last stage returns."""
+        """The tensor that the last stage returns."""
         return self._empty(samples, length, VOCABULARY // self.grid.axes.tp)
 
     def _empty(self, *shape: int) -> Tensor:

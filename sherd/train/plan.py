@@ -1,4 +1,4 @@
-"""What a run would take on each rank, said without one: `sherd train --dry-run`.
+"""The plan of a run: what it would take on each rank, said without running it: `sherd train --dry-run`.
 
 One process stands for rank 0 of any number of ranks: the model is on the meta device, and collectives move nothing.
 """
@@ -31,7 +31,7 @@ __all__ = ["Plan", "plan", "planned"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes on rank 0, in bytes; `activations` is None where it is not known.
+    """The memory that a step takes on rank 0, in bytes; `activations` is None where it is not known.
 
     Attributes:
         parameters, gradients, optimizer: what is there between steps: this rank's shards, or wholes by the strategy.
@@ -95,7 +95,7 @@ def _in_units(nbytes: int) -> str:
 
 
 def plan(config: Config, num_ranks: int | None) -> str:
-    """What `config` takes on `num_ranks` ranks, in words; None: as many as would be started here.
+    """Returns what `config` takes on `num_ranks` ranks, in words; None: as many as would be started here.
 
     Raises:
         InputError: it does not fit so many ranks.
@@ -106,7 +106,7 @@ def plan(config: Config, num_ranks: int | None) -> str:
 
 
 def planned(config: Config, num_ranks: int) -> Plan:
-    """What `config` takes on `num_ranks` ranks. This process must not be in a process group.
+    """Returns what `config` takes on `num_ranks` ranks. This process must not be in a process group.
 
     Raises:
         InputError: it does not fit so many ranks.
@@ -153,7 +153,7 @@ def _adamw_bytes(model: nn.Module) -> int:
 
 
 def _activations(config: Config, axes: Axes, split: Split) -> int | None:
-    """What autograd keeps until backward, of the micro-batches that are under way at once."""
+    """Returns the bytes that autograd keeps until backward, of the micro-batches that are under way at once."""
     if config.model.hf:
         return None
     one, two = (_kept_for_backward(config, axes, split, layers) for layers in (1, 2))
@@ -169,7 +169,7 @@ def _activations(config: Config, axes: Axes, split: Split) -> int | None:
 
 
 def _kept_for_backward(config: Config, axes: Axes, split: Split, layers: int) -> int:
-    """What autograd keeps of one micro-batch in a decoder of so many layers, parameters apart."""
+    """Returns the bytes that autograd keeps of one micro-batch in a decoder of so many layers, parameters apart."""
     m = config.model
     if m.experts:  # as many rows of as many numbers as in one layer of this width
         m = replace(m, experts=0, hidden=m.hidden * m.top_k)

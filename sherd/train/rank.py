@@ -1,4 +1,4 @@
-"""What one rank of `sherd train` does: agree with the others on the run, and train."""
+"""One rank of `sherd train`: it is to agree with the others on the run, and train."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
 
 
 def _configured(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
-    """What to run, and the newest checkpoint whose contents are still what was written."""
+    """Returns the config to run, and the newest checkpoint whose contents are still what was written."""
     damaged: dict[Path, str] = {}
     while True:
         config, resumed = together(lambda: configure(args, damaged))

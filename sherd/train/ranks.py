@@ -1,4 +1,4 @@
-"""How the ranks of a run meet and agree."""
+"""The ranks of a run meet and agree."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def group() -> Iterator[None]:
 
 
 def together(action: Callable[[], T]) -> T:
-    """What `action` returns on this rank.
+    """Returns what `action` returns on this rank.
 
     Raises:
         InputError: on every rank alike, when any rank raised it.
@@ -69,6 +69,6 @@ def together(action: Callable[[], T]) -> T:
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
-    """What `action` returned on rank 0, the only one to do it. Raises as `together` does."""
+    """Returns what `action` returned on rank 0, the only one to do it. Raises as `together` does."""
     value = together(action) if dist.get_rank() == 0 else together(lambda: None)
     return broadcast_object(value, "the broadcast of what rank 0 has done")  # type: ignore[no-any-return]

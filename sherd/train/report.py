@@ -1,4 +1,4 @@
-"""What a run tells: on the screen, in metrics.jsonl, to loggers, and as a PNG of the loss curve."""
+"""The report of a run: on the screen, in metrics.jsonl, to loggers, and as a PNG of the loss curve."""
 
 from __future__ import annotations
 

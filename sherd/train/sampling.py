@@ -1,4 +1,4 @@
-"""How a model writes: one byte after the other, each drawn from the odds that the model gives it."""
+"""Sampling: a model writes one byte after the other, each drawn from the odds that the model gives it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Draw", "continued", "readable"]
 
 @dataclass(frozen=True)
 class Draw:
-    """How the next byte is chosen.
+    """The choice of the next byte.
 
     Attributes:
         temperature: 0 takes the likeliest byte; 1 draws as the model says, more than that more evenly.

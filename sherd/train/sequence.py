@@ -1,4 +1,4 @@
-"""Where the tokens of a sample are: all on this rank, or in equal parts on several."""
+"""The places of a sample's tokens: all on this rank, or in equal parts on several."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _ranks(p: argparse.ArgumentParser) -> None:
 
 
 def _at_least(low: float) -> Callable[[str], float]:
-    """How to read a number of the type of `low` that is not below it."""
+    """Returns a function that reads a number of the type of `low` that is not below it."""
 
     def read(text: str) -> float:
         value = type(low)(text)
@@ -76,7 +76,7 @@ def _at_least(low: float) -> Callable[[str], float]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the words ask for, with all that can be known without torch.
+    """What is asked for in words, with all that can be known without torch.
 
     Attributes:
         text: what is to be judged; empty for other commands.
@@ -156,7 +156,7 @@ def _last() -> Path:
 
 
 def asked(args: argparse.Namespace, checkpoint: Checkpoint) -> Asked:
-    """What `args` ask for of `checkpoint`. Reads the text, if one is to be judged.
+    """Returns what `args` ask for of `checkpoint`. Reads the text, if one is to be judged.
 
     Raises:
         InputError: the mesh does not fit, or the text cannot be used.
@@ -175,14 +175,15 @@ def asked(args: argparse.Namespace, checkpoint: Checkpoint) -> Asked:
 
 
 def _trained(checkpoint: Checkpoint) -> Config:
-    """What was trained, by the config of its run; how it was trained, on which ranks and devices, is left out."""
+    """Returns what was trained, by the config of its run; how it was trained, on which ranks and devices, is left
+    out."""
     saved = checkpoint.manifest.config
     run = {name: value for name, value in saved["run"].items() if name in OF_USE}
     return Config.of({"model": saved["model"], "data": saved["data"], "run": run})
 
 
 def _text(args: argparse.Namespace, checkpoint: Checkpoint, config: Config) -> tuple[bytes, str]:
-    """What is to be judged, and where it is from."""
+    """Returns the text that is to be judged, and where it is from."""
     if args.data:
         return read_whole(args.data), args.data
     corpus = read_corpus(config.data)

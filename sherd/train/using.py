@@ -1,4 +1,4 @@
-"""How a trained model writes and is judged: the same passes as in training, on one rank or on several."""
+"""Use of a trained model, to write or to be judged: the same passes as in training, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def generate(model: Passes, ask: Asked, args: argparse.Namespace) -> Iterator[st
 
 
 def score(model: Passes, ask: Asked) -> dict[str, str | int | float | None]:
-    """How well the model predicts the text, by the names that `sherd eval --json` prints."""
+    """Returns how well the model predicts the text, by the names that `sherd eval --json` prints."""
     config, manifest = ask.config, ask.checkpoint.manifest
     found = judge(model, Windows(tokens(ask.text), config.data.context), config.optimizer.micro_batch)
     return {

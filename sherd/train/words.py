@@ -121,7 +121,7 @@ def _require_command(words: Sequence[str]) -> None:
 
 
 def _unknown(word: str, command: str) -> str:
-    """What is wrong with `word`, which looks like an option of `command` and is none."""
+    """Returns what is wrong with `word`, which looks like an option of `command` and is none."""
     parser = _commands().get(command, _parser())
     name, equals, value = word.lstrip("-").partition("=")
     value = value if equals else "VALUE"
@@ -141,7 +141,7 @@ def _near(word: str, known: Collection[str], dashes: str = "") -> str:
 
 
 def configure(args: argparse.Namespace, damaged: Mapping[Path, str] | None = None) -> tuple[Config, Checkpoint | None]:
-    """What to run, and what it goes on from, which is none of the `damaged`. Reads, and writes nothing.
+    """Returns what to run, and what it goes on from, which is none of the `damaged`. Reads, and writes nothing.
 
     Raises:
         InputError: the words, the config file or the folder cannot be used.
@@ -171,7 +171,7 @@ def configure(args: argparse.Namespace, damaged: Mapping[Path, str] | None = Non
 def _to_resume(
     args: argparse.Namespace, trees: Sequence[Tree], damaged: Mapping[Path, str] | None
 ) -> Checkpoint | None:
-    """What the run goes on from; None for one that starts."""
+    """Returns what the run goes on from; None for one that starts."""
     if not (args.resume or args.resume_or_start):
         return None
     named = Config.of(*({"run": tree["run"]} for tree in trees if "run" in tree)).run.out

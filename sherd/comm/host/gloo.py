@@ -66,7 +66,8 @@ class Gloo(Transport):
         return num_slots * (len(sizes) - 1) * min(piece, sizes[rank]) * itemsize
 
     def _is_small(self, sizes: Sequence[int], itemsize: int) -> bool:
-        """Whether all versions are received at once. It is decided from all sizes, so all ranks decide alike."""
+        """Returns whether all versions are received at once. It is decided from all sizes, so all ranks decide
+        alike."""
         return max(sizes) * len(sizes) * itemsize <= self._ahead
 
     def all_gather(

@@ -294,7 +294,7 @@ class _Rendezvous:
         return all_gather_objects(mine, "the meeting of ranks that may share memory", self._group)
 
     def succeeds(self, step: Callable[[], None]) -> bool:
-        """Whether `step` did its work on all ranks."""
+        """Returns whether `step` did its work on all ranks."""
         try:
             step()
             done = True

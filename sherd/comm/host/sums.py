@@ -20,7 +20,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def can_add(dtype: torch.dtype) -> bool:
-    """Whether torch can add this dtype on a CPU. It cannot add float8, for example."""
+    """Returns whether torch can add this dtype on a CPU. It cannot add float8, for example."""
     try:
         one = torch.zeros(1, dtype=dtype)
         torch.add(one, one)

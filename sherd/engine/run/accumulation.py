@@ -21,7 +21,7 @@ class Accumulation:
 
     @property
     def fewest(self) -> int:
-        """How many backwards the model has had that had fewest; 0 if none has ended."""
+        """The number of backwards of the model that has had fewest; 0 if none has ended."""
         return min(self._ended.values(), default=0)
 
     def begin_forward(self, root: int) -> bool:

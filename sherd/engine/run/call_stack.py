@@ -1,5 +1,5 @@
-"""Is a forward that began still running? An exception that is no `Exception` (Ctrl-C) passes torch's hooks by, also
-those that are always called, so nobody says that it has ended."""
+"""Tells whether a forward that began is still running: an exception that is no `Exception` (Ctrl-C) passes torch's
+hooks by, also those that are always called, so no hook says that the forward has ended."""
 
 from __future__ import annotations
 

@@ -143,19 +143,20 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_viewed(unit: Unit) -> bool:
-    """Whether there seem to be views of the unit's unsharded parameters, others than those that autograd has saved."""
+    """Returns whether there seem to be views of the unit's unsharded parameters, others than those that autograd has
+    saved."""
     return any(weights.is_viewed for weights in unit.weights)
 
 
 def _is_view(unit: Unit, tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a view of one of the unit's unsharded parameters, and not one of them."""
+    """Returns whether `tensor` is a view of one of the unit's unsharded parameters, and not one of them."""
     source = source_of(tensor)
     owner = None if source is None else source()
     return any(owner is weights and not weights.is_parameter(tensor) for weights in unit.weights)
 
 
 def _keeps_view(unit: Unit, output: Any) -> bool:
-    """Whether a view of the unit's parameters has outlived its forward, in what was returned or on a module."""
+    """Returns whether a view of the unit's parameters has outlived its forward, in what was returned or on a module."""
     modules = (part for each in unit.modules for part in each.modules())
     attributes = [value for part in modules for name, value in vars(part).items() if name not in _OF_EVERY_MODULE]
     found = any(_is_view(unit, tensor) for tensor in tensors_held_by(output, attributes))
@@ -178,7 +179,7 @@ def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Border:
-    """Where a tensor goes into `unit`, or comes out of it; backward meets it the other way."""
+    """A point where a tensor goes into `unit`, or comes out of it. Backward meets it the other way round."""
 
     unit: Unit
     is_output: bool

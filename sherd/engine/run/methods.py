@@ -30,7 +30,7 @@ class BoundForward:
         functools.update_wrapper(self, self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method returns, with the unit whole while it runs."""
+        """Returns what the method returns. The unit is unsharded while it runs."""
         module = self._module()
         assert module is not None, "called through the module"
         method = self._function.__get__(module) if self._takes_module else self._function

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ModuleRuns:
-    """Which of a unit's modules have yet to run in the present run."""
+    """The modules of a unit of several that have yet to run in the present run."""
 
     def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._modules = modules

@@ -1,4 +1,4 @@
-"""Which units run together: the runtime of a root module, made when its first forward begins.
+"""Sealing: a root module gets a runtime, for all units that run together, when its first forward begins.
 
 On a module there is one private key for its unit and, on a root, one for its runtime; both are read here only.
 """
