@@ -29,6 +29,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Pending, Transport
 from sherd.engine.moves import saved
+from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.unsharded_buffer import Guard
 from sherd.engine.moves.weights import Position
 from sherd.engine.state.group import Group
@@ -89,6 +90,7 @@ class SelfGatheredWeights(Position, saved.Source):
     def __init__(
         self,
         group: Group,
+        plan: BufferPlan,
         streams: Streams,
         precision: MixedPrecisionPolicy,
         watch: Callable[[int, nn.Parameter], None],
@@ -97,6 +99,7 @@ class SelfGatheredWeights(Position, saved.Source):
         Position.__init__(self, group.name)
         saved.Source.__init__(self, unshard)
         self.group = group
+        self.plan = plan
         (self._record,) = group.parameters
         self._streams = streams
         self._precision = precision

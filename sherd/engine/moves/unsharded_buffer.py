@@ -44,8 +44,7 @@ class Guard:
 
 
 class UnshardedBuffer:
-    """The unsharded buffer, and the parameters cut from it, in one dtype. `goes`: its memory is freed when it is not
-    needed."""
+    """The unsharded buffer, and the parameters cut from it, in one dtype."""
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         unsharded_memory = group.unsharded_memory
@@ -71,7 +70,6 @@ class UnshardedBuffer:
             if offset is not None
         ]
         self.guard = Guard(self.parameters)
-        self.goes = self.buffer.is_ours and not group.mesh.keeps_unsharded
         self._address = self.buffer.address
         self._own_uses = storage_uses(self._address)
 

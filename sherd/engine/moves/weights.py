@@ -21,6 +21,7 @@ from sherd._torch import will_get_gradient
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
+from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.kept_part import KeptPart
 from sherd.engine.moves.unsharded_buffer import UnshardedBuffer
 from sherd.engine.state.group import Group
@@ -73,6 +74,7 @@ class Weights(Position, saved.Source):
     def __init__(
         self,
         group: Group,
+        plan: BufferPlan,
         streams: Streams,
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
@@ -80,6 +82,7 @@ class Weights(Position, saved.Source):
         Position.__init__(self, group.name)
         saved.Source.__init__(self, unshard)
         self.group = group
+        self.plan = plan
         self._streams = streams
         self._watch = watch
         # In each dtype that was asked for, and in that of the last gather. Made at the first gather: a model that is
@@ -91,9 +94,8 @@ class Weights(Position, saved.Source):
         self._flight: _Flight | None = None
         self._versions: dict[torch.dtype, int] = {}
         self._part: KeptPart | None = None
-        # Rows may be gathered into the unsharded buffer, of which they are the first bytes then. With streams,
-        # compute's memory cannot be written ahead of compute.
-        self._may_be_rows = group.packing.is_cut_into_runs or (group.packing.direct and streams.in_host_order)
+        self._transport: Transport | None = None  # of the last gather, and the way in which it fills the buffer
+        self._fill = Fill.FROM_ROWS
         # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
         self._lane_owns_buffer = False
 
@@ -108,7 +110,7 @@ class Weights(Position, saved.Source):
             self.group.parameters[index].claim(parameter)
             self._watch(index, parameter)
             self._ids.add(id(parameter))
-        if made.goes:
+        if self.plan.frees_unsharded:
             saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
 
@@ -131,7 +133,7 @@ class Weights(Position, saved.Source):
         """Whether somebody else than autograd seems to have a view of the parameters, which freeing them would leave
         without memory. It may also be garbage that waits to be collected."""
         made = self._made
-        if made is None or not made.goes:
+        if made is None or not self.plan.frees_unsharded:
             return False
         return made.num_foreign_views > self.num_saved_views
 
@@ -167,48 +169,28 @@ class Weights(Position, saved.Source):
             if self._flight.rows is not None:
                 yield MemoryKind.ROWS, self._flight.rows
 
-    def fills_itself(self, transport: Transport) -> bool:
-        """Whether an all-gather by `transport` needs no rows: it writes the unsharded buffer."""
-        if transport.shares_memory:
-            return True
-        return self._gathers_each(transport) or (self._may_be_rows and not transport.brings_memory)
-
-    def _gathers_each(self, transport: Transport) -> bool:
-        """Whether every tensor is gathered by itself, straight to its place in the unsharded buffer."""
-        is_possible = self.group.packing.is_in_order and not self.group.mesh.shards_replicas
-        return transport.coalesces and is_possible and not self._may_be_rows
-
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
         """Start the all-gather, from the shards or from the part that was kept; in the shards' own dtype if told so."""
-        was = self.live
+        was, group, plan = self.live, self.group, self.plan
         self.move(Live.GATHERING)
         if was is Live.SHARDED:
-            self._dtype = self.group.dtype if full_precision else self.group.compute_dtype
+            self._dtype = group.dtype if full_precision else group.compute_dtype
             self._made = self._buffers.get(self._dtype) or self._make()
+        if transport is not self._transport:
+            self._transport, self._fill = transport, plan.fill_by(transport)
         if was is Live.SHRUNK:
             self._gather_part()
-        elif self._is_up_to_date():
-            self._flight = _Flight(
-                self._streams.gather.run(lambda async_op: None), self.group.shard_buffer, self.group.version
-            )
-        elif transport.shares_memory:
+        elif plan.is_never_gathered or (not plan.frees_unsharded and self._versions.get(self._dtype) == group.version):
+            self._flight = _Flight(self._streams.gather.run(lambda async_op: None), group.shard_buffer, group.version)
+        elif self._fill is Fill.FROM_RANKS:
             self._gather_onto(transport)
         else:
             self._gather_rows(transport)
 
-    def _is_up_to_date(self) -> bool:
-        """Whether the unsharded parameters are there still, or are the shards."""
-        group = self.group
-        if group.is_one_piece and group.unsharded_memory is not None:
-            return True
-        return group.mesh.keeps_unsharded and self._versions.get(self._dtype) == group.version
-
     def _gather_rows(self, transport: Transport) -> None:
         """Into rows, that are copied out later; into the unsharded buffer itself where they are the same thing."""
-        group, unsharded = self.group, self._present
-        packing = group.packing
-        gathers_each = self._gathers_each(transport)
-        in_place = gathers_each or (self._may_be_rows and not transport.brings_memory)
+        group, unsharded, packing = self.group, self._present, self.group.packing
+        in_place = self._fill is not Fill.FROM_ROWS
         self._lane_owns_buffer = in_place
         flight: list[torch.Tensor] = []
 
@@ -220,7 +202,7 @@ class Weights(Position, saved.Source):
             else:
                 rows = transport.empty(packing.gathered_numel, self._dtype, group.device)
             flight.extend((source, rows))
-            if gathers_each:
+            if self._fill is Fill.TENSOR_BY_TENSOR:
                 return transport.all_gather_each(*unsharded.copy_out.strips(source), async_op)
             return transport.all_gather(rows, source, group.shard_sizes, async_op)
 
@@ -292,7 +274,7 @@ class Weights(Position, saved.Source):
             self._flight = None
         self._part = None
         self.live = Live.SHARDED  # from wherever they are
-        if made is not None and made.goes:  # there is none if the first gather has failed
+        if made is not None and self.plan.frees_unsharded:  # there is none if the first gather has failed
             made.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
@@ -303,7 +285,7 @@ class Weights(Position, saved.Source):
         self._part = KeptPart(unsharded.buffer, self.group.mesh, size)
         self.move(Live.SHRUNK)
         lost = unsharded.hide()
-        if unsharded.goes:
+        if self.plan.frees_unsharded:
             unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
