@@ -40,7 +40,8 @@ class BufferPlan:
         may_gather_each: each tensor may be gathered by itself, straight to its place in the unsharded buffer.
         is_never_gathered: the shards are the unsharded parameters.
         frees_unsharded: the memory of the unsharded parameters is freed between uses.
-        sends_shards_as_they_are: an all-gather in compute's dtype reads the shard buffer itself, not a copy of it.
+        sends_shards_as_they_are: an all-gather in compute's dtype reads the shard buffer itself, not a copy of it. Of a
+            tensor that gathers itself, it is taken for granted.
         may_borrow: a gradient in the reduce dtype, the group's only one, may be sent from where autograd has left it.
         is_unpadded: such a gradient is as long as what is sent.
         collects_late: gradients that will be reduced wait as they are, and rows are allocated for the reduction only,
@@ -73,13 +74,14 @@ class BufferPlan:
         may_be_rows = packing.is_cut_into_runs or (packing.direct and streams.in_host_order)
         is_alone = len(group.parameters) == 1 and packing.direct and flags == 0
         by_piece = Sizes(numel + flags for numel in group.sizes) if flags else group.sizes
+        is_as_computed = group.compute_dtype == group.dtype and group.place.device == group.device
         return cls(
             gathers_itself=group.gathers_itself,
             may_be_rows=may_be_rows,
             may_gather_each=packing.is_in_order and not mesh.shards_replicas and not may_be_rows,
             is_never_gathered=group.is_one_piece and group.unsharded_memory is not None,
             frees_unsharded=group.gathers_itself or (group.unsharded_memory is None and not mesh.keeps_unsharded),
-            sends_shards_as_they_are=group.compute_dtype == group.dtype and group.place.device == group.device,
+            sends_shards_as_they_are=group.gathers_itself or is_as_computed,
             may_borrow=is_alone and streams.in_host_order and group.reduce_dtype != torch.float16,
             is_unpadded=packing.gathered_numel == packing.slots[0].cut.numel,
             # Without streams small gradients are copied as they come, while they are in the cache. Large rows would

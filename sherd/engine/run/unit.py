@@ -94,7 +94,7 @@ class Unit:
         self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
-        self.weights: list[Weights | SelfGatheredWeights] = []
+        self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
         self.shards = UnitShards(parameters)
         for parameter in self.parameters:
