@@ -186,3 +186,9 @@ def test_a_planted_violation_is_found_and_explained(planted, path, source, why):
 )
 def test_an_import_down_the_layers_is_fine(planted, path, source):
     assert planted(path, source) == []
+
+
+def test_each_folder_with_code_is_a_package_that_is_shipped():
+    """Without an `__init__.py` a folder can be imported from a checkout, and is missing where sherd is installed."""
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []

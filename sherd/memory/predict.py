@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from sherd.engine.moves.arrivals import BATCH_BYTES
+from sherd.engine.moves.buffer_plan import BATCH_BYTES
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit

@@ -10,7 +10,10 @@ from torch.utils._pytree import tree_map_only
 
 from sherd import Flat, fully_shard
 from sherd._torch import local_tensor
+from sherd.engine.run.seal import unit_of
 from sherd.errors import PlacementError
+from sherd.memory.sizes import sizes_of
+from sherd.schedule.moments import MemoryKind
 from tests.models.specimen import WIDTH
 
 
@@ -120,3 +123,18 @@ def hooks_on_a_shard():
 
 def test_a_shard_may_be_given_its_all_gather_before_the_first_forward(world):
     world(2).run(hooks_on_a_shard)
+
+
+def freed_under_every_placement():
+    model = made(lambda values: Halves(values / 4, values * 3 / 4))
+    fully_shard(model, placements="zero2")
+    model(inputs(dist.get_rank())).square().sum().backward()
+    held = [each for weights in unit_of(model).weights for each in weights.held()]
+    gathered = [tensor for kind, tensor in held if kind is MemoryKind.UNSHARDED]
+    assert gathered
+    assert not any(tensor.untyped_storage().nbytes() for tensor in gathered)
+    assert [(sizes.kept, sizes.unsharded > 0) for sizes in sizes_of(unit_of(model))] == [(0, True)] * 2
+
+
+def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_kept(world):
+    world(2).run(freed_under_every_placement)

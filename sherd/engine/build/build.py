@@ -13,23 +13,23 @@ from sherd._torch import attributes_of, is_replicated, manage, move_hooks, trace
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, streams_for
 from sherd.engine.between import load
-from sherd.engine.run import hooks
-from sherd.engine.state.optimizers import watcher
 from sherd.engine.build.sharding import ShardingRequest, in_short, sharding_plans
-from sherd.engine.state.loads import forget_loads, loads_balance
-from sherd.engine.state.ownership import Belongings, Found
-from sherd.engine.state.parameter import WRAPPED, ShardedParameter
-from sherd.tensor.gather import shard_of
+from sherd.engine.run import hooks
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
+from sherd.engine.state.loads import forget_loads, loads_balance
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.ownership import Belongings, Found
+from sherd.engine.state.parameter import WRAPPED, ShardedParameter
 from sherd.errors import ModuleError, OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Returns whether a unit around `module` must leave it alone, with all modules below: it is a unit already, or torch's
-    DDP looks after it."""
+    """Returns whether a unit around `module` must leave it alone, with all modules below: it is a unit already, or
+    torch's DDP looks after it."""
     return unit_of(module) is not None or is_replicated(module)
 
 
@@ -78,8 +78,8 @@ def make_unit(
 
 @functools.cache
 def _hide_from_dynamo() -> None:
-    """Keep Dynamo from tracing sherd's own code, also where an operation on a ragged tensor or a compiled optimizer step
-    calls it. `api` is not hidden: it has functions that call the user's."""
+    """Keep Dynamo from tracing sherd's own code, also where an operation on a ragged tensor or a compiled optimizer
+    step calls it. `api` is not hidden: it has functions that call the user's."""
     layers = ("_torch", "layout", "schedule", "comm", "tensor", "engine", "checkpoint", "optim", "clip", "grad_scaler")
     trace_nothing_in(*(f"sherd.{layer}" for layer in layers))
 
@@ -88,7 +88,7 @@ def _hide_from_dynamo() -> None:
 def _shard(
     found: Belongings, streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool
 ) -> list[ShardedParameter]:
-    """Plan the sharding of every parameter, then replace them, so that an error in a plan leaves the model unchanged."""
+    """Plan the sharding of every parameter, then replace them: an error in a plan leaves the model unchanged."""
     records = []
     for each, plan in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
@@ -153,8 +153,8 @@ def _require_something_left(modules: Sequence[nn.Module], found: Belongings, own
             taken = [each.record.name for each in found.borrowed if each.record.owner is owner]
             raise ModuleError(
                 f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
-                f"taken all of its parameters ({in_short(taken)}). Go from the inside out: fully_shard, or the wrapper, on "
-                "the blocks first and on the model last; build the model anew"
+                f"taken all of its parameters ({in_short(taken)}). Go from the inside out: fully_shard, or the "
+                "wrapper, on the blocks first and on the model last; build the model anew"
             )
 
 

@@ -15,11 +15,11 @@ from torch.nn.parameter import UninitializedParameter
 from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
-from sherd.engine.state.group import travels_alone
-from sherd.engine.state.tensor_parallel import beside, on_full_mesh, own_spec
 from sherd.engine.moves.selfgather import require_can_gather_itself
+from sherd.engine.state.group import travels_alone
 from sherd.engine.state.loads import loads_of
 from sherd.engine.state.ownership import Found
+from sherd.engine.state.tensor_parallel import beside, on_full_mesh, own_spec
 from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Placement, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
@@ -153,7 +153,7 @@ def in_short(names: Sequence[str]) -> str:
 def _planned(
     found: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
-    """Returns the cut of every parameter that is cut into runs, and the number of its plan, by the parameter's index."""
+    """Returns the cut of each parameter that is cut into runs, and the number of its plan, by the parameter's index."""
     plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
     for index, (each, request) in enumerate(zip(found, requests, strict=True)):

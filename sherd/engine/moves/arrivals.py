@@ -16,15 +16,13 @@ import torch
 from torch import nn
 
 from sherd._torch import dynamo_disabled
+from sherd.engine.moves.buffer_plan import BATCH_BYTES, BufferPlan
 from sherd.engine.moves.dense_gradient import as_dense
 from sherd.engine.moves.reduce_buffer import ReduceBuffer
-from sherd.engine.moves.scale import MANY_RANKS, Scale
+from sherd.engine.moves.scale import Scale
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import num_trainable
 from sherd.schedule.moments import MemoryKind
-
-BATCH_BYTES = 1 << 20
-"""Small gradients wait until this many bytes have come, and are copied in one call."""
 
 
 class GradientObserver(Protocol):
@@ -41,17 +39,13 @@ class Arrivals:
     """One group's gradients that no reduction has taken yet. `begin()` is called when one comes though nobody has said
     `expect`, `complete()` when every trainable parameter has had its gradient.
 
-    It `may_borrow` if a gradient in the reduce dtype, the group's only one, is sent from where autograd has left it. It
-    `collects_late` if gradients that will be reduced wait as they are, and rows are allocated for the reduction only:
-    after the unsharded parameters were freed, and the rows of the unit before. `scale` turns the sum over all ranks
-    into their mean. It `has_any` if any gradient is here. In the present backward: `came_twice`, two gradients of one
-    parameter have come; `was_taken`, a reduction was started.
+    `scale` turns the sum over all ranks into their mean. It `has_any` if any gradient is here. In the present backward:
+    `came_twice`, two gradients of one parameter have come; `was_taken`, a reduction was started.
     """
 
-    def __init__(
-        self, group: Group, in_host_order: bool, begin: Callable[[], None], complete: Callable[[], None]
-    ) -> None:
+    def __init__(self, group: Group, plan: BufferPlan, begin: Callable[[], None], complete: Callable[[], None]) -> None:
         self._group = group
+        self._plan = plan
         self._begin = begin
         self._complete = complete
         self._observer: GradientObserver | None = None
@@ -65,13 +59,8 @@ class Arrivals:
         self.came_twice = self.was_taken = False
         self._num_expected = 0
         self._is_expecting = False
-        is_alone = len(group.parameters) == 1 and group.packing.direct and group.num_flags == 0
-        self.may_borrow = is_alone and in_host_order and group.reduce_dtype != torch.float16
-        # Without streams small gradients are copied as they come, while they are in the cache. Large rows would stand
-        # beside all activations of the unit: test_large_rows_are_allocated_once_a_units_parameters_are_free.
-        self.collects_late = group.has_large_rows or not in_host_order
         self._borrows = False
-        self._waits_for_reduction = self.collects_late
+        self._waits_for_reduction = plan.collects_late
         self._dtype = group.reduce_dtype
         self.scale = Scale(1.0, 1.0)
         self._scales: dict[tuple[bool, float], Scale] = {}
@@ -104,21 +93,14 @@ class Arrivals:
         """
         self._is_expecting = True
         self._num_expected = num_trainable(self._group.parameters)
-        self._waits_for_reduction = self.collects_late and reduces
+        self._waits_for_reduction = self._plan.collects_late and reduces
         self._dtype = self.summed_in if is_one_of_many and not reduces else self._group.reduce_dtype
-        self._borrows = may_borrow and self.may_borrow
+        self._borrows = may_borrow and self._plan.may_borrow
         scale = self._scales.get((self._borrows, divide_by))
         if scale is None:
-            scale = self._scales[self._borrows, divide_by] = self._scale_for(divide_by)
+            scale = self._scales[self._borrows, divide_by] = self._plan.scale_for(divide_by, self._borrows)
         self.scale = scale
         return self._num_expected > 0
-
-    def _scale_for(self, divide_by: float) -> Scale:
-        # A borrowed gradient is autograd's, and not written to: it is scaled once it was summed. So are those of many
-        # ranks: their rows are many short strips, which a plain copy fills faster, and a shard is soon scaled.
-        dtype = self._group.reduce_dtype
-        many = self._group.packing.num_ranks >= MANY_RANKS and dtype.itemsize >= 4
-        return Scale(1.0, 1 / divide_by) if self._borrows or many else Scale.for_(dtype, divide_by)
 
     @property
     def summed_in(self) -> torch.dtype:
@@ -160,8 +142,7 @@ class Arrivals:
 
     def _can_be_rows(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient`, the group's only one, is laid out and typed as it will be sent."""
-        fits = gradient.numel() == self._group.packing.gathered_numel and gradient.is_contiguous()
-        return fits and gradient.dtype == self._group.reduce_dtype and not gradient.requires_grad
+        return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
 
     def _copy_batch(self) -> None:
         if not self._waiting:
@@ -181,7 +162,7 @@ class Arrivals:
         if self._rows is None:
             spare = next((rows for rows in self._spare if rows.buffer.tensor.dtype == self._dtype), None)
             if spare is None:
-                spare = ReduceBuffer.made(self._group, self._dtype)
+                spare = ReduceBuffer.made(self._group, self._plan, self._dtype)
             else:
                 self._spare.remove(spare)
             self._rows = spare

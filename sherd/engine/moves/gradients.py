@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from sherd.comm.streams import Handoff, Streams
-from sherd.comm.transport import Pending, Sizes, Transport, parts
+from sherd.comm.transport import Pending, Transport, parts
 from sherd.engine.moves.arrivals import Arrivals
+from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.reduce_buffer import ReduceBuffer
 from sherd.engine.moves.scale import Scale, add_earlier
 from sherd.engine.moves.shard_gradients import ShardGradients
@@ -55,9 +56,17 @@ class Gradients:
     trainable parameter has had its gradient.
     """
 
-    def __init__(self, group: Group, streams: Streams, begin: Callable[[], None], complete: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        plan: BufferPlan,
+        streams: Streams,
+        begin: Callable[[], None],
+        complete: Callable[[], None],
+    ) -> None:
         self.group = group
-        self.arrivals = Arrivals(group, streams.in_host_order, begin, complete)
+        self._plan = plan
+        self.arrivals = Arrivals(group, plan, begin, complete)
         self._streams = streams
         self._shards = ShardGradients(group)
         self._reduction: _Reduction | None = None
@@ -89,7 +98,7 @@ class Gradients:
             return
         group, mesh = self.group, self.group.mesh
         rows.complete()
-        sizes = rows.shard_sizes
+        sizes = self._plan.reduced_by_rank
         result: list[torch.Tensor] = []
         sent = rows.buffer.tensor.to(group.reduce_dtype)  # itself, unless many were added up in it
 
@@ -109,7 +118,7 @@ class Gradients:
             earlier, self.partial = self.partial, None
             sources += [reduced] if earlier is None else [reduced, earlier]
             if mesh.shards_replicas:
-                reduced, handoff = self._reduce_pieces(reduced, earlier, handoff, rows.sizes)
+                reduced, handoff = self._reduce_pieces(reduced, earlier, handoff)
             else:
                 handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
         used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
@@ -135,17 +144,16 @@ class Gradients:
         return self._streams.all_reduce.run(run, after=scattered)
 
     def _reduce_pieces(
-        self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff, sizes: Sizes
+        self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff
     ) -> tuple[torch.Tensor, Handoff]:
-        """The same where each replica owns a piece of the shard, and gets the sum of that only. `sizes` are all
-        pieces'."""
+        """Sum over the replicas where each of them owns a piece of the shard, and gets the sum of that only."""
         mesh = self.group.mesh
         transport = mesh.replicate_transport
         result: list[torch.Tensor] = []
 
         def run(async_op: bool) -> Pending | None:
             add_earlier(reduced, earlier)
-            own = sizes.of(mesh.pieces_of(mesh.shard_rank))
+            own = self._plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
             result.append(transport.empty(own[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device))
             return transport.reduce_scatter(result[0], reduced, own, async_op)
 
@@ -222,8 +230,7 @@ class Gradients:
         """Zero what a sum over the shard axis has of these parameters, and their flags."""
         group, mesh = self.group, self.group.mesh
         pieces = mesh.pieces_of(mesh.shard_rank)
-        sizes = Sizes(numel + group.num_flags for numel in group.sizes).of(pieces)
-        for piece, part in zip(pieces, parts(partial, sizes), strict=True):
+        for piece, part in zip(pieces, parts(partial, self._plan.reduced_by_piece.of(pieces)), strict=True):
             for index in indices:
                 held = group.packing.slots[index].held(piece)
                 part[held.start : held.stop].zero_()

@@ -1,24 +1,25 @@
-"""The part of a group's unsharded buffer that a rank keeps after forward, for a smaller mesh to gather in backward."""
+"""The part of a group's gathered buffers that a rank keeps after forward, for a smaller mesh to gather in backward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
-from sherd.comm.transport import Pending
 
 
 class KeptPart:
-    """This rank's part of `buffer`, copied, for a mesh of `size` ranks (`reshard_after_forward=size`). All parts are
-    equally long. Collective at first: the smaller mesh needs a process group."""
+    """This rank's part of each of `buffers`, copied, for a mesh of `size` ranks (`reshard_after_forward=size`).
 
-    def __init__(self, buffer: Buffer, mesh: DataMesh, size: int) -> None:
-        numel = buffer.tensor.numel() // size
-        start = mesh.shard_rank % size * numel
-        self.tensor = buffer.tensor[start : start + numel].clone()
-        self._transport = mesh.transport_of(mesh.smaller_group(size))
+    `transport` is that of the smaller mesh. All parts of a buffer are equally long. Collective at first: the smaller
+    mesh needs a process group.
+    """
 
-    def gather(self, buffer: Buffer, async_op: bool) -> Pending | None:
-        """Fill `buffer` with the parts of all ranks of the smaller mesh."""
-        buffer.allocate()
-        sizes = (self.tensor.numel(),) * (buffer.tensor.numel() // self.tensor.numel())
-        return self._transport.all_gather(buffer.tensor, self.tensor, sizes, async_op)
+    def __init__(self, buffers: Sequence[Buffer], mesh: DataMesh, size: int) -> None:
+        numels = [buffer.tensor.numel() // size for buffer in buffers]
+        at = mesh.shard_rank % size
+        self.tensors = tuple(
+            buffer.tensor[at * numel : (at + 1) * numel].clone() for buffer, numel in zip(buffers, numels, strict=True)
+        )
+        self.size = size
+        self.transport = mesh.transport_of(mesh.smaller_group(size))

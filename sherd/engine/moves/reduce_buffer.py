@@ -8,26 +8,23 @@ from functools import cached_property
 import torch
 
 from sherd.comm.buffers import Buffer
-from sherd.comm.transport import Sizes
+from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.buffer_views import RowViews, sources_for
 from sherd.engine.state.group import Group
 
 
 class ReduceBuffer:
-    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it; `sizes`: of the
-    pieces, `shard_sizes`: of what each rank of the shard axis gets the sum of.
+    """The buffer that gradients are collected in. `filled`: tensors whose elements are in it.
 
     Behind each rank's part there is a flag for every tensor of the group, 1 where this rank has its gradient. Summed
     with the rest they tell a rank without one that others have it: it takes its part of theirs, or the shards would
     drift apart. A large tensor with a group to itself has no flag: without its gradient the group is not reduced.
     """
 
-    def __init__(self, group: Group, buffer: Buffer, num_flags: int) -> None:
+    def __init__(self, group: Group, buffer: Buffer) -> None:
         self.buffer = buffer
         self._packing = group.packing
-        self._num_flags = num_flags
-        self.sizes = Sizes(numel + num_flags for numel in group.sizes) if num_flags else group.sizes
-        self.shard_sizes = self.sizes.together(group.mesh.num_owners) if num_flags else group.shard_sizes
+        self._num_flags = group.num_flags
         self.filled: set[int] = set()
 
     @cached_property
@@ -41,16 +38,14 @@ class ReduceBuffer:
         return self._places.tensors
 
     @classmethod
-    def made(cls, group: Group, dtype: torch.dtype) -> ReduceBuffer:
-        """Rows of our own, to be used again."""
-        num_flags = group.num_flags
-        numel = group.packing.gathered_numel + group.packing.num_ranks * num_flags
-        return cls(group, Buffer(numel, dtype, group.device), num_flags)
+    def made(cls, group: Group, plan: BufferPlan, dtype: torch.dtype) -> ReduceBuffer:
+        """Returns rows of our own, to be used again."""
+        return cls(group, Buffer(sum(plan.reduced_by_piece), dtype, group.device))
 
     @classmethod
     def borrowed(cls, group: Group, gradient: torch.Tensor) -> ReduceBuffer:
-        """Rows that are the gradient of the group's only tensor, uncopied."""
-        rows = cls(group, Buffer.around(gradient.detach().view(-1)), num_flags=0)
+        """Returns rows that are the gradient of the group's only tensor, uncopied. That group has no flags."""
+        rows = cls(group, Buffer.around(gradient.detach().view(-1)))
         rows.filled.add(0)
         return rows
 

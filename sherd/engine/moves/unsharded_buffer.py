@@ -43,51 +43,21 @@ class Guard:
             self._is_up = False
 
 
-class UnshardedBuffer:
-    """The unsharded buffer, and the parameters cut from it, in one dtype. `goes`: its memory is freed when it is not
-    needed."""
+class Unsharded:
+    """The unsharded `parameters` of `records`, and the `buffers` whose memory is freed under them. All-gathers fill
+    `gathered`, of which there may be fewer."""
 
-    def __init__(self, group: Group, dtype: torch.dtype) -> None:
-        unsharded_memory = group.unsharded_memory
-        self.buffer = (
-            Buffer(group.packing.unsharded_numel, dtype, group.device)
-            if unsharded_memory is None
-            else Buffer.around(unsharded_memory)
-        )
-        flat = self.buffer.tensor
-        self.copy_out = copy_out(group.packing, flat)
-        self.parameters = []
-        for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
-            # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
-            # in-place operation" to autograd, while a user's change of one parameter still is.
-            tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
-            self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
-        del tensor
-        self._records, self._slots = group.parameters, group.packing.slots
-        offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
-        self._plain = [
-            (index, parameter, offset)
-            for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
-            if offset is not None
-        ]
-        self.guard = Guard(self.parameters)
-        self.goes = self.buffer.is_ours and not group.mesh.keeps_unsharded
-        self._address = self.buffer.address
-        self._own_uses = storage_uses(self._address)
-
-    def free(self, lane: Lane | None = None) -> None:
-        """Give the memory back, unless the shards are in it: to the pool of `lane`, if it is that lane's, once compute
-        has read it."""
-        if self.buffer.is_ours:
-            if lane is not None:
-                lane.follow_compute()
-            self.guard.raise_up()
-            self.buffer.free()
+    def __init__(self, records: Sequence[ShardedParameter], gathered: tuple[Buffer, ...]) -> None:
+        self._records = records
+        self.gathered = self.buffers = gathered
+        self.parameters: list[nn.Parameter] = []
+        self.guard = Guard(())
 
     @property
     def num_foreign_views(self) -> int:
-        """How many tensors share the memory besides those that are made here, autograd's and garbage among them."""
-        return storage_uses(self._address) - self._own_uses - self.copy_out.num_late_views
+        """How many tensors share the memory besides those that are made here, autograd's and garbage among them, as far
+        as that is known."""
+        return 0
 
     def show(self) -> None:
         """Show the parameters to the modules."""
@@ -96,7 +66,56 @@ class UnshardedBuffer:
 
     def hide(self) -> list[str]:
         """Show the shards instead. Returns the names of parameters that a user has given other values in a way that
-        shards do not notice. What was only moved is put back."""
+        shards do not notice, as far as that is known."""
+        for record in self._records:
+            record.show(record.shard)
+        return []
+
+    def free(self, lane: Lane | None = None) -> None:
+        """Give the memory back: to the pool of `lane`, if it is that lane's, once compute has read it."""
+        if lane is not None:
+            lane.follow_compute()
+        self.guard.raise_up()
+        for buffer in self.buffers:
+            buffer.free()
+
+
+class UnshardedBuffer(Unsharded):
+    """The unsharded buffer, and the parameters cut from it, in one dtype."""
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        unsharded_memory = group.unsharded_memory
+        self.buffer = (
+            Buffer(group.packing.unsharded_numel, dtype, group.device)
+            if unsharded_memory is None
+            else Buffer.around(unsharded_memory)
+        )
+        super().__init__(group.parameters, (self.buffer,))
+        flat = self.buffer.tensor
+        self.copy_out = copy_out(group.packing, flat)
+        for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
+            # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
+            # in-place operation" to autograd, while a user's change of one parameter still is.
+            tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
+            self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
+        del tensor
+        self._slots = group.packing.slots
+        offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
+        self._plain = [
+            (index, parameter, offset)
+            for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
+            if offset is not None
+        ]
+        self.guard = Guard(self.parameters)
+        self._address = self.buffer.address
+        self._own_uses = storage_uses(self._address)
+
+    @property
+    def num_foreign_views(self) -> int:
+        return storage_uses(self._address) - self._own_uses - self.copy_out.num_late_views
+
+    def hide(self) -> list[str]:
+        """Show the shards instead. Parameters that a user has only moved are put back."""
         start = self.buffer.tensor.data_ptr()
         moved = [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
         lost = [self._records[index].name for index in moved if not self._put_back(index)] if moved else []

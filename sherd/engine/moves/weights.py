@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 from sherd._torch import will_get_gradient
+from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
+from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.kept_part import KeptPart
-from sherd.engine.moves.unsharded_buffer import UnshardedBuffer
+from sherd.engine.moves.unsharded_buffer import Unsharded, UnshardedBuffer
 from sherd.engine.state.group import Group
 from sherd.errors import StateError
 from sherd.schedule.moments import MemoryKind
@@ -30,15 +32,28 @@ from sherd.schedule.state import Live
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
-    """An all-gather under way, of the shards as of `version`. `rows` is None when it writes the unsharded buffer
-    itself; `copy_into_place`, if given, puts this rank's own part there."""
+class Flight:
+    """An all-gather under way, of the shards as of `version`. `sources` is what it reads. `rows` is None when it writes
+    the unsharded buffer itself; `copy_into_place`, if given, puts this rank's own part there."""
 
     handoff: Handoff
-    source: torch.Tensor
+    sources: tuple[torch.Tensor, ...]
     version: int
     rows: torch.Tensor | None = None
     copy_into_place: CopyIntoPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Handoffs:
+    """Several all-gathers under way. What they read is held until compute has waited for them."""
+
+    handoffs: tuple[Handoff, ...]
+    sources: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        """Order compute after all of them."""
+        for handoff in self.handoffs:
+            handoff.wait()
 
 
 MOVES = {
@@ -73,6 +88,7 @@ class Weights(Position, saved.Source):
     def __init__(
         self,
         group: Group,
+        plan: BufferPlan,
         streams: Streams,
         watch: Callable[[int, nn.Parameter], None],
         unshard: Callable[[], None],
@@ -80,43 +96,43 @@ class Weights(Position, saved.Source):
         Position.__init__(self, group.name)
         saved.Source.__init__(self, unshard)
         self.group = group
+        self.plan = plan
         self._streams = streams
         self._watch = watch
         # In each dtype that was asked for, and in that of the last gather. Made at the first gather: a model that is
         # only built or loaded has none.
-        self._buffers: dict[torch.dtype, UnshardedBuffer] = {}
-        self._made: UnshardedBuffer | None = None
-        self._ids: set[int] = set()  # of the unsharded parameters in all of them
+        self._by_dtype: dict[torch.dtype, UnshardedBuffer] = {}
+        self._made: Unsharded | None = None
+        self._ids: set[int] = set()  # of all unsharded parameters that were made
         self._dtype = group.compute_dtype
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._versions: dict[torch.dtype, int] = {}
         self._part: KeptPart | None = None
-        # Rows may be gathered into the unsharded buffer, of which they are the first bytes then. With streams,
-        # compute's memory cannot be written ahead of compute.
-        self._may_be_rows = group.packing.is_cut_into_runs or (group.packing.direct and streams.in_host_order)
         # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
         self._lane_owns_buffer = False
+        self._transport: Transport | None = None  # of the last gather, and the way in which it fills the buffer
+        self._fill = Fill.FROM_ROWS
 
     def _make(self) -> UnshardedBuffer:
         """Make the unsharded buffer in the present dtype, and the parameters in it."""
         # Outside inference mode too: what is made in it can never be written in training.
         with torch.no_grad(), torch.inference_mode(False):
-            made = self._buffers[self._dtype] = UnshardedBuffer(self.group, self._dtype)
-            made.free()
+            made = self._by_dtype[self._dtype] = UnshardedBuffer(self.group, self._dtype)
+            if made.buffer.is_ours:
+                made.free()
         for index, parameter in enumerate(made.parameters):
-            self.group.parameters[index].share_attributes(parameter)
-            self.group.parameters[index].claim(parameter)
-            self._watch(index, parameter)
-            self._ids.add(id(parameter))
-        if made.goes:
+            self._adopt(index, parameter)
+        if self.plan.frees_unsharded:
             saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
 
-    @property
-    def _present(self) -> UnshardedBuffer:
-        """The unsharded buffer in the dtype of the last gather."""
-        assert self._made is not None, "it is made when the first gather is started"
-        return self._made
+    def _adopt(self, index: int, parameter: nn.Parameter) -> None:
+        """Make `parameter` the unsharded form of the group's parameter `index`."""
+        record = self.group.parameters[index]
+        record.share_attributes(parameter)
+        record.claim(parameter)
+        self._watch(index, parameter)
+        self._ids.add(id(parameter))
 
     @property
     def is_unread(self) -> bool:
@@ -131,7 +147,7 @@ class Weights(Position, saved.Source):
         """Whether somebody else than autograd seems to have a view of the parameters, which freeing them would leave
         without memory. It may also be garbage that waits to be collected."""
         made = self._made
-        if made is None or not made.goes:
+        if made is None or not self.plan.frees_unsharded:
             return False
         return made.num_foreign_views > self.num_saved_views
 
@@ -146,97 +162,94 @@ class Weights(Position, saved.Source):
         return id(tensor) in self._ids
 
     def end_backward(self) -> None:
-        """What backward has not read by now it will not read: it was not on the way from the loss."""
+        """Forget the views that backward has not read: they were not on the way from the loss."""
         self.num_unread_views = 0
 
     def bump_versions(self) -> None:
         """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""
-        for unsharded in self._buffers.values():
-            for parameter in unsharded.parameters:
+        for made in self._by_dtype.values():
+            for parameter in made.parameters:
                 torch.autograd.graph.increment_version(parameter)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
-        """Everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
+        """Yields everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
         yield from self.group.held()
-        if self._made is not None:
-            yield MemoryKind.UNSHARDED, self._made.buffer.tensor
-        if self._part is not None:
-            yield MemoryKind.PART, self._part.tensor
+        for buffer in self._made.buffers if self._made is not None else ():
+            yield MemoryKind.UNSHARDED, buffer.tensor
+        for part in self._part.tensors if self._part is not None else ():
+            yield MemoryKind.PART, part
         if self._flight is not None:
-            yield MemoryKind.SENT, self._flight.source
+            for source in self._flight.sources:
+                yield MemoryKind.SENT, source
             if self._flight.rows is not None:
                 yield MemoryKind.ROWS, self._flight.rows
 
-    def fills_itself(self, transport: Transport) -> bool:
-        """Whether an all-gather by `transport` needs no rows: it writes the unsharded buffer."""
-        if transport.shares_memory:
-            return True
-        return self._gathers_each(transport) or (self._may_be_rows and not transport.brings_memory)
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters, unless the shards are a part of them."""
+        return self.group.unsharded_bytes
 
-    def _gathers_each(self, transport: Transport) -> bool:
-        """Whether every tensor is gathered by itself, straight to its place in the unsharded buffer."""
-        is_possible = self.group.packing.is_in_order and not self.group.mesh.shards_replicas
-        return transport.coalesces and is_possible and not self._may_be_rows
+    def part_bytes(self, size: int) -> int:
+        """Returns the bytes of the part that is kept for a mesh of `size` ranks."""
+        return self.group.packing.unsharded_numel // size * self.group.compute_dtype.itemsize
 
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
         """Start the all-gather, from the shards or from the part that was kept; in the shards' own dtype if told so."""
-        was = self.live
         self.move(Live.GATHERING)
-        if was is Live.SHARDED:
-            self._dtype = self.group.dtype if full_precision else self.group.compute_dtype
-            self._made = self._buffers.get(self._dtype) or self._make()
-        if was is Live.SHRUNK:
-            self._gather_part()
-        elif self._is_up_to_date():
-            self._flight = _Flight(
-                self._streams.gather.run(lambda async_op: None), self.group.shard_buffer, self.group.version
-            )
-        elif transport.shares_memory:
-            self._gather_onto(transport)
+        part, self._part = self._part, None
+        if part is None:
+            self._gather_shards(transport, full_precision)
         else:
-            self._gather_rows(transport)
+            handoff = self._gather_into_buffers(part.transport, part.tensors, part.size)
+            self._flight = Flight(handoff, part.tensors, self.group.version)
 
-    def _is_up_to_date(self) -> bool:
-        """Whether the unsharded parameters are there still, or are the shards."""
-        group = self.group
-        if group.is_one_piece and group.unsharded_memory is not None:
-            return True
-        return group.mesh.keeps_unsharded and self._versions.get(self._dtype) == group.version
+    def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
+        """Start an all-gather of the shards, and make the buffers for it if there are none yet."""
+        group, plan = self.group, self.plan
+        self._dtype = group.dtype if full_precision else group.compute_dtype
+        made = self._made = self._by_dtype.get(self._dtype) or self._make()
+        if transport is not self._transport:
+            self._transport, self._fill = transport, plan.fill_by(transport)
+        if plan.is_never_gathered or (not plan.frees_unsharded and self._versions.get(self._dtype) == group.version):
+            handoff = self._streams.gather.run(lambda async_op: None)
+            self._flight = Flight(handoff, (group.shard_buffer,), group.version)
+        elif self._fill is Fill.FROM_RANKS:
+            self._flight = self._gather_from_ranks(transport, made)
+        else:
+            self._flight = self._gather_rows(transport, made)
 
-    def _gather_rows(self, transport: Transport) -> None:
-        """Into rows, that are copied out later; into the unsharded buffer itself where they are the same thing."""
-        group, unsharded = self.group, self._present
-        packing = group.packing
-        gathers_each = self._gathers_each(transport)
-        in_place = gathers_each or (self._may_be_rows and not transport.brings_memory)
+    def _gather_rows(self, transport: Transport, made: UnshardedBuffer) -> Flight:
+        """Start to gather rows that are copied out later, or the unsharded buffer itself where it needs no rows."""
+        group, numel = self.group, self.group.packing.gathered_numel
+        in_place = self._fill is not Fill.FROM_ROWS
         self._lane_owns_buffer = in_place
         flight: list[torch.Tensor] = []
 
         def start(async_op: bool) -> Pending | None:
             source = group.source(self._dtype)
             if in_place:
-                unsharded.buffer.allocate()
-                rows = unsharded.buffer.tensor[: packing.gathered_numel]
+                made.buffer.allocate()
+                rows = made.buffer.tensor[:numel]
             else:
-                rows = transport.empty(packing.gathered_numel, self._dtype, group.device)
+                rows = transport.empty(numel, self._dtype, group.device)
             flight.extend((source, rows))
-            if gathers_each:
-                return transport.all_gather_each(*unsharded.copy_out.strips(source), async_op)
+            if self._fill is Fill.TENSOR_BY_TENSOR:
+                return transport.all_gather_each(*made.copy_out.strips(source), async_op)
             return transport.all_gather(rows, source, group.shard_sizes, async_op)
 
         handoff = self._streams.gather.run(start)
         source, rows = flight
-        self._flight = _Flight(handoff, source, group.version, None if in_place else rows)
+        return Flight(handoff, (source,), group.version, None if in_place else rows)
 
-    def _gather_onto(self, transport: Transport) -> None:
-        """Copied into the unsharded buffer from where the ranks have it, which happens as late as in `wait`: a gather
-        that runs ahead takes no memory for what it will bring."""
-        unsharded, source, own = self._present, self.group.source(self._dtype), self.group.mesh.shard_rank
+    def _gather_from_ranks(self, transport: Transport, made: UnshardedBuffer) -> Flight:
+        """Have the unsharded buffer filled from where the ranks have their shards, as late as in `wait`: a gather that
+        runs ahead takes no memory for what it will bring."""
+        source, own = self.group.source(self._dtype), self.group.mesh.shard_rank
 
         def copy_into_place(rank: int, part: torch.Tensor) -> None:
-            unsharded.buffer.allocate()
+            made.buffer.allocate()
             for piece, its in self.group.pieces_of(rank, part):
-                unsharded.copy_out.copy_into_place(piece, its)
+                made.copy_out.copy_into_place(piece, its)
 
         def copy_others_into_place(rank: int, part: torch.Tensor) -> None:
             if rank != own:  # this rank's part comes at once, and has time
@@ -245,41 +258,45 @@ class Weights(Position, saved.Source):
         handoff = self._streams.gather.run(
             lambda async_op: transport.all_gather_onto(copy_others_into_place, source, self.group.shard_sizes, async_op)
         )
-        self._flight = _Flight(handoff, source, self.group.version, copy_into_place=copy_into_place)
+        return Flight(handoff, (source,), self.group.version, copy_into_place=copy_into_place)
 
-    def _gather_part(self) -> None:
-        """Equal parts of the unsharded buffer itself were kept, so they are gathered straight into place."""
-        buffer, part = self._present.buffer, self._part
-        assert part is not None, "a shrunk group keeps its part"
-        if not self._lane_owns_buffer:
+    def _gather_into_buffers(self, transport: Transport, sources: tuple[torch.Tensor, ...], num_ranks: int) -> Handoff:
+        """Start to fill each buffer with every rank's tensor of the same place in `sources`."""
+        made, lane = self._made, self._streams.gather
+        assert made is not None, "it is made when the first gather is started"
+        for buffer in made.gathered if not self._lane_owns_buffer else ():
             buffer.allocate()
-        # The part is compute's memory, and so may be the buffer.
-        self._streams.gather.follow_compute()
-        handoff = self._streams.gather.run(lambda async_op: part.gather(buffer, async_op))
-        self._flight = _Flight(handoff, part.tensor, self.group.version)
-        self._part = None
+        # The sources are compute's memory, and so may be the buffers.
+        lane.follow_compute()
+        pairs = zip(made.gathered, sources, strict=True)
+        return _Handoffs(tuple(lane.run(_filling(transport, *pair, num_ranks)) for pair in pairs), sources)
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
         self.require_move(Live.UNSHARDED)
-        flight, unsharded = self._flight, self._present
-        assert flight is not None, "an all-gather is waited for once it was started"
+        flight, made = self._flight, self._made
+        assert flight is not None and made is not None, "an all-gather is waited for once it was started"
+        self._land(flight)
+        self._flight = None
+        self.live = Live.UNSHARDED
+        made.show()
+
+    def _land(self, flight: Flight) -> None:
+        """Let compute go on once the all-gather is done, and make the unsharded parameters of what has come."""
         flight.handoff.wait()
+        made = self._by_dtype[self._dtype]
         if flight.copy_into_place is not None:
-            flight.copy_into_place(self.group.mesh.shard_rank, flight.source)
+            flight.copy_into_place(self.group.mesh.shard_rank, *flight.sources)
         if flight.rows is not None:
-            unsharded.buffer.allocate()
-            unsharded.copy_out(flight.rows)
-            # `rows` is the gather lane's memory and goes back to its pool below: not before compute has copied it out.
-            # test_rows_return_to_the_gather_lane_after_compute_has_read_them.
+            made.buffer.allocate()
+            made.copy_out(flight.rows)
+            # `rows` is the gather lane's memory and goes back to its pool with the flight: not before compute has
+            # copied it out. test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             if not self._streams.in_host_order:
                 self._streams.gather.follow_compute()
         # Not when it was started: one that is freed while it is under way has brought nothing.
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
-        self._flight = None
-        self.live = Live.UNSHARDED
-        unsharded.show()
 
     def free(self) -> None:
         """Show the shards again and give the memory back, whatever the state."""
@@ -292,21 +309,37 @@ class Weights(Position, saved.Source):
             self._flight = None
         self._part = None
         self.live = Live.SHARDED  # from wherever they are
-        if made is not None and made.goes:  # there is none if the first gather has failed
+        if made is not None and self.plan.frees_unsharded:  # there is none if the first gather has failed
             made.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
 
     def shrink(self, size: int) -> None:
-        """Show the shards, and keep this rank's part of the whole for a mesh of `size` ranks."""
-        unsharded = self._present
-        self._part = KeptPart(unsharded.buffer, self.group.mesh, size)
+        """Show the shards, and keep this rank's part of what was gathered for a mesh of `size` ranks."""
+        made = self._made
+        assert made is not None, "only what was gathered is shrunk"
+        self._part = KeptPart(made.gathered, self.group.mesh, size) if self._may_keep_part else None
         self.move(Live.SHRUNK)
-        lost = unsharded.hide()
-        if unsharded.goes:
-            unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
+        lost = made.hide()
+        if self.plan.frees_unsharded:
+            made.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
+
+    @property
+    def _may_keep_part(self) -> bool:
+        """Whether the buffers still hold what has come. If not, all shards are gathered again."""
+        return True
+
+
+def _filling(
+    transport: Transport, buffer: Buffer, source: torch.Tensor, num_ranks: int
+) -> Callable[[bool], Pending | None]:
+    def start(async_op: bool) -> Pending | None:
+        buffer.allocate()
+        return transport.all_gather(buffer.tensor, source, (source.numel(),) * num_ranks, async_op)
+
+    return start
 
 
 def _of_lost(names: list[str]) -> StateError:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from sherd.engine.moves.gradients import Gradients
-from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
 
@@ -30,14 +29,14 @@ class Backward:
         self.is_entered = False
         self._enter = enter
         self._num_ranks = float(num_ranks)
-        self._weights: Sequence[Weights | SelfGatheredWeights] = ()
+        self._weights: Sequence[Weights] = ()
         self._gradients: Sequence[Gradients] = ()
         self._when_complete: WhenComplete | None = None
         self._num_expected = self._num_completed = 0
         self._seen: list[int] = []
         self._is_gone_through_once = False
 
-    def regroup(self, weights: Sequence[Weights | SelfGatheredWeights], gradients: Sequence[Gradients]) -> None:
+    def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
         """Have these groups from now on. What was learnt of the former ones is forgotten."""
         self._weights, self._gradients = weights, gradients
         self._seen = []

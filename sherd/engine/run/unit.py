@@ -18,6 +18,7 @@ from torch import nn
 from sherd._torch import in_backward
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
+from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
@@ -93,7 +94,7 @@ class Unit:
         self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
-        self.weights: list[Weights | SelfGatheredWeights] = []
+        self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
         self.shards = UnitShards(parameters)
         for parameter in self.parameters:
@@ -170,13 +171,14 @@ class Unit:
         for batch in batches:
             group = Group(batch, self.precision, self._place)
             completed = self.backward.completed(len(self.gradients))
-            gradients = Gradients(group, self.streams, partial(_surprised, this), completed)
+            plan = BufferPlan.of(group, self.streams)
+            gradients = Gradients(group, plan, self.streams, partial(_surprised, this), completed)
             self.gradients.append(gradients)
             unshard = partial(_needed, this)
             self.weights.append(
-                SelfGatheredWeights(group, self.streams, self.precision, gradients.arrivals.watch, unshard)
+                SelfGatheredWeights(group, plan, self.streams, self.precision, gradients.arrivals.watch, unshard)
                 if group.gathers_itself
-                else Weights(group, self.streams, gradients.arrivals.watch, unshard)
+                else Weights(group, plan, self.streams, gradients.arrivals.watch, unshard)
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])

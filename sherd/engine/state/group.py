@@ -79,12 +79,13 @@ def travels_alone(parameter: Tensorlike, streams: Streams, surrounds: bool) -> b
     around others, the parameters before them (an embedding) and after them (a head) are used a whole model apart:
     alone, the head is freed when backward begins, and no rows wait for the embedding's gradient.
     """
-    return is_large(parameter) and (streams.in_host_order or surrounds)
+    is_apart = streams.in_host_order or surrounds
+    return is_apart and is_large(parameter.shape.numel(), parameter.dtype)
 
 
-def is_large(parameter: Tensorlike) -> bool:
-    """Returns whether copying its gradient would cost more than a collective of its own."""
-    return parameter.shape.numel() * parameter.dtype.itemsize >= ALONE_BYTES
+def is_large(numel: int, dtype: torch.dtype) -> bool:
+    """Returns whether copying so many elements of a gradient would cost more than a collective of their own."""
+    return numel * dtype.itemsize >= ALONE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,6 @@ class Group:
         unsharded_memory: the unsharded buffer where that is not given up; the shard buffer is a part of it then.
         num_flags: flags that travel with the gradients: one for each tensor, none for a large one that is alone, which
             is sent from where autograd has left its gradient.
-        has_large_rows: all ranks' gradients, side by side, take as much memory as a tensor that travels alone.
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
     """
 
@@ -161,13 +161,13 @@ class Group:
         floating = self.dtype.is_floating_point
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
-        self.has_large_rows = self.packing.gathered_numel * self.reduce_dtype.itemsize >= ALONE_BYTES
         # Low precision as in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
         low_precision = self.reduce_dtype if self.is_one_piece else self.compute_dtype
         self.grad_dtype = low_precision if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
         self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
-        is_one_large = len(self.parameters) == 1 and is_large(self.parameters[0])
+        first = self.parameters[0]
+        is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
         self.num_flags = 0 if is_one_large else len(self.parameters)
         owned = self.sizes.of(mesh.pieces_of(mesh.shard_rank)) if mesh.shards_replicas else None
         self.fetched = None if owned is None else FetchedShard(owned, mesh)

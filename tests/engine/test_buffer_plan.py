@@ -1,0 +1,61 @@
+"""Does a buffer plan say what a transport and a gradient may do without a buffer?"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sherd.comm.transport import NoTransport, Sizes
+from sherd.engine.moves.buffer_plan import BufferPlan, Fill
+from sherd.engine.moves.scale import Scale
+
+PLAN = BufferPlan(
+    gathers_itself=False,
+    may_be_rows=False,
+    may_gather_each=False,
+    is_never_gathered=False,
+    frees_unsharded=True,
+    sends_shards_as_they_are=True,
+    may_borrow=True,
+    is_unpadded=True,
+    collects_late=False,
+    scales_sums=False,
+    reduce_dtype=torch.float32,
+    reduced_by_piece=Sizes((4, 4)),
+    reduced_by_rank=Sizes((4, 4)),
+)
+
+
+def transport(**abilities):
+    made = NoTransport()
+    vars(made).update(abilities)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("choices", "abilities", "fill"),
+    [
+        ({}, {}, Fill.FROM_ROWS),
+        ({}, {"coalesces": True}, Fill.FROM_ROWS),
+        ({"may_gather_each": True}, {"coalesces": True}, Fill.TENSOR_BY_TENSOR),
+        ({"may_gather_each": True}, {}, Fill.FROM_ROWS),
+        ({"may_be_rows": True}, {}, Fill.IN_PLACE),
+        ({"may_be_rows": True}, {"brings_memory": True}, Fill.FROM_ROWS),
+        ({"may_be_rows": True}, {"shares_memory": True}, Fill.FROM_RANKS),
+        ({"gathers_itself": True}, {"shares_memory": True}, Fill.BY_SUBCLASS),
+    ],
+)
+def test_the_unsharded_buffer_is_filled_with_as_few_copies_as_plan_and_transport_allow(choices, abilities, fill):
+    assert replace(PLAN, **choices).fill_by(transport(**abilities)) is fill
+
+
+@pytest.mark.parametrize("hindrance", [{"may_borrow": False}, {"is_unpadded": False}, {"reduce_dtype": torch.bfloat16}])
+def test_a_gradient_is_sent_from_where_it_is_only_if_it_is_what_is_sent(hindrance):
+    assert PLAN.borrows(torch.float32)
+    assert not replace(PLAN, **hindrance).borrows(torch.float32)
+
+
+def test_a_gradient_that_may_be_borrowed_is_scaled_once_it_was_summed():
+    assert PLAN.scale_for(8, may_borrow=False) == Scale(before=1 / 8, after=1.0)
+    assert PLAN.scale_for(8, may_borrow=True) == Scale(before=1.0, after=1 / 8)
+    assert replace(PLAN, scales_sums=True).scale_for(8, may_borrow=False) == Scale(before=1.0, after=1 / 8)
