@@ -104,12 +104,6 @@ class State:
         )
 
     @property
-    def bytes_live(self) -> int:
-        """Bytes of unsharded parameters allocated."""
-        allocated = (Live.GATHERING, Live.UNSHARDED)
-        return sum(spec.unsharded_bytes for spec, live in zip(self.specs, self.live, strict=True) if live in allocated)
-
-    @property
     def borrowed(self) -> frozenset[int]:
         """Units that are some other unit's companion."""
         return frozenset(companion for spec in self.specs for companion in spec.companions)

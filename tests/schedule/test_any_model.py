@@ -161,7 +161,7 @@ def test_a_chain_of_equal_units_never_has_more_live_than_its_root_one_block_and_
         peak = 0
         for event in step(9) * 3:
             engine.run([event])
-            peak = max(peak, engine.schedule.state.bytes_live)
+            peak = max(peak, engine.bytes_live)
         assert peak == 100 * (2 + depth)
 
 
