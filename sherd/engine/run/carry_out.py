@@ -31,12 +31,6 @@ def wait(unit: Unit) -> None:
             weights.wait()
 
 
-def free(unit: Unit) -> None:
-    """Have shards from here on."""
-    for weights in unit.weights:
-        weights.free()
-
-
 def shrink(unit: Unit) -> None:
     """Have shards from here on, keeping a part for the smaller mesh."""
     size = unit.policy.reshard_after_forward
@@ -65,7 +59,6 @@ def finish_reduce(unit: Unit) -> None:
 
 def discard(unit: Unit) -> None:
     """Drop gradients that have not reached the shards."""
-    unit.backward.discard()
     for gradients in unit.gradients:
         gradients.discard()
 
@@ -73,7 +66,7 @@ def discard(unit: Unit) -> None:
 DO: dict[type[Action], Callable[[Unit], None]] = {
     Gather: gather,
     Await: wait,
-    Free: free,
+    Free: Unit.free,
     Shrink: shrink,
     Reduce: reduce,
     FinishReduce: finish_reduce,
