@@ -1,4 +1,4 @@
-"""How each action of the schedule is carried out on a unit: on each of its groups in turn."""
+"""The functions that carry out the schedule's actions on a unit, on one group after the other."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     FinishReduce: finish_reduce,
     Discard: discard,
 }
-"""The function that carries out each action on a whole unit."""
+"""By kind of action: the function that carries it out on a whole unit."""
