@@ -55,11 +55,11 @@ def _guess(root: nn.Module, units: Sequence[Unit], lived: Runtime | None) -> lis
 def _uses_of(unit: Unit, number: int) -> list[Arrival]:
     """Returns the uses of a unit's trainable parameters, in the order of registration."""
     uses = {
-        id(each): Arrival(number, group, index)
+        id(parameter): Arrival(number, group, index)
         for group, weights in enumerate(unit.weights)
-        for index, each in enumerate(trainable(weights.group.parameters))
+        for index, parameter in enumerate(trainable(weights.group.parameters))
     }
-    return [uses[id(each)] for each in unit.parameters if id(each) in uses]
+    return [uses[id(parameter)] for parameter in unit.parameters if id(parameter) in uses]
 
 
 def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward | AfterForward]:

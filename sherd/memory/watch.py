@@ -105,8 +105,8 @@ class Watch:
         nbytes = sum(self._bytes) + sum(self._scratch)
         if nbytes > self.peak.peak:
             kinds = enumerate(map(bytes_of, self._held))
-            parts = {(number, kind): its for number, of_unit in kinds for kind, its in of_unit.items()}
-            parts |= {(number, MemoryKind.TRANSPORT): its for number, its in enumerate(self._scratch) if its}
+            parts = {(number, kind): part for number, of_unit in kinds for kind, part in of_unit.items()}
+            parts |= {(number, MemoryKind.TRANSPORT): part for number, part in enumerate(self._scratch) if part}
             self.peak = Forecast(nbytes, self._moment, parts)
 
 

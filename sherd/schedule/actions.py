@@ -50,8 +50,8 @@ class GradientsReady:
 
 @dataclass(frozen=True, slots=True)
 class GroupPassed:
-    """One group of the unit has its gradients, others have not: nothing will read its unsharded parameters again in
-    this backward."""
+    """One group of the unit has its gradients, others have not. Nothing will read the group's unsharded parameters
+    again in this backward."""
 
     unit: int
     group: int

@@ -72,8 +72,7 @@ def decide(state: State, event: Event) -> Decision:
             turn.end_backward(last)
         case Unshard(unit, wait):
             turn.free_if_stale(unit)
-            turn.gather_again(unit)
-            turn.gather(unit)
+            turn.gather(unit, again=True)
             if wait:
                 turn.wait(unit)
         case Reshard(unit):
@@ -132,7 +131,7 @@ class _Turn:
     # Backward
 
     def recompute(self, unit: int) -> None:
-        self.gather_again(unit)
+        self.gather(unit, again=True)
         self.enter_backward(unit)
 
     def enter_backward(self, unit: int) -> None:
@@ -209,14 +208,9 @@ class _Turn:
 
     # Any time
 
-    def gather(self, unit: int) -> None:
-        if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK):
-            self.actions.append(Gather(unit))
-            self.state = self.state.with_live(unit, Live.GATHERING)
-
-    def gather_again(self, unit: int) -> None:
-        """Gather the groups of an unsharded unit that backward has freed, because they will be read again."""
-        if unit in self.state.passed:
+    def gather(self, unit: int, again: bool = False) -> None:
+        """Gather `unit`. `again`: groups that backward has freed will be read once more, so they are gathered too."""
+        if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK) or (again and unit in self.state.passed):
             self.actions.append(Gather(unit))
             self.state = self.state.with_live(unit, Live.GATHERING)
 
@@ -255,9 +249,8 @@ class _Turn:
             running=frozenset(),
         )
 
-    def _make_unsharded(self, units: Iterable[int]) -> None:
+    def _make_unsharded(self, units: tuple[int, ...]) -> None:
         """Gather `units`. All gathers are started before the first one is waited for."""
-        units = tuple(units)
         for unit in units:
             self.gather(unit)
         for unit in units:
@@ -271,6 +264,5 @@ class _Turn:
             return
         limit = self.state.limits.bytes_in_flight
         for unit in list(dict.fromkeys(upcoming))[:depth]:
-            fits = limit is None or self.state.bytes_in_flight + self.state.specs[unit].unsharded_bytes <= limit
-            if fits:
+            if limit is None or self.state.bytes_in_flight + self.state.specs[unit].unsharded_bytes <= limit:
                 self.gather(unit)

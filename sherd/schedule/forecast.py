@@ -203,12 +203,13 @@ DO: dict[type[do.Action], Callable[[_Group], None]] = {
     do.Gather: _Group.gather,
     do.Await: _Group.wait,
     do.Free: _Group.free,
+    do.FreeGroup: _Group.free,
     do.Shrink: _Group.shrink,
     do.Reduce: _Group.reduce,
     do.FinishReduce: _Group.finish_reduce,
     do.Discard: _Group.discard,
 }
-"""The effect of each action on a unit: the method that is called on all of its groups."""
+"""The effect of each action: the method that is called on all groups of its unit, or on the one that it names."""
 
 
 class Buffers:
@@ -257,13 +258,13 @@ class Buffers:
             for group in self._groups:
                 group.end_backward()
         for action in schedule.on(moment):
+            groups = self._units[action.unit]
             if isinstance(action, do.FreeGroup):
-                self._units[action.unit][action.group].free()
-                continue
+                groups = [groups[action.group]]
             if isinstance(action, do.FinishReduce):
                 for group in self._groups:
                     group.land()
-            for group in self._units[action.unit]:
+            for group in groups:
                 DO[type(action)](group)
 
     def _add(self, unit: int, kind: MemoryKind, more: int) -> None:

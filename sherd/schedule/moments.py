@@ -21,7 +21,8 @@ from sherd.schedule.actions import (
 
 
 class MemoryKind(str, Enum):
-    """The purpose of some bytes. The value is its name in tables. A str, as its hash is remembered, for many sums."""
+    """The purpose of some bytes. The value is its name in tables. It is a str because a str remembers its hash, which
+    many sums ask for."""
 
     SHARDS = "shards"
     SENT = "shards as sent"
@@ -73,7 +74,7 @@ class GroupSizes:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is one trainable parameter."""
+        """Whether the group is one trainable parameter."""
         return len(self.arriving) == 1 and self.is_all_trainable
 
 
@@ -137,5 +138,5 @@ def _passed(unit: int, group: int, sizes: Sequence[GroupSizes], is_last: bool) -
 
 
 def begins_step(moment: Moment) -> bool:
-    """Whether the root's forward begins."""
+    """Returns whether the root's forward begins with `moment`."""
     return isinstance(moment, BeforeForward) and moment.unit == 0 and not moment.recomputing

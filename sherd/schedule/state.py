@@ -82,6 +82,8 @@ class State:
     entered: frozenset[int] = frozenset()
     reducing: tuple[int, ...] = ()
     stale: frozenset[int] = frozenset()
+    # Units and not groups: a state for each group that has gone would fill the graph of states, which is then dropped
+    # in every step. test_groups_that_go_one_by_one_need_no_more_states_than_one_that_goes.
     passed: frozenset[int] = frozenset()
     running: frozenset[int] = frozenset()
 
@@ -102,12 +104,6 @@ class State:
         return sum(
             spec.unsharded_bytes for spec, live in zip(self.specs, self.live, strict=True) if live is Live.GATHERING
         )
-
-    @property
-    def bytes_live(self) -> int:
-        """Bytes of unsharded parameters allocated."""
-        allocated = (Live.GATHERING, Live.UNSHARDED)
-        return sum(spec.unsharded_bytes for spec, live in zip(self.specs, self.live, strict=True) if live in allocated)
 
     @property
     def borrowed(self) -> frozenset[int]:

@@ -144,6 +144,12 @@ class StrictEngine:
             case EndForward() | EndBackward():
                 self.needed.clear()
 
+    @property
+    def bytes_live(self) -> int:
+        """Bytes of unsharded parameters allocated."""
+        allocated = (Live.GATHERING, Live.UNSHARDED)
+        return sum(self.specs[unit].unsharded_bytes for unit, live in self.live.items() if live in allocated)
+
     def check(self) -> None:
         """What must hold between any two events."""
         state = self.schedule.state

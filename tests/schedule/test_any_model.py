@@ -18,7 +18,7 @@ from sherd.schedule.actions import (
 )
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
-from tests.schedule.model import StrictEngine, specs, step
+from tests.schedule.model import StrictEngine, forward, specs, step
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -161,8 +161,19 @@ def test_a_chain_of_equal_units_never_has_more_live_than_its_root_one_block_and_
         peak = 0
         for event in step(9) * 3:
             engine.run([event])
-            peak = max(peak, engine.schedule.state.bytes_live)
+            peak = max(peak, engine.bytes_live)
         assert peak == 100 * (2 + depth)
+
+
+def test_groups_that_go_one_by_one_need_no_more_states_than_one_that_goes():
+    """A layer of experts is a unit of hundreds of groups."""
+    num_states = []
+    for num_groups in (1, 300):
+        engine = StrictEngine(specs(3))
+        events = backward_of(Call(2, (), False, True, num_groups))
+        engine.run([*forward([1, 2]), BeforeBackward(0), *events, EndBackward()] * 2)
+        num_states.append(len(engine.schedule._nodes))
+    assert num_states[0] == num_states[1]
 
 
 def test_the_graph_of_states_is_dropped_before_a_model_that_never_repeats_fills_the_memory(monkeypatch):

@@ -78,10 +78,6 @@ class Backward:
         """Note that backward has passed the unit. It may come again, to what another forward has saved."""
         self.is_entered = False
 
-    def discard(self) -> None:
-        """Forget which groups are complete: their gradients were dropped."""
-        self._num_completed = 0
-
     def end(self) -> None:
         """Note that backward is over: what has not come will not come."""
         self.is_entered = False
@@ -103,12 +99,9 @@ class Backward:
         is_last = self._num_completed >= self._num_expected
         if is_last:
             self._num_completed = 0
-        if self._when_complete is None:
-            return
-        if is_last:
-            self._when_complete(None, self._is_done)
-        else:
-            self._when_complete(group, self._group_is_done(group))
+        if self._when_complete is not None:
+            completed = None if is_last else group
+            self._when_complete(completed, self._is_done(completed))
 
     def drop_unreduced(self) -> None:
         """Drop gradients that wait for a reduction, or for half of one."""
@@ -149,9 +142,9 @@ class Backward:
         """Whether the present backward will bring gradients for the unit."""
         return any(weights.awaits_gradients for weights in self._weights)
 
-    @property
-    def _is_done(self) -> bool:
-        """Whether, with all gradients there, nothing in backward will read the unit's unsharded parameters again.
+    def _is_done(self, group: int | None) -> bool:
+        """Whether nothing in backward will read the unsharded parameters of `group` again, or of the unit (None), now
+        that all their gradients are there. Only a group of a single parameter is ever done before its unit is.
 
         A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
         else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient
@@ -162,14 +155,12 @@ class Backward:
         """
         if not self._is_gone_through_once:
             return False
-        pairs = zip(self._gradients, self._weights, strict=True)
-        return all(gradients.arrivals.expects_all and weights.is_unread for gradients, weights in pairs)
-
-    def _group_is_done(self, group: int) -> bool:
-        """Whether that holds of `group`, which is a single tensor whose gradient is there."""
-        gradients, weights = self._gradients[group], self._weights[group]
-        is_single = len(weights.group.parameters) == 1
-        return self._is_gone_through_once and is_single and gradients.arrivals.expects_all and weights.is_unread
+        if group is not None and len(self._weights[group].group.parameters) > 1:
+            return False
+        for chosen in range(len(self._weights)) if group is None else (group,):
+            if not (self._gradients[chosen].arrivals.expects_all and self._weights[chosen].is_unread):
+                return False
+        return True
 
 
 def _group_completed(backward: weakref.ref[Backward], group: int) -> None:

@@ -1,4 +1,4 @@
-"""How each action of the schedule is carried out on a unit: on each of its groups in turn."""
+"""The functions that carry out the schedule's actions on a unit, on one group after the other."""
 
 from __future__ import annotations
 
@@ -31,12 +31,6 @@ def wait(unit: Unit) -> None:
             weights.wait()
 
 
-def free(unit: Unit) -> None:
-    """Have shards from here on."""
-    for weights in unit.weights:
-        weights.free()
-
-
 def shrink(unit: Unit) -> None:
     """Have shards from here on, keeping a part for the smaller mesh."""
     size = unit.policy.reshard_after_forward
@@ -65,7 +59,6 @@ def finish_reduce(unit: Unit) -> None:
 
 def discard(unit: Unit) -> None:
     """Drop gradients that have not reached the shards."""
-    unit.backward.discard()
     for gradients in unit.gradients:
         gradients.discard()
 
@@ -73,10 +66,10 @@ def discard(unit: Unit) -> None:
 DO: dict[type[Action], Callable[[Unit], None]] = {
     Gather: gather,
     Await: wait,
-    Free: free,
+    Free: Unit.free,
     Shrink: shrink,
     Reduce: reduce,
     FinishReduce: finish_reduce,
     Discard: discard,
 }
-"""The function that carries out each action on a whole unit."""
+"""By kind of action: the function that carries it out on a whole unit."""

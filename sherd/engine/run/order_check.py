@@ -1,4 +1,5 @@
-"""Do all ranks start the same collectives in the same order? At torch's debug level DETAIL they compare before each.
+"""The check that all ranks start the same collectives in the same order. At torch's debug level DETAIL they compare
+before each.
 
     TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ... train.py
 
@@ -33,27 +34,28 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """What a rank is about to do: `what`, in words, with `parameters`, each by name, shape and dtype, frozen or not."""
+    """The collective that a rank is about to start: `what` it does, in words, and to which `parameters`. A parameter is
+    given by name, shape and dtype, and "frozen" if it is."""
 
     what: str
     parameters: tuple[str, ...]
 
     @property
     def digest(self) -> int:
-        """64 bits that two different deeds do not share, and two equal ones do on any host."""
+        """64 bits that differ for different collectives and are the same for equal ones on any host."""
         said = "\n".join((self.what, *self.parameters))
         return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
 
     def describe(self, known: set[str]) -> str:
-        """In words, with those of its parameters that are not `known`, if there are any."""
-        named = [each for each in self.parameters if each not in known] or self.parameters
+        """Returns it in words, with its parameters. Those that are `known` are left out, unless all are."""
+        named = [parameter for parameter in self.parameters if parameter not in known] or self.parameters
         more = f" and {len(named) - MOST_SHOWN} more" if len(named) > MOST_SHOWN else ""
         return f"{self.what} ({', '.join(named[:MOST_SHOWN])}{more})"
 
 
 def with_agreement(do: dict[type[Action], Carry]) -> dict[type[Action], Carry]:
-    """`do`, by which a runtime carries out its actions; at debug level DETAIL, with those that communicate compared
-    first."""
+    """Returns `do`, the table by which a runtime carries out its actions. At debug level DETAIL its actions that
+    communicate are compared between ranks first."""
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
         return do
     return {**do, Gather: _agreed(_gathering, do[Gather]), Reduce: _agreed(_reducing, do[Reduce])}
@@ -81,7 +83,7 @@ def _reducing(unit: Unit) -> PlannedCollective | None:
 
 
 def _described(unit: Unit) -> tuple[str, ...]:
-    return tuple(_description(each) for each in unit.parameters)
+    return tuple(_description(parameter) for parameter in unit.parameters)
 
 
 def _description(parameter: ShardedParameter) -> str:
@@ -91,10 +93,10 @@ def _description(parameter: ShardedParameter) -> str:
 
 
 def agree(mesh: DataMesh, collective: PlannedCollective) -> None:
-    """Go on only if all ranks of `mesh`, which must all come here, are about to do `deed`. Collective; blocks the host.
+    """Go on only if all ranks of `mesh` are about to start `collective`. All must call this, and it blocks the host.
 
     Raises:
-        CommError: on all ranks, they are not; or on those that wait, another one does not come until the timeout.
+        CommError: they are not (it is raised on all ranks), or a rank does not come before the timeout (on the others).
     """
     ranks: list[int] = mesh.mesh.mesh.flatten().tolist()
     if len(ranks) == 1:
@@ -107,7 +109,7 @@ def agree(mesh: DataMesh, collective: PlannedCollective) -> None:
             f"one of them has died, or has not come in time: {error}. Look there for another error, for a collective "
             "that only some ranks call, or for a loop that ends earlier"
         ) from error
-    if any(each != collective for each in collectives):
+    if any(other != collective for other in collectives):
         raise CommError(
             f"ranks are about to start different collectives: {_compared(ranks, collectives)}. All ranks must "
             "run the same units, made alike, in the same order: look for a branch on the rank or on the data, in "
@@ -116,28 +118,28 @@ def agree(mesh: DataMesh, collective: PlannedCollective) -> None:
 
 
 def _exchange(group: dist.ProcessGroup, collective: PlannedCollective) -> list[PlannedCollective]:
-    """What each rank is about to do; the details are sent only if they differ."""
+    """Returns the collective that each rank is about to start. Only hashes are sent, unless they differ."""
     own = torch.tensor([collective.digest], device="cpu")
     digests = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(digests, own, group=group)
-    if all(each.item() == collective.digest for each in digests):
+    if all(digest.item() == collective.digest for digest in digests):
         return [collective] * len(digests)
     return all_gather_objects(collective, "the comparison of what ranks do", group)
 
 
 def _compared(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:
-    """Each thing that is done, and by which ranks."""
-    in_all = set.intersection(*(set(each.parameters) for each in collectives))
-    describe = []
+    """Returns the collectives in words, each once, with the ranks that are about to start it."""
+    in_all = set.intersection(*(set(collective.parameters) for collective in collectives))
+    described = []
     for collective in dict.fromkeys(collectives):
-        by = [str(rank) for rank, its in zip(ranks, collectives, strict=True) if its == collective]
-        describe.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {collective.describe(in_all)}")
-    return "; ".join(describe)
+        by = [str(rank) for rank, started in zip(ranks, collectives, strict=True) if started == collective]
+        described.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {collective.describe(in_all)}")
+    return "; ".join(described)
 
 
 def _group_of(mesh: DataMesh, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """For comparing only, so that a comparison meets nothing but others. On the host, whatever moves parameters: the
-    host is what waits."""
+    """Returns the group that ranks compare over. It is used for nothing else, so that a comparison meets only other
+    comparisons, and it is one of the host, which is what waits."""
     default = dist.group.WORLD
     assert isinstance(default, dist.ProcessGroup), "there is a mesh, so it was initialized"
     return group_beside(default, "order", ranks, mesh.device, None if mesh.device.type == "cpu" else "gloo")

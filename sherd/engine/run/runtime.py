@@ -64,7 +64,7 @@ class Call:
 
 
 def runtime_over(unit: Unit) -> Runtime | None:
-    """The runtime that `unit` is sealed into, if that still exists."""
+    """Returns the runtime that `unit` is sealed into, if that still exists."""
     conductor = unit.sealed_into()
     return conductor if isinstance(conductor, Runtime) else None
 
@@ -166,10 +166,10 @@ class Runtime:
         return call
 
     def leave(self, module: nn.Module, differentiable: bool, in_use: bool = False) -> bool:
-        """A forward of `module` has ended; whether it did so by returning. `in_use`: a view of its unit's parameters is
-        still there.
+        """Note that a forward of `module` has ended. Returns whether it ended by returning: it may have raised, or
+        never have begun because `enter` did.
 
-        It may have raised, or never have begun because `enter` did.
+        `in_use`: a view of its unit's parameters is still there.
         """
         if not self._calls or self._calls[-1].module != id(module):
             return False
@@ -201,12 +201,12 @@ class Runtime:
             )
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.root.id):
-            for each in self.units:
-                if each.keeps_copies or each.shards.have_moved:
-                    each.may_be_written()
+            for member in self.units:
+                if member.keeps_copies or member.shards.have_moved:
+                    member.may_be_written()
         self.revise()
         event, self._step_event = self._step_event, None
-        for streams in {id(each.streams): each.streams for each in self.units}.values():
+        for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)
 
     def _end_forward(self, differentiable: bool) -> None:
@@ -229,8 +229,8 @@ class Runtime:
         if not self.in_backward:
             if (counted := self.root.policy.accumulation) is not None:
                 is_last = counted.begin_backward(self.root.id, self.root.name)
-                for each in self.units:
-                    each.reduce_fully(is_last)
+                for member in self.units:
+                    member.reduce_fully(is_last)
             self.in_backward = True
             self.revise()
             at_end_of_backward(self._end_backward)
@@ -248,8 +248,8 @@ class Runtime:
             unit.backward.leave()
 
     def _has_gradients(self) -> bool:
-        """Whether the present backward brings gradients for any unit; else it is one for other tensors, as that of
-        `torch.autograd.grad`."""
+        """Returns whether the present backward brings gradients for any unit. If not, it is one for other tensors, as
+        that of `torch.autograd.grad`."""
         if self._brings_gradients is None:
             self._brings_gradients = any(
                 unit.backward.has_received or unit.backward.awaits_gradients for unit in self.units
@@ -279,7 +279,8 @@ class Runtime:
         self.in_backward, self._brings_gradients = False, None
 
     def expect_last_backward(self, is_last: bool) -> None:
-        """Whether the next backward is the last one before the optimizer step; reductions stay in flight till then."""
+        """Set whether the next backward is the last one before the optimizer step. Reductions stay in flight till
+        then."""
         self._is_last_backward = is_last
 
     # The user's own moves
@@ -311,7 +312,7 @@ class Runtime:
         self.reshard(unit)
 
     def shards_written(self, unit: Unit) -> None:
-        """`unit`'s unsharded parameters, if there are any, are older than its shards."""
+        """Note that `unit`'s shards have new values, so that its unsharded parameters, if there are any, are stale."""
         self.on(ShardsChanged(self._index[unit.id]))
 
     # When things go wrong
@@ -333,7 +334,7 @@ class Runtime:
             self.reset(gradients=self.in_backward)
 
     def _recover_from_backward(self, unit: Unit) -> None:
-        """The last backward raised, so its final callback never ran."""
+        """Reset after a backward that has raised, so that its final callback never ran."""
         if unit is not self.root:
             raise StateError(
                 f"forward of unit {unit.name} while the last backward of {self.root.name} has raised and left "
@@ -367,23 +368,23 @@ class Runtime:
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,
             reduces=policy.reduce_gradients,
-            companions=tuple(self._index[each.id] for each in unit.companions if each.id in self._index),
+            companions=tuple(self._index[owner.id] for owner in unit.companions if owner.id in self._index),
             forward_prefetch=self._indices(policy.forward_prefetch),
             backward_prefetch=self._indices(policy.backward_prefetch),
         )
 
     def _indices(self, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        return None if ids is None else tuple(self._index[each] for each in ids if each in self._index)
+        return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
 
 
 def _lender_to(unit: Unit) -> Unit | None:
     """Returns the unit that has lent parameters which `unit` uses, as long as an unshard context lasts. A forward would
     gather what is there; a backward would give gradients to shards that nobody sees, and that are written over."""
-    return next((each for each in (unit, *unit.companions) if each.lent is not None), None)
+    return next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
 
 
 def _keep(reshard: bool | int | None, is_root: bool, num_shards: int) -> Keep:
-    """What `reshard_after_forward` means to the schedule."""
+    """Returns the schedule's word for `reshard_after_forward`."""
     if reshard is None:
         return Keep.FOR_BACKWARD if is_root else Keep.NOTHING
     if isinstance(reshard, bool):
