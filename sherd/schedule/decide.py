@@ -185,8 +185,8 @@ class _Turn:
             self.state = replace(self.state, passed=self.state.passed | {unit})
 
     def _goes_after_backward(self, unit: int) -> bool:
-        """Whether `unit` is freed after its backward. A companion of another unit is freed when the whole backward
-        ends, and a unit whose forward is under way, with a backward inside, after its forward."""
+        """Returns whether `unit` is freed after its backward. A companion of another unit is freed when the whole
+        backward ends, and a unit whose forward is under way, with a backward inside, after its forward."""
         is_needed = unit in self.state.borrowed or unit in self.state.running
         return self.state.specs[unit].reshard_after_backward and not is_needed
 

@@ -141,7 +141,7 @@ class Arrivals:
             self._complete()
 
     def _can_be_rows(self, gradient: torch.Tensor) -> bool:
-        """Whether `gradient`, the group's only one, is laid out and typed as it will be sent."""
+        """Returns whether `gradient`, the group's only one, is laid out and typed as it will be sent."""
         return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
 
     def _copy_batch(self) -> None:

@@ -106,7 +106,7 @@ class BufferPlan:
         return Fill.IN_PLACE if self.may_be_rows and not transport.brings_memory else Fill.FROM_ROWS
 
     def borrows(self, dtype: torch.dtype) -> bool:
-        """Whether a contiguous gradient of `dtype`, the group's only one, may be sent from where it is."""
+        """Returns whether a contiguous gradient of `dtype`, the group's only one, may be sent from where it is."""
         return self.may_borrow and self.is_unpadded and dtype == self.reduce_dtype
 
     def scale_for(self, divide_by: float, may_borrow: bool) -> Scale:

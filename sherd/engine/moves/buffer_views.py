@@ -1,4 +1,4 @@
-"""The same elements seen twice: in the rows that collectives move, and in the tensors that modules use.
+"""Two views of the same elements: in the rows that collectives move, and in the tensors that modules use.
 
 Rows are every rank's shard buffer, one after the other. For each tensor of a packing these functions give matching
 lists of views, so that one foreach copy moves a whole group.
@@ -115,7 +115,7 @@ def tensor_views(tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
 
 
 def _full_ranks(cut: Cut) -> tuple[int, int]:
-    """How many ranks hold a full slot, and how many elements the next one holds."""
+    """Returns the number of ranks that hold a full slot, and the number of elements that the next one holds."""
     if cut.slot == 0:
         return 0, 0
     return divmod(cut.numel, cut.slot)
@@ -143,7 +143,7 @@ class CopyOut(ABC):
 
 
 def copy_out(packing: Packing, unsharded: torch.Tensor) -> CopyOut:
-    """How the rows of `packing` become `unsharded`."""
+    """Returns the function that makes `unsharded` of the rows of `packing`."""
     return _CopyRuns(packing, unsharded) if packing.is_cut_into_runs else _CopyStrips(packing, unsharded)
 
 
@@ -226,7 +226,8 @@ class _CopyStrips(CopyOut):
 
 
 class _IntoPlace:
-    """Where the elements of one rank's shard buffer go: runs of it in turn, and extents of it into strided places."""
+    """The places to which the elements of one rank's shard buffer go: runs of it in turn, and extents of it into
+    strided places."""
 
     def __init__(
         self, sizes: list[int], runs: list[torch.Tensor], scattered: list[tuple[Extent, torch.Tensor]]
@@ -238,7 +239,7 @@ class _IntoPlace:
         self._targets = [target for _, target in scattered]
 
     def num_views(self, unsharded: torch.Tensor) -> int:
-        """How many of its places are in `unsharded`, and not in what padding is thrown into."""
+        """Returns how many of its places are in `unsharded`, and not in what padding is thrown into."""
         storage = unsharded.untyped_storage().data_ptr()
         return sum(each.untyped_storage().data_ptr() == storage for each in (*self._runs, *self._targets))
 

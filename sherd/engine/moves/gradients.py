@@ -74,7 +74,7 @@ class Gradients:
         self._partly_reduced: frozenset[int] = frozenset()
 
     def may_lack(self, policy: UnitPolicy) -> bool:
-        """Whether ranks that have no gradients take part in the reduction of those that others have."""
+        """Returns whether ranks that have no gradients take part in the reduction of those that others have."""
         return (policy.reduce_unused or self.group.num_flags > 0) and self.arrivals.expects_any
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:

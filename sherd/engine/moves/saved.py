@@ -56,7 +56,7 @@ class Source(ABC):
 
     @abstractmethod
     def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of the parameters itself, not a view of one."""
+        """Returns whether `tensor` is one of the parameters itself, not a view of one."""
 
     def require_unsharded(self) -> None:
         """Backward is about to read the parameters: have them gathered if they were freed.
@@ -131,7 +131,7 @@ class _Saved:
         self.unit = unit
 
     def read(self) -> Any:
-        """What was kept, now that a node is about to read it."""
+        """Returns what was kept, now that a node is about to read it."""
         unit = self.unit
         if unit is not None and not unit.is_entered and in_backward():
             unit.enter_backward()
@@ -164,7 +164,7 @@ class _SavedPart(_Saved):
             owner.num_saved_views -= 1
 
     def read(self) -> Any:
-        """What was kept, once the parameter is there to be read."""
+        """Returns what was kept, once the parameter is there to be read."""
         owner = self._source()
         if owner is None:
             raise GradientError(

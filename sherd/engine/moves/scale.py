@@ -1,4 +1,4 @@
-"""How a sum of gradients over the ranks becomes their mean."""
+"""The factors by which a sum of gradients over the ranks becomes their mean."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class Unsharded:
 
     @property
     def num_foreign_views(self) -> int:
-        """How many tensors share the memory besides those that are made here, autograd's and garbage among them, as far
-        as that is known."""
+        """The number of tensors that share the memory besides those that are made here, autograd's and garbage among
+        them, as far as that is known."""
         return 0
 
     def show(self) -> None:
@@ -136,8 +136,8 @@ class UnshardedBuffer(Unsharded):
 
 
 def _offset_of(parameter: ShardedParameter, slot: Slot, dtype: torch.dtype) -> int | None:
-    """Where in the buffer its bytes begin; None for a DTensor, which is not given memory in this way, and for what has
-    no elements."""
+    """Returns where in the buffer its bytes begin: None for a DTensor, which is not given memory in this way, and for
+    what has no elements."""
     is_plain = parameter.unsharded_spec is None and parameter.restored is None
     return slot.unsharded.start * dtype.itemsize if is_plain and slot.cut.numel else None
 

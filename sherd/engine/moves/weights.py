@@ -65,7 +65,7 @@ MOVES = {
 
 
 class Position:
-    """Where the parameters of one group are (`live`), and which moves are legal."""
+    """The position of one group's parameters (`live`), and its legal moves."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -158,7 +158,7 @@ class Weights(Position, saved.Source):
         return made is not None and any(each.requires_grad and will_get_gradient(each) for each in made.parameters)
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of the unsharded parameters itself, not a view of one."""
+        """Returns whether `tensor` is one of the unsharded parameters itself, not a view of one."""
         return id(tensor) in self._ids
 
     def end_backward(self) -> None:

@@ -116,8 +116,9 @@ class Backward:
         return any(gradients.partial is not None or gradients.arrivals.has_any for gradients in self._gradients)
 
     def awaits_reduction(self, policy: UnitPolicy, brings_gradients: Callable[[], bool]) -> bool:
-        """Whether the unit is to take part in a reduction: gradients wait for the one that this backward is to have, or
-        other ranks may have gradients that are missing here. Sums over the shard axis may wait for a later one.
+        """Returns whether the unit is to take part in a reduction: gradients wait for the one that this backward is to
+        have, or other ranks may have gradients that are missing here. Sums over the shard axis may wait for a later
+        one.
 
         With none here, other ranks may have some if backward has gone through the unit, its reduction allows for ranks
         without any, and `brings_gradients()` says that this is a backward for parameters. Those ranks reduce it now, so
@@ -143,8 +144,9 @@ class Backward:
         return any(weights.awaits_gradients for weights in self._weights)
 
     def _is_done(self, group: int | None) -> bool:
-        """Whether nothing in backward will read the unsharded parameters of `group` again, or of the unit (None), now
-        that all their gradients are there. Only a group of a single parameter is ever done before its unit is.
+        """Returns whether nothing in backward will read the unsharded parameters of `group` again, or of the unit
+        (None), now that all their gradients are there. Only a group of a single parameter is ever done before its unit
+        is.
 
         A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
         else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient

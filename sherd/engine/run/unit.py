@@ -51,12 +51,12 @@ class Conductor(Protocol):
 
 
 def _nowhere() -> None:
-    """What a unit is sealed into before its first forward."""
+    """Returns None, the runtime that a unit has before its first forward."""
 
 
 class Unit:
-    """What one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use too;
-    `surrounds`: there are units below its modules. `found` is what it is made of.
+    """The unit that one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use
+    too; `surrounds`: there are units below its modules. `found` is what it is made of.
 
     `sealed_into()` returns its runtime, if it has one that still exists. `backward` is its part in the present
     backward, `runs` are those of its modules, `shards` what it holds between steps.
@@ -114,7 +114,7 @@ class Unit:
 
     @property
     def live(self) -> Live:
-        """Where its parameters are; a unit without any is always sharded."""
+        """The position of its parameters. A unit without any is always sharded."""
         lives = [live for weights in self.weights if (live := weights.live) is not Live.SHARDED]
         return lives[0] if lives else Live.SHARDED
 
@@ -332,7 +332,7 @@ class Unit:
 
     @property
     def reduce_buffers(self) -> int:
-        """How many units' gradients may be in reduction while the next are collected."""
+        """The number of units whose gradients may be in reduction while the next are collected."""
         chosen = self.policy.reduce_buffers
         return chosen if chosen is not None else int(not self.streams.in_host_order)
 
