@@ -140,7 +140,7 @@ class Copies(Cut):
 
     @cached_property
     def rows(self) -> tuple[Extent, ...]:
-        """The same row for each rank."""
+        """Each rank's row, which is always the one row."""
         return (Extent(0, 1),) * self.num_ranks
 
     def piece(self, rank: int) -> Extent:

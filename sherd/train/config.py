@@ -243,7 +243,7 @@ class Config:
         return f"optimizer.batch = {batch} does not fit {what}; {remedy}"
 
     def notes(self) -> list[str]:
-        """What can be done and is hardly meant, one line for each."""
+        """Settings that can be used and are hardly meant, one line for each."""
         warmup, steps = self.optimizer.warmup, self.run.steps
         if 0 < steps < warmup:
             return [

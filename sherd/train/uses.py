@@ -76,7 +76,7 @@ def _at_least(low: float) -> Callable[[str], float]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for in words, with all that can be known without torch.
+    """A request of the command line, with all that can be known of it without torch.
 
     Attributes:
         text: what is to be judged; empty for other commands.

@@ -32,7 +32,7 @@ class Fill(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """What one group's buffers are.
+    """The plan of one group's buffers.
 
     Attributes:
         gathers_itself: the group is one tensor of a subclass with its own all-gather.

@@ -202,6 +202,7 @@ class Runtime:
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.root.id):
             for member in self.units:
+                # Most units keep no copies and find their shards where they were, so nothing more is called for them.
                 if member.keeps_copies or member.shards.have_moved:
                     member.may_be_written()
         self.revise()
