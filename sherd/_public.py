@@ -23,6 +23,7 @@ from sherd.api.state_dict_type import (
 )
 from sherd.api.unsharded import unsharded
 from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.backward_steps import StepsInBackward, step_in_backward
 from sherd.checkpoint.rekeying import OptimStateKeyType
 from sherd.clip import clip_grad_norm_
 from sherd.engine.state.flat import FlatParameter
@@ -84,6 +85,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StepsInBackward",
     "UnshardHandle",
     "accumulate",
     "auto_shard",
@@ -95,6 +97,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
+    "step_in_backward",
     "track_memory",
     "unsharded",
 ]

@@ -25,7 +25,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     parameters lie on. So every rank of those calls it, with or without gradients.
 
     Args:
-        device: type of the device that losses are on; on "cuda" without CUDA the scaler is disabled, with a warning.
+        device: type of the device that losses are on: any, such as "cpu" or "xpu". The default is torch's; without CUDA
+            it disables the scaler, with a warning.
         init_scale: the first scale.
         backoff_factor: what the scale is multiplied by when a gradient was inf or nan; below 1.
         growth_factor: what the scale is multiplied by after `growth_interval` steps without inf and nan; above 1.
@@ -88,8 +89,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         test_torch_asks_for_the_flags_in_one_place.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        here: Any = SimpleNamespace(param_groups=[{"params": [_as_held_here(parameter) for parameter in parameters]}])
-        flags = super()._unscale_grads_(here, inv_scale, found_inf, True) or {found_inf.device: found_inf}
+        flags: dict[torch.device, torch.Tensor] = {}
+        for device, held in _by_device(map(_as_held_here, parameters)).items():
+            here: Any = SimpleNamespace(param_groups=[{"params": held}])
+            # Brought there in a copy that the host waits for: torch's own to host memory (CPU offload) it would not
+            # wait for, and then read.
+            flags |= super()._unscale_grads_(here, inv_scale.to(device), found_inf.to(device), True)
+        flags = flags or {found_inf.device: found_inf}
         worst = torch.stack([flag.reshape(()).to(found_inf.device) for flag in flags.values()]).amax()
         for group, device in self._groups(parameters, found_inf.device):
             joined = ANY.join(worst.to(device), [group], "the comparison of gradients that overflowed")
@@ -112,6 +118,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
             axes = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
             groups = {mesh.get_group(axis): device_of(mesh) for mesh, axis in axes}
             yield from ((group, device) for group, device in groups.items() if group is not self.process_group)
+
+
+def _by_device(parameters: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """Returns those of `parameters` that have gradients, by the device of these."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(parameter.grad.device, []).append(parameter)
+    return found
 
 
 def _as_held_here(parameter: torch.Tensor) -> torch.Tensor:

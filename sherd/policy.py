@@ -364,6 +364,7 @@ class UnitPolicy:
         forward_prefetch: the ids (`Unit.id`) of the units to gather behind this one's forward; None means the order
             learnt. `backward_prefetch` likewise.
         all_reduce: the user's own sum over the replicate axis, in place.
+        when_reduced: called when reduced gradients were added to the shards', with CPU offload in host memory.
         notices_replaced: before a gather, look for parameters that the user has put in the place of shards, and take
             their values.
     """
@@ -388,4 +389,5 @@ class UnitPolicy:
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
     all_reduce: Callable[[torch.Tensor], None] | None = None
+    when_reduced: Callable[[], None] | None = None
     notices_replaced: bool = True

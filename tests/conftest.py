@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Before torch is imported, here and in the ranks: one thread each, or four ranks on two cores fight for them.
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     # It imports torch, which the process that only hands out the tests has no use for.
     from tests import ranks
 
+
+DEVICE = Path(__file__).parent / "device"
 
 # Files that take longest, or mostly wait. They go first, so that at the end no worker is left alone with one of them.
 LONGEST = (
@@ -43,7 +46,7 @@ LONGEST = (
     "tests/parity/test_precision.py",
     "tests/parity/test_oracle.py",
     "tests/parity/test_memory.py",
-    "tests/bench/test_cuda.py",
+    "tests/bench/test_device.py",
     "tests/bench/test_bench.py",
     "tests/wrapper/test_oracle.py",
     "tests/wrapper/test_optim_state.py",
@@ -51,6 +54,19 @@ LONGEST = (
     "tests/tensor/test_checkpoints.py",
     "tests/comm/test_shared_memory_deaths.py",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=("sim", "cuda"),
+        help="the accelerator for tests/gpu: the simulated one of tests/device, or CUDA; default: CUDA if there is one",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without `--device=sim`, tests/device is left out: it changes `torch.accelerator` for the whole process."""
+    return True if collection_path == DEVICE and config.getoption("--device") != "sim" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

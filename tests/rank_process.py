@@ -10,7 +10,9 @@ import pickle
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,7 +31,19 @@ class Success:
     value: Any
 
 
-def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How ranks begin: with `prepare(rank)`, a function at module level, if given; then with a group on `backend`.
+
+    `timeout` is the group's, None for torch's own.
+    """
+
+    backend: str = "gloo"
+    prepare: Callable[[int], None] | None = None
+    timeout: timedelta | None = None
+
+
+def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str, setup: Setup) -> None:
     """A rank's life: join the group, then answer one task after another until the test session ends."""
     die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
@@ -37,7 +51,7 @@ def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: st
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks)  # for a crash, too
     try:
-        _join(rank, num_ranks, port)
+        _join(rank, num_ranks, port, setup)
         known = 0
         while True:
             task = pipe.recv_bytes()
@@ -60,12 +74,14 @@ def die_with_the_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _join(rank: int, num_ranks: int, port: int) -> None:
+def _join(rank: int, num_ranks: int, port: int, setup: Setup) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if setup.prepare is not None:
+        setup.prepare(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group(setup.backend, store=store, rank=rank, world_size=num_ranks, timeout=setup.timeout)
 
 
 def answer(task: bytes) -> bytes:

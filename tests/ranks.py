@@ -43,10 +43,10 @@ from typing import Any
 from torch import distributed as dist
 
 from tests.rank_failures import Failure, RanksFailed, name_of
-from tests.rank_process import Success, serve
+from tests.rank_process import Setup, Success, serve
 from tests.rank_threads import Threads
 
-__all__ = ["Pools", "Processes", "RanksFailed", "Threads", "warm_up"]
+__all__ = ["Pools", "Processes", "RanksFailed", "Setup", "Threads", "warm_up"]
 
 MAX_PROCESSES = 4
 MAX_THREADS = 8
@@ -68,11 +68,16 @@ PRELOADED = [
 ]
 
 
-class Processes:
-    """`num_ranks` live gloo processes; `run` sends them one function and gathers what it returned."""
+GLOO = Setup()
 
-    def __init__(self, num_ranks: int) -> None:
+
+class Processes:
+    """`num_ranks` live processes, on gloo if `setup` says no other; `run` sends them one function and gathers what it
+    returned."""
+
+    def __init__(self, num_ranks: int, setup: Setup = GLOO) -> None:
         self.num_ranks = num_ranks
+        self._setup = setup
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -122,7 +127,7 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            args = (rank, self.num_ranks, self._store.port, theirs, self._stack_file(rank))
+            args = (rank, self.num_ranks, self._store.port, theirs, self._stack_file(rank), self._setup)
             worker = context.Process(target=serve, args=args, name=f"rank {rank} of {self.num_ranks}")
             worker.start()
             theirs.close()
@@ -221,18 +226,19 @@ def _exit(code: int | None) -> str:
 
 
 class Pools:
-    """One set of processes and one of threads per number of ranks, each started when first asked for."""
+    """One set of processes for each setup and number of ranks, one of threads for each number of ranks; each started
+    when first asked for."""
 
     def __init__(self) -> None:
-        self._sets: dict[int, Processes] = {}
+        self._sets: dict[tuple[int, Setup], Processes] = {}
         self._threads: dict[int, Threads] = {}
         atexit.register(self.stop)
 
-    def world(self, num_ranks: int) -> Processes:
-        """`num_ranks` gloo processes, 1 to 4."""
+    def world(self, num_ranks: int, setup: Setup = GLOO) -> Processes:
+        """`num_ranks` processes, 1 to 4."""
         if not 1 <= num_ranks <= MAX_PROCESSES:
             raise ValueError(f"world({num_ranks}): a test may ask for 1 to {MAX_PROCESSES} processes")
-        return self._sets.setdefault(num_ranks, Processes(num_ranks))
+        return self._sets.setdefault((num_ranks, setup), Processes(num_ranks, setup))
 
     def threads(self, num_ranks: int) -> Threads:
         """`num_ranks` threads, 1 to 8."""

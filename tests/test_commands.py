@@ -61,8 +61,10 @@ def gpus(monkeypatch):
     """Sets how many GPUs torch seems to see."""
 
     def see(number):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+        found = torch.device("cuda") if number else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+        monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
 
     return see
 

@@ -48,6 +48,8 @@ OURS = {
     "clip_grad_norm_",
     "explain_migration",
     "flatten_optimizer",
+    "StepsInBackward",
+    "step_in_backward",
     "memory_report",
     "replicate",
     "track_memory",

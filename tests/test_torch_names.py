@@ -170,6 +170,19 @@ def test_replace_local_tensor__gives_other_memory_to_the_object_that_an_optimize
     assert world(1).run(replaced) == [([4, 4], [4, 4], True)]
 
 
+def swapped() -> tuple[str, str, bool, int]:
+    mesh = mesh_of(1)
+    here = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, (Shard(0),)))
+    here.mark = 1
+    there = _torch.dtensor(torch.ones(2, device="meta"), here._spec)
+    _torch.swap_devices(here, there)
+    return here.device.type, there.device.type, isinstance(here, nn.Parameter), here.mark
+
+
+def test_swap_devices__leaves_class_and_attributes(world):
+    assert world(1).run(swapped) == [("meta", "cpu", True, 1)]
+
+
 def parts_of_a_twice_sharded_tensor() -> list[float]:
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     # 8 elements over tp first and then, within each part, over dp: rank (dp, tp) holds part tp's dp-th half.

@@ -56,6 +56,7 @@ from sherd._torch.dtensors import (
     spec_of,
     specs_of,
     strided_shard,
+    swap_devices,
 )
 from sherd._torch.dynamo import (
     dynamo_disabled,
@@ -170,6 +171,7 @@ __all__ = [
     "steps_in_backward",
     "storage_uses",
     "strided_shard",
+    "swap_devices",
     "symmetric_memory",
     "timeout_of",
     "trace_nothing_in",

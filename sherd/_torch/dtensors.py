@@ -93,6 +93,18 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def swap_devices(tensor: DTensor, other: DTensor) -> None:
+    """Give each of two DTensors the other's device, hooks and gradient; class, attributes and local tensors stay.
+
+    A wrapper's device is fixed when it is made. The public `torch.utils.swap_tensors` swaps the attributes too, which
+    all forms of a parameter share, and calls the same function (2.3 to 2.13).
+
+    Raises:
+        RuntimeError: autograd has saved one of them.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+
+
 def become_view(
     tensor: DTensor,
     func: Callable[..., object],

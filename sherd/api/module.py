@@ -218,6 +218,7 @@ class FSDPModule(_Module):
         """Run this unit's all-gathers on symmetric memory. Raises `PolicyError` where there is none (CPU)."""
         unit = self._sherd_own_unit
         _require_own_comms(unit, "set_symm_mem_for_comm")
+        # The one backend it can name is NCCL, which knows no device but CUDA's.
         if unit.mesh.device.type != "cuda" or unit.mesh.shard_group is None:
             raise PolicyError(
                 f"set_symm_mem_for_comm: symmetric memory needs a CUDA mesh with a shard axis, unit {unit.name} is on "

@@ -40,6 +40,7 @@ class _SymmetricMemory(Comm):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns symmetric memory. Raises `PolicyError` on a device that has none."""
         symmetric = symmetric_memory()
+        # NCCL, the one backend to be named here, knows no other device.
         if device.type != "cuda":
             raise PolicyError(f"symmetric memory needs a CUDA device, the mesh is on {device}")
         buffer: torch.Tensor = symmetric.empty(*size, dtype=dtype, device=device)

@@ -302,13 +302,13 @@ def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
 
 
 def default_device_type(group: dist.ProcessGroup | None = None) -> str:
-    """Returns the accelerator if the group (None: the default one) can reach it, else the CPU: a gloo-only group is on
-    the CPU also where there are GPUs. Raises `MeshError` if the group was destroyed."""
+    """Returns the accelerator if the group (None: the default one) has a backend for it other than gloo, else the CPU.
+    Raises `MeshError` if the group was destroyed."""
     if group is not None:
         require_alive(group, "a given group")
-    backend = str(dist.get_backend(group))
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or backend == "gloo":
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    if accelerator is None or backends.get(accelerator.type, "gloo") == "gloo":
         return "cpu"
     return accelerator.type
 

@@ -10,6 +10,7 @@ an accelerator a lane is a stream, `wait` makes the compute stream wait for an e
 Memory follows one rule: a buffer belongs to the stream it was allocated on, and goes back to that stream's pool as soon
 as the last reference is dropped. So whoever drops a lane's buffer after compute has read it first calls
 `lane.follow_compute()`, and whoever drops compute's buffer after a lane has read it first waits for the lane's handoff.
+A lane's own buffer that compute only writes (`lane.lend`) may be dropped as soon as the lane's work on it is queued.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class Handoff(Protocol):
     def wait(self) -> None:
         """Order compute after the lane. May be called more than once."""
 
+    def wait_on_host(self) -> None:
+        """Block the caller until the lane has come so far: for results in host memory."""
+
 
 class Lane(ABC):
     """A queue of collectives beside compute."""
@@ -46,6 +50,11 @@ class Lane(ABC):
     @abstractmethod
     def follow_compute(self) -> None:
         """Order all later work of the lane after all work that was queued on compute until now."""
+
+    @abstractmethod
+    def lend(self, allocate: Callable[[], None]) -> None:
+        """Have `allocate()` take the lane's memory, for compute to write: all that compute does next is ordered after
+        the lane's work until now, which may have used the same memory."""
 
 
 class Streams(ABC):
@@ -80,6 +89,9 @@ class _Started:
             self.work.wait()
             self.work = None
 
+    def wait_on_host(self) -> None:
+        self.wait()
+
 
 class _BackgroundLane(Lane):
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
@@ -89,6 +101,9 @@ class _BackgroundLane(Lane):
 
     def follow_compute(self) -> None:
         return None
+
+    def lend(self, allocate: Callable[[], None]) -> None:
+        allocate()
 
 
 class HostStreams(Streams):
@@ -119,6 +134,10 @@ class _Recorded:
     def wait(self) -> None:
         torch.accelerator.current_stream(self._device).wait_event(self.event)
 
+    def wait_on_host(self) -> None:
+        if not self.event.query():
+            self.event.synchronize()
+
 
 class _StreamLane(Lane):
     def __init__(self, device: torch.device, priority: int) -> None:
@@ -134,6 +153,14 @@ class _StreamLane(Lane):
 
     def follow_compute(self) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def lend(self, allocate: Callable[[], None]) -> None:
+        compute = torch.accelerator.current_stream(self._device)
+        # The allocator may hand out what compute was the last to read: a gradient that was dropped after the step.
+        self._stream.wait_stream(compute)
+        with self._stream:
+            allocate()
+        compute.wait_stream(self._stream)
 
     def follow_event(self, event: torch.Event) -> None:
         self._stream.wait_event(event)
@@ -221,11 +248,18 @@ class _RecordingLane(_BackgroundLane):
             # The lane waits, not compute, whose waits the recorded handoff would write down.
             self._log.append((self._name, "follow handoff"))
             after = after.inner
+        if after is not None:
+            after.wait()
         self._log.append((self._name, "run"))
-        return _RecordedWait(self._name, self._log, super().run(start, after))
+        # In the foreground: what a lane's owner drops once work is queued must not be in use any more.
+        return _RecordedWait(self._name, self._log, _Started(start(False)))
 
     def follow_compute(self) -> None:
         self._log.append((self._name, "follow compute"))
+
+    def lend(self, allocate: Callable[[], None]) -> None:
+        self._log.append((self._name, "lend"))
+        allocate()
 
 
 class _RecordedWait:
@@ -237,3 +271,7 @@ class _RecordedWait:
     def wait(self) -> None:
         self._log.append(("compute", f"follow {self._name}"))
         self.inner.wait()
+
+    def wait_on_host(self) -> None:
+        self._log.append(("host", f"follow {self._name}"))
+        self.inner.wait_on_host()

@@ -24,7 +24,7 @@ def held_by(unit: Unit) -> Held:
 
 def held_by_groups(unit: Unit) -> list[Held]:
     """Returns the allocated storages of each group's weights."""
-    return [alive(weights.held()) for weights in unit.weights]
+    return [alive(weights.held(), unit.mesh.device) for weights in unit.weights]
 
 
 def held_for_gradients(unit: Unit) -> Held:
@@ -34,18 +34,20 @@ def held_for_gradients(unit: Unit) -> Held:
         for optimizer_param in unit.shards.optimizer_params
         if optimizer_param.grad is not None
     ]
-    return alive(of_groups + of_optimizer_params)
+    return alive(of_groups + of_optimizer_params, unit.mesh.device)
 
 
 def together(*parts: Held) -> Held:
     return {address: held for part in parts for address, held in part.items()}
 
 
-def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]]) -> Held:
+def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]], device: torch.device) -> Held:
+    """Returns the storages of `tensors` that are allocated on `device`. What rests elsewhere (CPU offload) is not
+    counted."""
     held: Held = {}
     for kind, tensor in tensors:
         for storage in _storages(tensor):
-            if storage.nbytes():
+            if storage.nbytes() and storage.device.type == device.type:
                 held.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
     return held
 
@@ -76,8 +78,9 @@ def total(held: Held) -> int:
     return sum(nbytes for _, nbytes in held.values())
 
 
-def optimizer_bytes(state: Mapping[torch.Tensor, object]) -> dict[int | None, int]:
-    """Returns the bytes of an optimizer's tensors by the id of the unit that owns their parameter, None for no unit."""
+def optimizer_bytes(state: Mapping[torch.Tensor, object], device: torch.device) -> dict[int | None, int]:
+    """Returns the bytes that an optimizer's tensors have on `device`, by the id of the unit that owns their parameter,
+    None for no unit."""
     sums: Counter[int | None] = Counter()
     seen: set[int] = set()
     for parameter, values in state.items():
@@ -85,7 +88,7 @@ def optimizer_bytes(state: Mapping[torch.Tensor, object]) -> dict[int | None, in
         owner = None if record is None or record.owner is None else record.owner.id
         for value in values.values() if isinstance(values, dict) else ():
             for storage in _storages(value) if isinstance(value, torch.Tensor) else ():
-                if storage.nbytes() and storage.data_ptr() not in seen:
+                if storage.device.type == device.type and storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     sums[owner] += storage.nbytes()
     return dict(sums)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from sherd.engine.moves.buffer_plan import BATCH_BYTES
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit
@@ -30,7 +29,8 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
     step = None if lived is None else last_step(lived)
     if step is None:
         step = step_of(_guess(root, units, lived), sizes)
-    return forecast(state.specs, state.limits, sizes, step, batch_bytes=BATCH_BYTES, unsynced=unsynced)
+    batch_bytes = max((weights.plan.batch_bytes for unit in units for weights in unit.weights), default=0)
+    return forecast(state.specs, state.limits, sizes, step, batch_bytes=batch_bytes, unsynced=unsynced)
 
 
 def _guess(root: nn.Module, units: Sequence[Unit], lived: Runtime | None) -> list[Moment]:

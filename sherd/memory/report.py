@@ -46,9 +46,10 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The memory of sherd's buffers on this rank. `print` it for a table.
+    """The memory of sherd's buffers on this rank's device. `print` it for a table.
 
-    It counts shards, unsharded parameters, gradients and everything in between. It does not count the module's own
+    It counts shards, unsharded parameters, gradients and everything in between, but not what rests in the memory of the
+    host while compute is on an accelerator (`CPUOffloadPolicy`). It does not count the module's own
     buffers, nor what autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
 
     Attributes:
@@ -198,8 +199,9 @@ def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
     """Returns the bytes that stay allocated all through a step."""
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
     lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): staging_bytes(units)})
-    for owner, nbytes in optimizer_bytes(optimizer.state).items() if optimizer is not None else ():
-        lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += nbytes
+    if optimizer is not None:
+        for owner, nbytes in optimizer_bytes(optimizer.state, units[0].mesh.device).items():
+            lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += nbytes
     return lasting
 
 

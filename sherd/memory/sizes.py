@@ -28,7 +28,8 @@ def _sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
     reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
     fill = plan.fill_by(sender)
     compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
-    is_copied_to_send = not plan.sends_shards_as_they_are and not mesh.shards_replicas
+    # Elsewhere it is copied into this rank's part of the rows.
+    is_copied_to_send = fill is Fill.FROM_RANKS and not plan.sends_shards_as_they_are and not mesh.shards_replicas
     summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
     return GroupSizes(
         shards=_shard_bytes(group, plan),
@@ -46,6 +47,9 @@ def _sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         is_all_trainable=len(trained) == len(group.parameters),
         lands=fill is Fill.FROM_RANKS,
         collects_late=plan.collects_late,
+        lane_owns_rows=plan.lane_owns_rows,
+        is_offloaded=group.is_offloaded,
+        stores_at_once=group.is_offloaded and policy.all_reduce_hook is None and mesh.num_replicas == 1,
     )
 
 
@@ -55,9 +59,10 @@ def _shard_bytes(group: Group, plan: BufferPlan) -> int:
     fetched = group.fetched
     if group.unsharded_memory is not None:
         return group.unsharded_memory.nbytes if group.is_one_piece else 0
+    shards = 0 if group.is_offloaded else group.shard_buffer.nbytes
     if fetched is None:
-        return group.shard_buffer.nbytes
-    own = 0 if plan.sends_shards_as_they_are else group.shard_buffer.nbytes
+        return shards
+    own = 0 if plan.sends_shards_as_they_are else shards
     return own + fetched.numel * group.compute_dtype.itemsize
 
 

@@ -148,7 +148,8 @@ class _Steps:
         completed, and a reduction takes memory of its transport."""
         match action:
             case do.Reduce():
-                self._watch.reduces(action.unit, sum(size.scratch for size in sizes_of(unit) if size.arriving))
+                sizes = (size for size in sizes_of(unit) if size.arriving and not size.lane_owns_rows)
+                self._watch.reduces(action.unit, sum(size.scratch for size in sizes))
             case do.FinishReduce():
                 for number, other in enumerate(self._runtime.units):
                     if other is not unit and other.live is Live.GATHERING:
@@ -170,13 +171,22 @@ class _Arrivals:
         num_before = len(trainable(self._parameters[:index]))
         # No variable holds `unsharded.grad`: it would keep the gradient alive while it is copied.
         arrival = Arrival(self._number, self._group, num_before)
-        self._watch.arrives(arrival, alive([(MemoryKind.ARRIVED, unsharded.grad)]))
+        self._watch.arrives(arrival, alive([(MemoryKind.ARRIVED, unsharded.grad)], unsharded.device))
 
     def copy(self, copy: Callable[[], None]) -> None:
         """Look at the unit while gradients are both where they waited and in the rows."""
         before = self._watch.look(self._number)
         copy()
         self._watch.look(self._number, before | held_by(self._watch.units[self._number]))
+
+    def gives_back(self) -> None:
+        """Look at the unit while the rows of a reduction are still there, and what its transport takes."""
+        unit = self._watch.units[self._number]
+        sizes = sizes_of(unit)[self._group]
+        if sizes.lane_owns_rows:
+            self._watch.reduces(self._number, sizes.scratch)
+            self._watch.look(self._number)
+            self._watch.reduces(self._number, 0)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ A step is a list of moments: the events that the schedule knows, and between the
     Free                                                       unsharded, rows, the kept part
     FreeGroup                                                  unsharded, of one group
     Arrival           one gradient, then gradient rows         gradients, once copied into the rows
-    Reduce            gradient rows, if they come late;        gradients, once copied into the rows
-                      this rank's sum; the transport's own
+    Reduce            gradient rows, if they come late;        gradients, once copied into the rows; rows
+                      this rank's sum; the transport's own     and the transport's own, that a lane owns
     FinishReduce      the shards' gradient                     gradient rows, the sum, the transport's own
 """
 
@@ -80,6 +80,7 @@ class _Group:
         self._is_current = False
         self._num_arrived = 0
         self._reducing = 0
+        self._is_reducing = False
         self._hold(MemoryKind.SHARDS, sizes.shards)
         self._hold(MemoryKind.UNSHARDED, sizes.kept)
 
@@ -176,23 +177,37 @@ class _Group:
     def reduce(self) -> None:
         self.end_backward()
         if self._rows:
-            self._reducing += self._rows
+            self._is_reducing = True
             self._hold(MemoryKind.REDUCED, self._sizes.reduced)
             self._hold(MemoryKind.TRANSPORT, self._sizes.scratch)
+            if self._sizes.lane_owns_rows:
+                self._drop(MemoryKind.TRANSPORT)
+                self._collect(0)
+            else:
+                self._reducing += self._rows
+            if self._sizes.stores_at_once:
+                self._become_gradients()
 
     def finish_reduce(self) -> None:
-        if not self._reducing:
+        if not self._is_reducing:
             return
-        sizes, rows, self._reducing = self._sizes, self._rows, 0
+        rows, self._reducing, self._is_reducing = self._rows, 0, False
         self._drop(MemoryKind.TRANSPORT)
         self._collect(rows)
+        if not self._sizes.stores_at_once:
+            self._become_gradients()
+
+    def _become_gradients(self) -> None:
+        """Have the sum become the shards' gradients."""
+        sizes = self._sizes
         if sizes.reduced != sizes.gradients:  # cast, else the sum itself becomes the gradient
             self._hold(MemoryKind.GRADIENTS, self._held[MemoryKind.GRADIENTS] + sizes.gradients)
         self._drop(MemoryKind.REDUCED)
-        self._hold(MemoryKind.GRADIENTS, sizes.gradients)
+        self._hold(MemoryKind.GRADIENTS, 0 if sizes.is_offloaded else sizes.gradients)
 
     def discard(self) -> None:
         self._num_arrived = self._reducing = 0
+        self._is_reducing = False
         self._drop(MemoryKind.ARRIVED, MemoryKind.GRADIENT_ROWS, MemoryKind.REDUCED, MemoryKind.TRANSPORT)
 
     def drop_gradients(self) -> None:

@@ -53,7 +53,9 @@ class GroupSizes:
     `lands`: the unsharded buffer is filled while this collective or a later one is awaited, and not before.
     `arriving` are the unsharded gradients of the group's trainable parameters, in the order of its parameters. A
     group that `borrows` sends its only gradient from where it is. A group that `collects_late` has no rows until it is
-    reduced, in a step that reduces it. `scratch` is what the transport takes during a reduction.
+    reduced, in a step that reduces it; if a `lane_owns_rows`, they go as soon as the reduction is queued. `scratch` is
+    what the transport takes during a reduction. One that `is_offloaded` has its shards and their gradients in host
+    memory; if it `stores_at_once`, the sum goes there as soon as the reduction is queued.
     """
 
     shards: int
@@ -71,6 +73,9 @@ class GroupSizes:
     is_all_trainable: bool = True
     lands: bool = False
     collects_late: bool = False
+    lane_owns_rows: bool = False
+    is_offloaded: bool = False
+    stores_at_once: bool = False
 
     @property
     def is_alone(self) -> bool:

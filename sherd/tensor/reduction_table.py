@@ -21,6 +21,8 @@ import torch.distributed as dist
 from sherd.comm.failures import named
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+# MPS and Gaudi have no float64; Ascend has it, but its all-reduce refuses it.
+WITHOUT_FLOAT64 = ("mps", "hpu", "npu")
 
 
 def _as_it_is(values: torch.Tensor) -> torch.Tensor:
@@ -118,9 +120,10 @@ def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> 
 
 
 def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which ranks send their parts of a sum, wide enough to lose no more than one rank would."""
+    """Returns the dtype in which ranks send their parts of a sum, wide enough to lose no more than one rank would; on
+    devices without float64 parts are rounded to float32."""
     if dtype.is_complex:
-        return torch.complex128 if device.type != "mps" else torch.complex64
+        return torch.complex128 if device.type not in WITHOUT_FLOAT64 else torch.complex64
     if dtype.is_floating_point:
-        return torch.float64 if device.type != "mps" else torch.float32
+        return torch.float64 if device.type not in WITHOUT_FLOAT64 else torch.float32
     return torch.int64

@@ -127,9 +127,9 @@ class Shard:
     reshard: str = _one_of(
         ("auto", "always", "never"), "free whole parameters after forward; auto is always, but for the root"
     )
-    offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for GPUs)")
+    offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for accelerators)")
     transport: str = _one_of(
-        TRANSPORTS, "how bytes travel; auto is shared memory on one host of CPU ranks, else gloo, or NCCL"
+        TRANSPORTS, "how bytes travel; auto is shared memory on one host of CPU ranks, else gloo, or the device's own"
     )
 
 
@@ -144,7 +144,7 @@ class Run:
     mesh: str = _field("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, ep, cp, tp, pp; empty: all are dp")
     seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")
     timeout: float = _above(0, 600.0, "seconds after which a rank that does not answer is taken for dead")
-    device: str = _one_of(("auto", "cpu", "cuda"), "auto is cuda where there is one")
+    device: str = _field("auto", "auto is the accelerator, else cpu", "a type, such as cuda or xpu", str.isidentifier)
     precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
     checkpointing: bool = _field(False, "keep only each block's input for backward, and compute the rest again")
     compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")

@@ -5,34 +5,81 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import distributed as dist
 
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config, InputError
 
-__all__ = ["default_ranks", "device_type", "require_ranks"]
+__all__ = ["accelerator", "backend_for", "default_ranks", "device_type", "ranks_to_plan", "require_ranks"]
+
+
+def accelerator() -> str | None:
+    """Returns the type of this machine's accelerator; None where there is none, or none that collectives reach."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and backend_for(found.type) else None
+
+
+def backend_for(device: str) -> str | None:
+    """Returns torch's default backend of process groups on devices of this type; None where it has none that works.
+
+    The backend itself is asked what it carries, because torch names gloo for "mps", whose tensors gloo refuses.
+    """
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:
+        return None
+    carries = device in dist.Backend.backend_capability.get(backend, ())
+    return backend if carries and dist.is_backend_available(backend) else None
 
 
 def device_type(config: Config) -> str:
-    """Returns `cpu` or `cuda`. Raises InputError for a GPU where there is none."""
-    cuda = torch.cuda.is_available()
-    if config.run.device == "cuda" and not cuda:
-        raise InputError("run.device = 'cuda', but torch sees no GPU here; set run.device = 'cpu'")
-    return config.run.device if config.run.device != "auto" else "cuda" if cuda else "cpu"
+    """Returns `cpu` or the type of the accelerator. Raises InputError for a device that is not here."""
+    asked, here = config.run.device, accelerator()
+    if asked == "auto":
+        return here or "cpu"
+    if asked in ("cpu", here):
+        return asked
+    available = f"cpu, {here}" if here else "cpu"
+    raise InputError(f"run.device = {asked!r}, but {_why_not(asked)}; available: {available}")
+
+
+def _why_not(device: str) -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type == device:
+        return f"torch has no backend of process groups that reaches {device}"
+    return f"torch sees no {device} here"
 
 
 def default_ranks(config: Config) -> int:
-    """Returns the number of ranks to start where the user names none: two, or one per GPU, as the mesh allows."""
-    return usual_ranks(config, torch.cuda.device_count() if device_type(config) == "cuda" else 2)
+    """Returns the number of ranks to start where the user names none: two, or one per device, as the mesh allows."""
+    return usual_ranks(config, _num_devices(device_type(config)) or 2)
+
+
+def ranks_to_plan(config: Config) -> int:
+    """Returns the same number for a run that is only planned, and may be for a device that is not here."""
+    here = accelerator() or "cpu"
+    return usual_ranks(config, _num_devices(here if config.run.device in ("auto", here) else "cpu") or 2)
+
+
+def _num_devices(device: str) -> int:
+    return 0 if device == "cpu" else torch.accelerator.device_count()
 
 
 def require_ranks(num_ranks: int, config: Config) -> None:
     """Refuse a number of ranks that the config, or this machine, has no use for."""
     axes = axes_of(config, num_ranks)
     config.split(axes.num_data, axes.pp)
-    if device_type(config) == "cuda" and config.shard.transport in ("gloo", "shared_memory"):
+    device = device_type(config)
+    if device == "cpu":
+        return
+    if config.shard.transport in ("gloo", "shared_memory"):
         raise InputError(
             f"shard.transport = {config.shard.transport!r} serves CPU ranks; leave it out, or set run.device = 'cpu'"
         )
-    local, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count()
-    if device_type(config) == "cuda" and local > num_gpus:
-        raise InputError(f"{local} ranks on a machine of {num_gpus} GPUs; start one per GPU, or set run.device")
+    local, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), _num_devices(device)
+    if local > num_devices:
+        several = "s" if num_devices > 1 else ""
+        raise InputError(
+            f"{local} ranks on a machine of {num_devices} {device} device{several}; start one per device, or set "
+            "run.device = 'cpu'"
+        )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from sherd import FSDPModule, accumulate
+from sherd.tensor.reduction_table import wide
 from sherd.train.config import Config
 from sherd.train.mesh import Grid
 
@@ -39,13 +40,13 @@ class Passes:
 
     def train(self, micro_batches: Iterable[Batch], num: int) -> Tensor:
         """Gradients of the mean loss of `num` micro-batches, over all ranks; and this rank's share of that loss in
-        nats, float64: shares are summed over all ranks.
+        nats, in float64 where the device has it: shares are summed over all ranks.
 
         Gradients are reduced over `dp` after every micro-batch, not once per step: whole gradients, kept from one
         micro-batch to the next, are what sharding is there to avoid. Over `replicate` they are once.
         """
         assert isinstance(self.model, FSDPModule), "build shards the root"
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=wide(torch.float32, self.device), device=self.device)
         with accumulate(self.model, num):
             for number, (inputs, targets) in enumerate(micro_batches, 1):
                 self.model.set_is_last_backward(number == num)

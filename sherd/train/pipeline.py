@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 from sherd.interop.pipelining import PipelineStage
+from sherd.tensor.reduction_table import wide
 from sherd.train.config import Config
 from sherd.train.mesh import Grid
 from sherd.train.passes import Batch, Passes
@@ -61,7 +62,7 @@ class Pipelined(Passes):
                 losses=losses if self._is_last else None,
                 return_outputs=False,
             )
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=wide(torch.float32, self.device), device=self.device)
         for loss in losses:
             total += loss.detach()
         # Only the last stage has losses: each stands for those of the ranks in front of it.

@@ -20,8 +20,9 @@ from sherd.engine.run.seal import units_below
 from sherd.memory.report import MemoryReport
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
-from sherd.train.axes import Axes, axes_of, usual_ranks
+from sherd.train.axes import Axes, axes_of
 from sherd.train.config import Config, Split
+from sherd.train.device import ranks_to_plan
 from sherd.train.mesh import Grid
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta, parallelize
@@ -100,9 +101,7 @@ def plan(config: Config, num_ranks: int | None) -> str:
     Raises:
         InputError: it does not fit so many ranks.
     """
-    # As default_ranks, but a run for GPUs may be planned where there are none.
-    num_gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
-    return str(planned(config, num_ranks or config.run.ranks or usual_ranks(config, num_gpus or 2)))
+    return str(planned(config, num_ranks or config.run.ranks or ranks_to_plan(config)))
 
 
 def planned(config: Config, num_ranks: int) -> Plan:

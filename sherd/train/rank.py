@@ -177,6 +177,6 @@ def grid_of(config: Config) -> Grid:
         InputError: the mesh of the config does not fit the number of ranks.
     """
     device = device_type(config)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     return Grid(axes_of(config, dist.get_world_size()), device)

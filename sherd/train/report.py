@@ -22,9 +22,9 @@ METRICS = "metrics.jsonl"
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this rank has held so far: of the GPU, or of the process where there is none."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    """Returns the most bytes this rank has held so far: of tensors on the accelerator, or of the process on a CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -36,7 +36,7 @@ class Draw:
 
     def next(self, logits: Tensor, generator: torch.Generator) -> int:
         """The byte after those that gave `logits`, [at least VOCABULARY]."""
-        logits = logits[:VOCABULARY].double().cpu()
+        logits = logits[:VOCABULARY].cpu().double()
         if not self.temperature:
             return int(logits.argmax())
         if self.top_k:

@@ -58,7 +58,7 @@ def _command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
 def _ranks(p: argparse.ArgumentParser) -> None:
     p.add_argument("--nproc", type=_at_least(1), metavar="N", help="processes to shard the model over; 1 unless told")
     p.add_argument("--mesh", default="", metavar="AXES", help="how they share it, as in dp=2,tp=2")
-    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is cuda where there is one")
+    p.add_argument("--device", default="auto", metavar="TYPE", help="auto, cpu, cuda, ...: as run.device of training")
 
 
 def _at_least(low: float) -> Callable[[str], float]:

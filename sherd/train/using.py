@@ -19,6 +19,7 @@ from sherd.comm.objects import do_without_numpy
 from sherd.train.checkpoint import damage, load_model
 from sherd.train.config import InputError
 from sherd.train.data import Windows, tokens
+from sherd.train.device import require_ranks
 from sherd.train.judging import judge
 from sherd.train.machines import LOOPBACK
 from sherd.train.manifest import whole
@@ -49,6 +50,7 @@ def be_rank(args: argparse.Namespace) -> int:
         # A run that still goes on may save in between: rank 0 says which checkpoint is meant.
         path = on_rank_0(lambda: pick(args.run, args.best).path)
         ask = together(lambda: asked(args, whole(path)))
+        together(lambda: require_ranks(dist.get_world_size(), ask.config))
         set_timeout(timedelta(seconds=ask.config.run.timeout))
         _do(args, ask)
     return 0

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run")
     p.add_argument("--resume-or-start", action="store_true", help="the same, or start in --out where nothing was saved")
     p.add_argument("--mesh", metavar="AXES", help="run.mesh: how ranks share the work, as in dp=2,tp=2")
-    p.add_argument("--nproc", type=_whole, metavar="N", help="processes to start: 2, or one per GPU, unless told")
+    p.add_argument("--nproc", type=_whole, metavar="N", help="processes to start: 2, or one per device, unless told")
     p.add_argument("--dry-run", action="store_true", help="say what a step takes on each rank, and start nothing")
     p.add_argument(
         "--print-config", action="store_true", help="print all fields as TOML for --config, and start nothing"

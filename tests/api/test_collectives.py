@@ -9,6 +9,7 @@ from torch import nn
 
 from sherd import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from sherd.comm.streams import RecordingStreams, use_streams
+from sherd.errors import StateError
 from tests.api.compared import assert_trained, form, made, mean_square, shard_children, train, train_plain
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
 from tests.models import WIDTH, Block, build, noise, shard
@@ -392,3 +393,22 @@ def two_stages():
 
 def test_pipeline_stages_may_share_their_streams(world):
     assert_trained(world(2).run(train_stages), two_stages)
+
+
+def changed_while_gradients_wait():
+    """Several reductions at a time, asked for between two backwards of one step, on a device."""
+    model = nn.Sequential(nn.Linear(3, 6))
+    with use_streams(RecordingStreams()):
+        fully_shard(model)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(StateError, match=r"reduce_buffers of unit .* cannot change while gradients"):
+        model.set_reduce_scatter_max_input_buffers(2)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 3)).sum().backward()
+    model.set_reduce_scatter_max_input_buffers(2)
+    return model[0].bias.grad.full_tensor().tolist()
+
+
+def test_what_buffers_depend_on_does_not_change_while_gradients_wait(world):
+    assert world(2).run(changed_while_gradients_wait) == [[4.0] * 6] * 2

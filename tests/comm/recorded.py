@@ -62,6 +62,17 @@ def steps(num_steps: int, num_blocks: int = 3, *, replicas: int = 1, **options: 
     return logs
 
 
+def unsharded_by_hand() -> Log:
+    """On a rank: what `unshard()` does outside of a forward."""
+    streams = RecordingStreams()
+    block = Block("block", streams.log)
+    with use_streams(streams):
+        fully_shard(block, comm_policy=CommPolicy("torch"))
+    streams.log.clear()
+    block.unshard(async_op=True)
+    return list(streams.log)
+
+
 def step_that_may_not_read_tensors() -> bool:
     """On a rank: a learnt step in which every method that brings a tensor's values to the host raises."""
 

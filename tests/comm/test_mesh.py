@@ -1,10 +1,11 @@
 """Which axes of a user's mesh shard and which replicate, and what is said about a mesh that does not fit?"""
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sherd.comm.mesh import DataMesh, data_mesh
+from sherd.comm.mesh import DataMesh, data_mesh, default_device_type
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import DataParallelMeshDims
 
@@ -42,6 +43,25 @@ def test_a_mesh_of_two_axes_replicates_over_the_first_and_shards_over_the_second
     found = world(4).run(axes_of, (2, 2), ("copies", "parts"))
     assert found[0] == (2, [0, 1], 2, [0, 2], 0)
     assert found[3] == (2, [2, 3], 2, [1, 3], 1)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [
+        ("cpu:gloo,xpu:xccl", "xpu"),
+        ("xpu:xccl", "xpu"),
+        ("cpu:gloo", "cpu"),  # the group has nothing for the accelerator
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("mps:gloo", "cpu"),  # gloo alone is for CPU ranks
+    ],
+)
+def test_no_mesh_means_the_accelerator_where_the_group_has_more_than_gloo_for_it(monkeypatch, backends, device):
+    here = torch.device("mps" if "mps" in backends else "xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: here)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: backends)
+    assert default_device_type() == device
 
 
 def test_no_mesh_means_all_ranks_of_a_gloo_group_on_the_cpu(world):

@@ -1,6 +1,7 @@
 """Does every rank get the one value that the whole tensor has?"""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd.errors import PlacementError
+from sherd.tensor.reduction_table import wide
 from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, local_like, numbers, ragged, uneven, whole_of
 
 REDUCTIONS = {
@@ -223,3 +225,20 @@ def over_no_dims():
 
 def test_a_reduction_over_no_dims_is_of_all_or_of_none_as_in_torch(threads):
     threads(2).run(over_no_dims)
+
+
+@pytest.mark.parametrize(
+    ("device", "real", "complex_"),
+    [
+        *((device, torch.float64, torch.complex128) for device in ("cpu", "cuda", "xpu")),
+        *((device, torch.float32, torch.complex64) for device in ("mps", "hpu", "npu")),
+    ],
+)
+def test_parts_of_a_sum_are_float64_on_devices_that_can_add_it_up(device, real, complex_):
+    on = SimpleNamespace(type=device)  # torch makes no device of a type that is registered from outside
+    assert [wide(dtype, on) for dtype in (torch.bfloat16, torch.float32, torch.complex64, torch.int32)] == [
+        real,
+        real,
+        complex_,
+        torch.int64,
+    ]

@@ -70,6 +70,10 @@ def test_toml_and_json_give_the_same_tree(tmp_path):
             {"run": {"precision": "fp8"}},
             "run.precision = 'fp8' is out of its limits; it must be one of fp32, bf16",
         ),
+        (
+            {"run": {"device": "cuda:1"}},
+            "run.device = 'cuda:1' is out of its limits; it must be a type, such as cuda or xpu",
+        ),
         ({"model": {"width": 100, "heads": 3}}, "model.width = 100 does not split into model.heads = 3"),
         ({"model": {"width": 6, "heads": 2}}, "model.width = 6 does not split into model.heads = 2"),
         ({"model": {"heads": 2, "kv_heads": 4}}, "model.kv_heads = 4 does not divide model.heads = 2"),

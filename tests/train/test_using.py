@@ -234,6 +234,29 @@ def test_the_command_starts_ranks_of_which_the_first_writes_the_same_text(world,
 # What cannot be done
 
 
+def be_one_rank_too_many(words):
+    """The exit code of this rank on a machine that has one device, and what it says to stderr."""
+    with (
+        mock.patch.dict(os.environ, LOCAL_RANK="0"),
+        mock.patch.object(using, "group", contextlib.nullcontext),
+        mock.patch.object(using, "set_timeout"),
+        mock.patch.object(using.signal, "signal"),
+        mock.patch("sherd.train.device.accelerator", return_value="xpu"),
+        mock.patch("torch.accelerator.device_count", return_value=1),
+        mock.patch("sys.stderr", io.StringIO()) as err,
+    ):
+        return cli.main(words), err.getvalue()
+
+
+def test_more_ranks_than_devices_are_refused_before_any_takes_one(world, trained):
+    words = ["generate", str(trained[0]), "--nproc", "2"]
+    (code, first), (_, second) = world(2).run(be_one_rank_too_many, words)
+    assert (code, second) == (2, "")
+    assert first == (
+        "sherd generate: 2 ranks on a machine of 1 xpu device; start one per device, or set run.device = 'cpu'\n"
+    )
+
+
 @pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
     """Refuses these words in one line, before anything is started. Returns the line."""
@@ -265,7 +288,7 @@ REFUSED = [
     (["generate", "RUN", "--mesh", "xp=2"], "names 'xp=2', which is no axis"),
     (["generate", "RUN", "--mesh", "tp=4"], "does not divide model.heads = 2"),
     (["generate", "RUN", "--mesh", "dp=2", "--nproc", "3"], "is for 2 ranks, but there are 3"),
-    (["generate", "RUN", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
+    (["generate", "RUN", "--device", "tpu"], "run.device = 'tpu', but torch sees no tpu here"),
     (["generate", "RUN", "--lenght", "3"], "unknown option --lenght; did you mean --length?"),
     (["generate", "RUN/checkpoints/step-00000004", "--best"], "--best chooses among a run's checkpoints"),
     (["eval", "RUN", "--data", "absent"], "cannot read the text absent"),

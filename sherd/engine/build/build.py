@@ -18,6 +18,7 @@ from sherd.engine.run import hooks
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.loads import forget_loads, loads_balance
+from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings, Found
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter
@@ -58,7 +59,7 @@ def make_unit(
     # first of another model, so that a teacher has the same owners as its student
     # (test_a_model_made_alike_has_the_same_owners).
     closes = surrounds and loads_balance(mesh)
-    records = _shard(found, streams, request_of, surrounds)
+    records = _shard(found, streams, request_of, surrounds, RestingPlace.under(offload, mesh.device))
     if closes:
         forget_loads(mesh)
     _borrow(found)
@@ -80,21 +81,30 @@ def make_unit(
 def _hide_from_dynamo() -> None:
     """Keep Dynamo from tracing sherd's own code, also where an operation on a ragged tensor or a compiled optimizer
     step calls it. `api` is not hidden: it has functions that call the user's."""
-    layers = ("_torch", "layout", "schedule", "comm", "tensor", "engine", "checkpoint", "optim", "clip", "grad_scaler")
-    trace_nothing_in(*(f"sherd.{layer}" for layer in layers))
+    layers = ("_torch", "layout", "schedule", "comm", "tensor", "engine", "checkpoint")
+    files = ("optim", "clip", "grad_scaler", "backward_steps")
+    trace_nothing_in(*(f"sherd.{each}" for each in (*layers, *files)))
 
 
 @torch.no_grad()
 def _shard(
-    found: Belongings, streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool
+    found: Belongings,
+    streams: Streams,
+    request_of: Callable[[Found], ShardingRequest],
+    surrounds: bool,
+    place: RestingPlace,
 ) -> list[ShardedParameter]:
-    """Plan the sharding of every parameter, then replace them: an error in a plan leaves the model unchanged."""
+    """Plan the sharding of every parameter, then replace them: an error in a plan leaves the model unchanged.
+
+    Each shard is brought to its resting `place` before a DTensor is made of it, for a DTensor keeps the device that it
+    was made on, and takes gradients on no other.
+    """
     records = []
     for each, plan in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
         part = shard_of(plan.data.detach(), plan.cut, plan.mesh.piece)
-        local = part.clone(memory_format=torch.contiguous_format)
+        local = place.bring(part.clone(memory_format=torch.contiguous_format))
         shard = nn.Parameter(as_dtensor(local, plan.shard_spec), requires_grad=each.parameter.requires_grad)
         record = ShardedParameter(
             each.name,

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from sherd._torch import dynamo_disabled
-from sherd.engine.moves.buffer_plan import BATCH_BYTES, BufferPlan
+from sherd.comm.streams import Lane
+from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.dense_gradient import as_dense
 from sherd.engine.moves.reduce_buffer import ReduceBuffer
 from sherd.engine.moves.scale import Scale
@@ -34,18 +35,24 @@ class GradientObserver(Protocol):
     def copy(self, copy: Callable[[], None]) -> None:
         """Have gradients that waited copied into the rows, by `copy()`."""
 
+    def gives_back(self) -> None:
+        """The rows of a reduction are about to be freed."""
+
 
 class Arrivals:
     """One group's gradients that no reduction has taken yet. `begin()` is called when one comes though nobody has said
-    `expect`, `complete()` when every trainable parameter has had its gradient.
+    `expect`, `complete()` when every trainable parameter has had its gradient. `lane` is that of the reductions.
 
     `scale` turns the sum over all ranks into their mean. It `has_any` if any gradient is here. In the present backward:
     `came_twice`, two gradients of one parameter have come; `was_taken`, a reduction was started.
     """
 
-    def __init__(self, group: Group, plan: BufferPlan, begin: Callable[[], None], complete: Callable[[], None]) -> None:
+    def __init__(
+        self, group: Group, plan: BufferPlan, lane: Lane, begin: Callable[[], None], complete: Callable[[], None]
+    ) -> None:
         self._group = group
         self._plan = plan
+        self._lane = lane if plan.lane_owns_rows else None
         self._begin = begin
         self._complete = complete
         self._observer: GradientObserver | None = None
@@ -134,7 +141,7 @@ class Arrivals:
         is_complete = len(self._arrived) >= self._num_expected
         # What is added to earlier backwards' gradients does not wait for the reduction, even if it collects late.
         waits = self._waits_for_reduction and self._rows is None
-        if not waits and (is_complete or self._waiting_bytes >= BATCH_BYTES):
+        if not waits and (is_complete or self._waiting_bytes >= self._plan.batch_bytes):
             self._copy_batch()
         if is_complete:
             self._arrived.clear()
@@ -162,7 +169,7 @@ class Arrivals:
         if self._rows is None:
             spare = next((rows for rows in self._spare if rows.buffer.tensor.dtype == self._dtype), None)
             if spare is None:
-                spare = ReduceBuffer.made(self._group, self._plan, self._dtype)
+                spare = ReduceBuffer.made(self._group, self._plan, self._dtype, self._lane)
             else:
                 self._spare.remove(spare)
             self._rows = spare
@@ -188,7 +195,10 @@ class Arrivals:
         return rows
 
     def give_back(self, rows: ReduceBuffer) -> None:
-        """Note that a reduction has read `rows`: their memory is freed, their views are kept for the next one."""
+        """Note that a reduction has read `rows`, or is queued on the lane that owns them: their memory is freed, their
+        views are kept for the next one."""
+        if self._observer is not None:
+            self._observer.gives_back()
         if rows.buffer.is_ours:
             rows.filled.clear()
             rows.buffer.free()

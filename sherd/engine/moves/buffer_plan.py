@@ -17,7 +17,8 @@ from sherd.engine.moves.scale import MANY_RANKS, Scale
 from sherd.engine.state.group import Group, is_large
 
 BATCH_BYTES = 1 << 20
-"""Small gradients wait until this many bytes have come, and are copied in one call."""
+"""Small gradients wait until this many bytes have come, and are copied in one call; a quarter of it on a device, where
+what waits counts more than a launch."""
 
 
 class Fill(Enum):
@@ -46,6 +47,9 @@ class BufferPlan:
         is_unpadded: such a gradient is as long as what is sent.
         collects_late: gradients that will be reduced wait as they are, and rows are allocated for the reduction only,
             after the unsharded parameters were freed, and the rows of the unit before.
+        batch_bytes: small gradients wait until so many bytes have come.
+        lane_owns_rows: gradients are collected in memory of the reduce lane, which goes back to it as soon as the
+            reduction is queued. Compute waits for the reduction before when it next takes such rows.
         scales_sums: the sum over the ranks is scaled, not the gradients.
         reduce_dtype: the dtype in which gradients are sent.
         reduced_by_piece: the lengths of all pieces of what a reduction sends, with their flags.
@@ -61,14 +65,17 @@ class BufferPlan:
     may_borrow: bool
     is_unpadded: bool
     collects_late: bool
+    batch_bytes: int
+    lane_owns_rows: bool
     scales_sums: bool
     reduce_dtype: torch.dtype
     reduced_by_piece: Sizes
     reduced_by_rank: Sizes
 
     @classmethod
-    def of(cls, group: Group, streams: Streams) -> BufferPlan:
-        """Returns the plan of `group`, whose collectives run on `streams`."""
+    def of(cls, group: Group, streams: Streams, reduce_buffers: int) -> BufferPlan:
+        """Returns the plan of `group`, whose collectives run on `streams`, and of whose unit's like so many may be in
+        reduction while the next gradients are collected."""
         packing, mesh, flags = group.packing, group.mesh, group.num_flags
         # With streams, compute's memory cannot be written ahead of compute.
         may_be_rows = packing.is_cut_into_runs or (packing.direct and streams.in_host_order)
@@ -88,6 +95,9 @@ class BufferPlan:
             # stand beside all activations of the unit:
             # test_large_rows_are_allocated_once_a_units_parameters_are_free.
             collects_late=is_large(packing.gathered_numel, group.reduce_dtype) or not streams.in_host_order,
+            batch_bytes=BATCH_BYTES if streams.in_host_order else BATCH_BYTES // 4,
+            # With more than one reduction under way, compute is to wait for none but the oldest.
+            lane_owns_rows=not streams.in_host_order and reduce_buffers <= 1,
             # The rows of many ranks are many short strips, which a plain copy fills faster, and a shard is soon scaled.
             scales_sums=packing.num_ranks >= MANY_RANKS and group.reduce_dtype.itemsize >= 4,
             reduce_dtype=group.reduce_dtype,

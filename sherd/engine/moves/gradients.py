@@ -15,11 +15,12 @@ Without a reduction (`set_requires_gradient_sync(False)`) the rows stay and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from sherd.comm.streams import Handoff, Streams
+from sherd.comm.streams import Handoff, Lane, Streams
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.engine.moves.arrivals import Arrivals
 from sherd.engine.moves.buffer_plan import BufferPlan
@@ -33,7 +34,8 @@ from sherd.schedule.moments import MemoryKind
 
 @dataclass(eq=False, slots=True)
 class _Reduction:
-    """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time.
+    """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time. `rows` have
+    been given back already if a lane owns them. `lands`: what is `reduced` is on its way to host memory.
 
     `sources` are what is sent, what is summed over the replicas, and what earlier backwards left to it; held until
     compute has waited for the lane that reads them, or the reduce lane could hand their memory out again.
@@ -45,7 +47,19 @@ class _Reduction:
     with_gradient: frozenset[int]
     scale: Scale
     partial: bool
+    lands: bool
     sources: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """A mean on its way to host memory, where it is once `handoff` says so. `source`, which is copied, is held till
+    then if compute owns it."""
+
+    handoff: Handoff
+    stored: torch.Tensor
+    with_gradient: frozenset[int]
+    source: torch.Tensor | None = None
 
 
 class Gradients:
@@ -66,12 +80,13 @@ class Gradients:
     ) -> None:
         self.group = group
         self._plan = plan
-        self.arrivals = Arrivals(group, plan, begin, complete)
+        self.arrivals = Arrivals(group, plan, streams.reduce, begin, complete)
         self._streams = streams
         self._shards = ShardGradients(group)
         self._reduction: _Reduction | None = None
         self.partial: torch.Tensor | None = None
         self._partly_reduced: frozenset[int] = frozenset()
+        self._landings: list[_Landing] = []
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Returns whether ranks that have no gradients take part in the reduction of those that others have."""
@@ -85,6 +100,8 @@ class Gradients:
             yield MemoryKind.REDUCED, self._reduction.reduced
             for source in self._reduction.sources:
                 yield MemoryKind.REDUCED, source
+        for landing in self._landings:
+            yield MemoryKind.REDUCED, landing.stored
         if self.partial is not None:
             yield MemoryKind.REDUCED, self.partial
 
@@ -108,12 +125,13 @@ class Gradients:
             result.append(reduced)
             return transport.reduce_scatter(reduced, sent, sizes, async_op)
 
-        # The rows are compute's memory and compute has just written them.
+        # Whoever owns the rows, compute has just written them.
         self._streams.reduce.follow_compute()
         handoff = self._streams.reduce.run(scatter)
         (reduced,) = result
         replicated = mesh.num_replicas > 1
-        sources = [sent]
+        is_lanes = self._plan.lane_owns_rows and sent is rows.buffer.tensor
+        sources = [] if is_lanes else [sent]
         if replicated and policy.all_reduce_gradients:
             earlier, self.partial = self.partial, None
             sources += [reduced] if earlier is None else [reduced, earlier]
@@ -122,8 +140,27 @@ class Gradients:
             else:
                 handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
         used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
-        partial = replicated and not policy.all_reduce_gradients
-        self._reduction = _Reduction(handoff, rows, reduced, used, self.arrivals.scale, partial, sources)
+        is_partial = replicated and not policy.all_reduce_gradients
+        self._reduction = _Reduction(handoff, rows, reduced, used, self.arrivals.scale, is_partial, False, sources)
+        if self._plan.lane_owns_rows:
+            self.arrivals.give_back(rows)
+        if group.is_offloaded and not is_partial and policy.all_reduce_hook is None:
+            self._send_to_host(self._reduction)
+
+    def _send_to_host(self, reduction: _Reduction) -> None:
+        """Copy the mean to host memory behind the reduction, on the lane that made the sum and gets its memory back."""
+        lane = self._streams.reduce if self.group.mesh.num_replicas == 1 else self._streams.all_reduce
+        mean = partial(self._as_gradient, reduction.reduced, reduction.scale)
+        stored, handoff = self._store(mean, lane, reduction.handoff)
+        self._reduction = replace(reduction, handoff=handoff, reduced=stored, lands=True)
+
+    def _store(
+        self, mean: Callable[[], torch.Tensor], lane: Lane, after: Handoff | None = None
+    ) -> tuple[torch.Tensor, Handoff]:
+        """Copy `mean()` to host memory, on `lane`. Returns the copy, and when it is there."""
+        stored: list[torch.Tensor] = []
+        handoff = lane.run(lambda async_op: stored.append(self.group.place.store(mean())), after)
+        return stored[0], handoff
 
     def _all_reduce(
         self,
@@ -165,38 +202,58 @@ class Gradients:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
-        reduction.handoff.wait()
-        self.arrivals.give_back(reduction.rows)
+        if not reduction.lands or reduction.sources:
+            reduction.handoff.wait()
+        if not self._plan.lane_owns_rows:
+            self.arrivals.give_back(reduction.rows)
         reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
         if reduction.partial:
             self.partial = reduced.to(self.arrivals.summed_in) if self.partial is None else self.partial.add_(reduced)
             self._partly_reduced |= with_gradient
             return
+        with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
+        if reduction.lands:
+            self._landings.append(_Landing(reduction.handoff, reduced, with_gradient))
+            return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
+        if scale.after != 1.0 or reduced.dtype != self.group.grad_dtype:
+            reduced = self._as_gradient(reduced, scale)
+        if policy.all_reduce_hook is not None:
+            self._run_hook(policy, reduced)
+        if self.group.is_offloaded:
+            self._streams.reduce.follow_compute()
+            stored, handoff = self._store(lambda: reduced, self._streams.reduce)
+            self._landings.append(_Landing(handoff, stored, with_gradient, reduced))
+            return
+        if len(with_gradient) < len(self.group.parameters):
+            with_gradient = self._anywhere(reduced, with_gradient)
+        self._shards.give(reduced, with_gradient)
+
+    def land(self) -> None:
+        """Wait for what is on its way to host memory, and add it to the shards' gradients, which an optimizer will read
+        there."""
+        landings, self._landings = self._landings, []
+        for landing in landings:
+            landing.handoff.wait_on_host()
+            self._shards.give(landing.stored, self._anywhere(landing.stored, landing.with_gradient))
+
+    def _as_gradient(self, reduced: torch.Tensor, scale: Scale) -> torch.Tensor:
+        """Returns the mean in the gradient's dtype."""
         dtype = self.group.grad_dtype
         if scale.after != 1.0:
             reduced = reduced.to(dtype) if dtype.itemsize > reduced.itemsize else reduced
             reduced.mul_(scale.after)
-        if reduced.dtype != dtype:
-            reduced = reduced.to(dtype)
-        if policy.all_reduce_hook is not None:
-            self._run_hook(policy, reduced)
-        with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
-        if self.group.num_flags and len(with_gradient) < len(self.group.parameters):
-            with_gradient |= self._elsewhere(reduced, with_gradient)
-        if self.group.place.device != reduced.device:
-            reduced = self.group.place.store(reduced)
-        self._shards.give(reduced, with_gradient)
+        return reduced.to(dtype)
 
-    def _elsewhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
-        """The trainable parameters without a gradient here that have one on another rank."""
+    def _anywhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
+        """Returns the trainable parameters that have a gradient `here` or on another rank."""
         flags = reduced[self.group.shard_numel :]
         missing = [i for i, each in enumerate(self.group.parameters) if i not in here and each.requires_grad]
-        if not missing:
-            return frozenset()
+        if not missing or not self.group.num_flags:
+            return here
         # Read by the host, which waits for it on an accelerator: only in steps where something is missing.
         values = flags.tolist()
-        return frozenset(index for index in missing if values[index] != 0)
+        return here.union(index for index in missing if values[index] != 0)
 
     def _run_hook(self, policy: UnitPolicy, reduced: torch.Tensor) -> None:
         reduced = reduced[: self.group.shard_numel]
@@ -240,7 +297,11 @@ class Gradients:
         """Drop everything that has not reached the shards."""
         if self._reduction is not None:
             self._reduction.handoff.wait()
-            self.arrivals.give_back(self._reduction.rows)
+            if not self._plan.lane_owns_rows:
+                self.arrivals.give_back(self._reduction.rows)
             self._reduction = None
+        for landing in self._landings:
+            landing.handoff.wait_on_host()
+        self._landings.clear()
         self.drop_unreduced()
         self.arrivals.discard()

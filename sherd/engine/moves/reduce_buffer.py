@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from sherd.comm.buffers import Buffer
+from sherd.comm.streams import Lane
 from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.buffer_views import RowViews, sources_for
 from sherd.engine.state.group import Group
@@ -21,8 +22,9 @@ class ReduceBuffer:
     drift apart. A large tensor with a group to itself has no flag: without its gradient the group is not reduced.
     """
 
-    def __init__(self, group: Group, buffer: Buffer) -> None:
+    def __init__(self, group: Group, buffer: Buffer, lane: Lane | None = None) -> None:
         self.buffer = buffer
+        self._lane = lane
         self._packing = group.packing
         self._num_flags = group.num_flags
         self.filled: set[int] = set()
@@ -38,9 +40,11 @@ class ReduceBuffer:
         return self._places.tensors
 
     @classmethod
-    def made(cls, group: Group, plan: BufferPlan, dtype: torch.dtype) -> ReduceBuffer:
-        """Returns rows of our own, to be used again."""
-        return cls(group, Buffer(sum(plan.reduced_by_piece), dtype, group.device))
+    def made(cls, group: Group, plan: BufferPlan, dtype: torch.dtype, lane: Lane | None) -> ReduceBuffer:
+        """Returns rows of our own, to be used again, without memory yet: that is compute's, or that of `lane`."""
+        buffer = Buffer(sum(plan.reduced_by_piece), dtype, group.device)
+        buffer.free()
+        return cls(group, buffer, lane)
 
     @classmethod
     def borrowed(cls, group: Group, gradient: torch.Tensor) -> ReduceBuffer:
@@ -49,12 +53,18 @@ class ReduceBuffer:
         rows.filled.add(0)
         return rows
 
+    def _allocate(self) -> None:
+        if self._lane is None:
+            self.buffer.allocate()
+        else:
+            self._lane.lend(self.buffer.allocate)
+
     @torch.no_grad()
     def fill(self, gradients: Mapping[int, torch.Tensor], scale: float) -> None:
         """Copy in `gradients`, by their parameters' indices in the group, times `scale`. One of a parameter that is
         `filled` is added to what is there."""
         if not self.filled:
-            self.buffer.allocate()
+            self._allocate()
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         views, slots = self.views, self._packing.slots
@@ -78,7 +88,7 @@ class ReduceBuffer:
     def complete(self) -> None:
         """Write zeros where no gradient has come, and the flags."""
         if not self.filled:
-            self.buffer.allocate()
+            self._allocate()
         missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
         for view in (view for index in missing for view in self.views[index]):
             view.zero_()

@@ -26,6 +26,7 @@ from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.kept_part import KeptPart
 from sherd.engine.moves.unsharded_buffer import Unsharded, UnshardedBuffer
 from sherd.engine.state.group import Group
+from sherd.engine.state.offload import fetch_into
 from sherd.errors import StateError
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
@@ -54,6 +55,11 @@ class _Handoffs:
         """Order compute after all of them."""
         for handoff in self.handoffs:
             handoff.wait()
+
+    def wait_on_host(self) -> None:
+        """Block the caller until all of them are done."""
+        for handoff in self.handoffs:
+            handoff.wait_on_host()
 
 
 MOVES = {
@@ -222,24 +228,42 @@ class Weights(Position, saved.Source):
         """Start to gather rows that are copied out later, or the unsharded buffer itself where it needs no rows."""
         group, numel = self.group, self.group.packing.gathered_numel
         in_place = self._fill is not Fill.FROM_ROWS
+        is_copied = group.fetched is None and (group.is_offloaded or group.dtype != self._dtype)
         self._lane_owns_buffer = in_place
         flight: list[torch.Tensor] = []
 
         def start(async_op: bool) -> Pending | None:
-            source = group.source(self._dtype)
+            source = None if is_copied else group.source(self._dtype)
             if in_place:
                 made.buffer.allocate()
                 rows = made.buffer.tensor[:numel]
             else:
                 rows = transport.empty(numel, self._dtype, group.device)
-            flight.extend((source, rows))
+            flight.append(rows)
             if self._fill is Fill.TENSOR_BY_TENSOR:
-                return transport.all_gather_each(*made.copy_out.strips(source), async_op)
+                return transport.all_gather_each(*self._strips(made, source), async_op)
+            if source is None:
+                source = group.write_source(rows)
+            flight.append(source)
             return transport.all_gather(rows, source, group.shard_sizes, async_op)
 
         handoff = self._streams.gather.run(start)
-        source, rows = flight
-        return Flight(handoff, (source,), group.version, None if in_place else rows)
+        rows, *sources = flight
+        return Flight(handoff, tuple(sources), group.version, None if in_place else rows)
+
+    def _strips(
+        self, made: UnshardedBuffer, source: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the place of each tensor in the unsharded buffer, and what this rank sends of it: its strip of
+        `source`, or of that place, where it is copied to from the shard."""
+        group = self.group
+        places, shards = made.copy_out.strips(group.shard_buffer if source is None else source)
+        if source is not None:
+            return places, shards
+        strips = [place.view(group.packing.num_ranks, -1)[group.mesh.shard_rank] for place in places]
+        for strip, shard in zip(strips, shards, strict=True):
+            fetch_into(strip, shard)
+        return places, strips
 
     def _gather_from_ranks(self, transport: Transport, made: UnshardedBuffer) -> Flight:
         """Have the unsharded buffer filled from where the ranks have their shards, as late as in `wait`: a gather that

@@ -55,6 +55,9 @@ def finish_reduce(unit: Unit) -> None:
     """Have gradients on the shards from here on."""
     for gradients in unit.gradients:
         gradients.finish_reduce(unit.policy)
+    if unit.policy.when_reduced is not None:
+        unit.land_gradients()
+        unit.policy.when_reduced()
 
 
 def discard(unit: Unit) -> None:

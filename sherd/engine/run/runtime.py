@@ -74,15 +74,15 @@ class Runtime:
     which are not below the root, but own parameters that are used there.
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
-    raised. `_brings_gradients`: whether it does for any unit; None until somebody has asked. `observer` sees
-    what happens inside `observed`.
+    raised. `num_backwards` have begun; whether the newest is the last one before a step, `is_in_last_backward` says.
+    `_brings_gradients`: whether it does for any unit; None until somebody has asked.
     """
 
     def __init__(self, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
         self.guests = frozenset(guests)
         self.in_backward = False
-        self._is_last_backward = True
+        self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
         self._calls: list[Call] = []
         self._step_event: Any = None
@@ -228,11 +228,13 @@ class Runtime:
                 f"the parameters of unit {lender.name}; call backward before or after it"
             )
         if not self.in_backward:
+            self.is_in_last_backward = self._is_last_backward
             if (counted := self.root.policy.accumulation) is not None:
-                is_last = counted.begin_backward(self.root.id, self.root.name)
+                self.is_in_last_backward = counted.begin_backward(self.root.id, self.root.name)
                 for member in self.units:
-                    member.reduce_fully(is_last)
+                    member.reduce_fully(self.is_in_last_backward)
             self.in_backward = True
+            self.num_backwards += 1
             self.revise()
             at_end_of_backward(self._end_backward)
         self._expect_gradients(unit)
@@ -249,8 +251,7 @@ class Runtime:
             unit.backward.leave()
 
     def _has_gradients(self) -> bool:
-        """Returns whether the present backward brings gradients for any unit. If not, it is one for other tensors, as
-        that of `torch.autograd.grad`."""
+        """Returns whether the present backward brings gradients for any unit, as `torch.autograd.grad` need not."""
         if self._brings_gradients is None:
             self._brings_gradients = any(
                 unit.backward.has_received or unit.backward.awaits_gradients for unit in self.units
@@ -277,11 +278,13 @@ class Runtime:
         for unit in self.units:
             unit.backward.end()
         self.on(EndBackward(self._is_last_backward))
+        for unit in self.units:
+            if unit.is_offloaded:
+                unit.land_gradients()
         self.in_backward, self._brings_gradients = False, None
 
     def expect_last_backward(self, is_last: bool) -> None:
-        """Set whether the next backward is the last one before the optimizer step. Reductions stay in flight till
-        then."""
+        """Set whether the next backward is the last one before a step. Reductions stay in flight till then."""
         self._is_last_backward = is_last
 
     # The user's own moves
@@ -290,6 +293,8 @@ class Runtime:
         """Start `unit`'s all-gather, and wait for it if told so."""
         unit.may_be_written()
         self.revise()
+        if not self._calls and not self.in_backward:  # else no optimizer has stepped since the forward began
+            unit.streams.begin_step()
         self.on(Unshard(self._index[unit.id], wait))
 
     def finish_unshard(self, unit: Unit) -> None:

@@ -89,6 +89,7 @@ class Unit:
         self.ignored = found.ignored
         self._surrounds = surrounds
         self._place = RestingPlace.under(offload, mesh.device)
+        self.is_offloaded = self._place.device != mesh.device
         self._modules = tuple(weakref.ref(module) for module in modules)
         self.sealed_into: Callable[[], Conductor | None] = _nowhere
         self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
@@ -135,11 +136,18 @@ class Unit:
 
     def change(self, **fields: Any) -> None:
         """Replace fields of the policy; the schedule sees it at the next forward or backward."""
-        as_one = self._gathers_as_one
-        self.policy = replace(self.policy, **fields)
-        if as_one != self._gathers_as_one:
-            self.show_shards()
-            self.regroup()
+        before, grouping = self.policy, _grouping(self)
+        self.policy = replace(before, **fields)
+        if grouping == _grouping(self):
+            return
+        if self.backward.has_unreduced:
+            self.policy = before
+            raise StateError(
+                f"{', '.join(fields)} of unit {self.name} cannot change while gradients of earlier backwards wait for "
+                "their reduction; change it before the first backward of a step"
+            )
+        self.show_shards()
+        self.regroup()
 
     def reduce_fully(self, is_last: bool) -> None:
         """Of a step of several backwards the next one is the last, or it is not and leaves over what can wait."""
@@ -171,7 +179,7 @@ class Unit:
         for batch in batches:
             group = Group(batch, self.precision, self._place)
             completed = self.backward.completed(len(self.gradients))
-            plan = BufferPlan.of(group, self.streams)
+            plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
             gradients = Gradients(group, plan, self.streams, partial(_surprised, this), completed)
             self.gradients.append(gradients)
             unshard = partial(_needed, this)
@@ -330,6 +338,12 @@ class Unit:
         for weights in self.weights:
             weights.free()
 
+    def land_gradients(self) -> None:
+        """Wait for the gradients that are on their way to host memory: the optimizer, which no stream orders, reads
+        them there."""
+        for gradients in self.gradients:
+            gradients.land()
+
     @property
     def reduce_buffers(self) -> int:
         """The number of units whose gradients may be in reduction while the next are collected."""
@@ -353,6 +367,11 @@ class Unit:
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
                 "called; leave that out, or freeze what does not need a gradient"
             )
+
+
+def _grouping(unit: Unit) -> tuple[bool, bool]:
+    """Returns what the groups and their buffers depend on, of a policy that may change."""
+    return unit._gathers_as_one, unit.streams.in_host_order or unit.reduce_buffers <= 1
 
 
 def _enter_backward(unit: Unit) -> None:

@@ -12,16 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from sherd._torch import DTensorSpec, replace_local_tensor, spec_of
+from sherd._torch import DTensorSpec, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
-from sherd.engine.state.offload import RestingPlace
+from sherd.engine.state.offload import RestingPlace, fetch_into
 from sherd.engine.state.parameter import ShardedParameter, as_sharded, in_dtype
 from sherd.engine.state.replica_shard import FetchedShard
-from sherd.engine.state.shard_memory import ShardMemory
+from sherd.engine.state.shard_memory import ShardMemory, give_memory
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
@@ -138,6 +138,7 @@ class Group:
         sizes: the lengths of all ranks' shard buffers.
         shard_sizes: how much each rank of the shard axis sends. Equal to `sizes`, unless replicas own pieces of a shard
             (`fetched`).
+        is_offloaded: the shards rest in another memory than that of the device that computes.
         unsharded_memory: the unsharded buffer where that is not given up; the shard buffer is a part of it then.
         num_flags: flags that travel with the gradients: one for each tensor, none for a large one that is alone, which
             is sent from where autograd has left its gradient.
@@ -165,6 +166,7 @@ class Group:
         low_precision = self.reduce_dtype if self.is_one_piece else self.compute_dtype
         self.grad_dtype = low_precision if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
+        self.is_offloaded = place.device != mesh.device
         self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
@@ -215,11 +217,19 @@ class Group:
 
         Where replicas own pieces, it is a collective over the replicate axis if the pieces were written since.
         """
-        piece = self.shard_buffer
-        if self.place.device != self.device:
-            piece = self.place.fetch(piece, self.device)
-        piece = piece if dtype == self.dtype else piece.to(dtype)
-        return piece if self.fetched is None else self.fetched.around(piece, self.version)
+        if self.fetched is not None:
+            return self.fetched.around(self.shard_buffer, dtype, self.version)
+        piece = self.place.fetch(self.shard_buffer, self.device) if self.is_offloaded else self.shard_buffer
+        return piece if dtype == self.dtype else piece.to(dtype)
+
+    def write_source(self, rows: torch.Tensor) -> torch.Tensor:
+        """Write what `source(rows.dtype)` is into this rank's part of `rows`, `[packing.gathered_numel]`, and return
+        that part."""
+        mesh = self.mesh
+        start = self.packing.starts[mesh.pieces_of(mesh.shard_rank).start]
+        part = rows[start : start + self.shard_sizes[mesh.shard_rank]]
+        fetch_into(part, self.shard_buffer)
+        return part
 
     def mark_shards_written(self) -> None:
         """Note that the shards were written, or may have been, so that copies made of them are stale. All ranks must
@@ -295,8 +305,7 @@ class Group:
             view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
                 view.copy_(optimizer_param.record.resting)
-            replace_local_tensor(as_sharded(optimizer_param.parameter), view)
-            optimizer_param.record.claim(optimizer_param.parameter)
+            give_memory(optimizer_param.record, optimizer_param.parameter, view)
         if self.is_flat:
             self._view_shards_in(shard_buffer)
         return shard_buffer
@@ -342,8 +351,7 @@ class Group:
         local = parameter.local
         if not local.is_meta and "fsdp_pre_all_gather" not in vars(local):
             local = local.to(self.place.device, copy=True)
-        replace_local_tensor(as_sharded(parameter.shard), local)
-        parameter.claim(parameter.shard)
+        give_memory(parameter, parameter.shard, local)
         return local
 
     @property
@@ -356,10 +364,11 @@ def own_view(part: torch.Tensor) -> torch.Tensor:
     """Returns `part`, uncopied, as a tensor at the beginning of a storage of its own.
 
     Saving a view would save its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor has
-    an offset. The view goes through DLPack, as bytes, so that any dtype is possible.
+    an offset. The view goes through DLPack, as bytes, so that any dtype is possible; through its capsule, for
+    `Tensor.__dlpack_device__` does not know the devices that other packages add to torch.
     """
     if part.is_meta or type(part) is not torch.Tensor:
         return part
     if part.numel() == 0:
         return torch.empty_like(part)
-    return from_dlpack(part.view(torch.uint8)).view(part.dtype)
+    return from_dlpack(to_dlpack(part.view(torch.uint8))).view(part.dtype)

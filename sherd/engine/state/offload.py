@@ -8,6 +8,9 @@ import torch
 
 from sherd.policy import CPUOffloadPolicy, OffloadPolicy
 
+FETCHED_NUMEL = 1 << 18
+"""Elements that are brought to the device at a time, where they are cast there."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestingPlace:
@@ -29,13 +32,29 @@ class RestingPlace:
             return torch.empty(numel, dtype=dtype, device="meta")
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
+    def bring(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns `shard` here; as it is, if it has no data."""
+        return shard if shard.is_meta else shard.to(self.device)
+
     def fetch(self, shard_buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns `shard_buffer` on the compute device. A copy is ordered on the current stream."""
         return shard_buffer if shard_buffer.device == device else shard_buffer.to(device, non_blocking=True)
 
     def store(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Returns a reduced gradient here.
+        """Returns a copy of a reduced gradient here. The copy is ordered on the current stream; where memory is pinned
+        the host does not wait for it."""
+        stored = torch.empty(reduced.shape, dtype=reduced.dtype, device=self.device, pin_memory=self.pinned)
+        return stored.copy_(reduced, non_blocking=True)
 
-        It waits for the copy to host memory: the optimizer that reads it runs on the host, which no stream orders.
-        """
-        return reduced if reduced.device == self.device else reduced.to(self.device)
+
+def fetch_into(target: torch.Tensor, shard: torch.Tensor) -> None:
+    """Copy `shard`, 1-D, in any dtype and on any device, into `target`. The copy is ordered on the current stream.
+
+    What is cast on its way from host memory is cast on the device, a part at a time: torch's own copy would cast it on
+    the host, which would wait for that.
+    """
+    if shard.device == target.device or shard.dtype == target.dtype:
+        target.copy_(shard, non_blocking=True)
+        return
+    for piece, place in zip(shard.split(FETCHED_NUMEL), target.split(FETCHED_NUMEL), strict=True):
+        place.copy_(piece.to(target.device, non_blocking=True))

@@ -15,6 +15,7 @@ import torch
 
 from sherd.comm.mesh import DataMesh
 from sherd.comm.transport import Sizes
+from sherd.engine.state.offload import fetch_into
 from sherd.layout.extent import Extent
 
 
@@ -43,17 +44,18 @@ class FetchedShard:
         """Returns this rank's piece of `shard`, a view."""
         return shard[self._own.start : self._own.stop]
 
-    def around(self, piece: torch.Tensor, version: int) -> torch.Tensor:
-        """Returns the shard, given this rank's piece of it. Collective over the replicate axis if `version` is new."""
-        shard = self._copies.get(piece.dtype)
+    def around(self, piece: torch.Tensor, dtype: torch.dtype, version: int) -> torch.Tensor:
+        """Returns the shard in `dtype`, given this rank's piece of it. Collective over the replicate axis if `version`
+        is new."""
+        shard = self._copies.get(dtype)
         if shard is None:
-            shard = self._copies[piece.dtype] = torch.empty(self.numel, dtype=piece.dtype, device=piece.device)
-        if self._versions.get(piece.dtype) != version:
+            shard = self._copies[dtype] = torch.empty(self.numel, dtype=dtype, device=self._mesh.device)
+        if self._versions.get(dtype) != version:
             own = self.own_part(shard)
-            if not self.has_piece(piece):
-                own.copy_(piece)
+            if own.data_ptr() != piece.data_ptr():
+                fetch_into(own, piece)
             self._mesh.fetch_transport.all_gather(shard, own, self.sizes, False)
-            self._versions[piece.dtype] = version
+            self._versions[dtype] = version
         return shard
 
     def has_piece(self, piece: torch.Tensor) -> bool:

@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from operator import is_
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor, has_bytes, local_tensor, replace_local_tensor, spec_of
+from sherd._torch import dtensor, has_bytes, local_tensor, move_hooks, replace_local_tensor, spec_of, swap_devices
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
-from sherd.errors import WriteBackError
+from sherd.errors import UnsupportedError, WriteBackError
 from sherd.tensor.gather import part_given
-from sherd.tensor.ragged import RaggedDTensor
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor
 
 _storage_of = torch.Tensor.untyped_storage
 
@@ -121,3 +122,33 @@ def _take_plain(record: ShardedParameter, optimizer_param: torch.Tensor, local: 
             f"rank holds {local.numel()} elements: give the whole tensor or this rank's part"
         )
     local.copy_(part)
+
+
+def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.Tensor) -> None:
+    """Make `local` the memory of `parameter`, the shard or the flat parameter of `record`.
+
+    A DTensor takes gradients on no other device than that it was made on. `module.to()` and `to_empty()` may have
+    brought it to another one than where shards rest; it is then brought back, and stays the same object.
+
+    Raises:
+        UnsupportedError: it has a gradient, or somebody holds it, so that it cannot be brought back.
+    """
+    sharded = as_sharded(parameter)
+    if not local.is_meta and parameter.device != local.device:
+        if parameter.grad is not None:
+            raise UnsupportedError(
+                f"{record.name} was moved to {parameter.device} with its gradient; its shard rests on {local.device}. "
+                "Call zero_grad() before a model with CPU offload is moved"
+            )
+        moved = as_dtensor(local, spec_of(sharded))
+        moved.requires_grad_(parameter.requires_grad)
+        move_hooks(parameter, moved)
+        try:
+            swap_devices(sharded, moved)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{record.name} is on {parameter.device}, its shard rests on {local.device}, and it cannot be brought "
+                f"back ({error}). Leave the model where it was when it was sharded"
+            ) from error
+    replace_local_tensor(sharded, local)
+    record.claim(parameter)

@@ -1,0 +1,121 @@
+"""`step_in_backward`: an optimizer that steps each unit within backward, as soon as the unit's gradients are reduced.
+
+    backward of    block 3        block 2        block 1        block 0
+    reductions                    block 3        block 2        block 1        block 0
+    steps                                        block 3        block 2        block 1        block 0
+
+Gradients of all parameters are never there at once, and with CPU offload the host steps one unit while the device goes
+on with the next ones. Fused steps within backward are known from LOMO (Lv et al. 2023) and from torch's
+`register_post_accumulate_grad_hook`; here whole units are stepped, in few calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from sherd.engine.run.runtime import runtime_over
+from sherd.engine.run.seal import units_below
+from sherd.engine.run.unit import Unit
+from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
+from sherd.optim import FlatStep
+
+
+class StepsInBackward:
+    """The steps that `step_in_backward` has arranged. `remove()` ends them."""
+
+    def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._stepped: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+        self._units = [weakref.ref(unit) for unit in units]
+        for unit in units:
+            unit.change(when_reduced=partial(self._step, weakref.ref(unit)))
+
+    def remove(self) -> None:
+        """Leave all steps to `optimizer.step()` again."""
+        for unit in filter(None, (ref() for ref in self._units)):
+            unit.change(when_reduced=None)
+
+    def _step(self, ref: weakref.ref[Unit]) -> None:
+        """Step what has gradients in the unit, and drop these."""
+        unit = ref()
+        runtime = None if unit is None else runtime_over(unit)
+        if unit is None or runtime is None or not runtime.is_in_last_backward:
+            return
+        # Values that backward has not read yet would be gathered anew, from what was stepped.
+        if not all(weights.is_unread for weights in unit.weights):
+            return
+        given = {id(parameter) for parameter in unit.shards.optimizer_params if parameter.grad is not None}
+        if not given:
+            return
+        if self._stepped.get(unit) == runtime.num_backwards:
+            raise StateError(
+                f"gradients of unit {unit.name} came a second time in one backward, when step_in_backward had stepped "
+                "it already; use non-reentrant activation checkpointing, or leave the steps to optimizer.step()"
+            )
+        self._stepped[unit] = runtime.num_backwards
+        _step_only(self._optimizer, given)
+
+
+def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
+    """Have `optimizer` step each unit of `model` within backward, as soon as the unit's gradients are reduced.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        sherd.step_in_backward(model, optimizer)
+        for batch in batches:
+            loss_of(model, batch).backward()   # steps the units, and drops their gradients
+            optimizer.step()                   # steps what is left: parameters outside of units
+            optimizer.zero_grad()
+
+    The training loop stays as it is, with its schedulers and checkpoints, and so do its results. Of several backwards
+    before a step the last one steps, if the others were announced, by `sherd.accumulate`, `no_sync` or
+    `set_is_last_backward(False)`. A unit that backward may read once more, through `weight.detach()` or a tensor
+    subclass with its own all-gather, is left to `optimizer.step()`.
+
+    What looks at all gradients between backward and step finds none, and must be left out: clipping by the norm of all,
+    a gradient scaler, and optimizers that join all parameters (LBFGS, D-Adaptation).
+
+    Args:
+        model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.
+        optimizer: one of torch, or of your own, that treats each parameter by itself; its hooks on steps are called for
+            each unit.
+
+    Returns:
+        An object whose `remove()` ends this.
+
+    Raises:
+        ModuleError: nothing below `model` is sharded.
+        OptimizerError: the optimizer joins all parameters, or was given to `flatten_optimizer`.
+        PolicyTypeError: it is not an optimizer of torch.
+        StateError: in backward, where the gradients of a unit come twice (reentrant checkpointing of two calls).
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise PolicyTypeError(f"step_in_backward expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+    if isinstance(optimizer, LBFGS):
+        raise OptimizerError("step_in_backward: LBFGS joins all parameters in one line; leave it to optimizer.step()")
+    if isinstance(optimizer, FlatStep):
+        raise OptimizerError(
+            "step_in_backward: this optimizer was given to flatten_optimizer, which steps many units at once; leave "
+            "one of the two out"
+        )
+    units = units_below(model)
+    if not units:
+        raise ModuleError(f"step_in_backward: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    return StepsInBackward(units, optimizer)
+
+
+def _step_only(optimizer: Optimizer, chosen: Collection[int]) -> None:
+    """Step the parameters with these ids as if the optimizer had no others, and drop their gradients."""
+    before = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for group, parameters in before:
+            group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
+        optimizer.step()
+        optimizer.zero_grad()
+    finally:
+        for group, parameters in before:
+            group["params"] = parameters
