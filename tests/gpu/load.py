@@ -24,19 +24,9 @@ from sherd.comm import streams, transports
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import DeviceStreams, Handoff, HostStreams, Streams, use_streams
 from sherd.comm.transport import Pending, Transport, parts
+from tests.gpu.devices import Accelerator
 
 WIDTH, BATCH, NUM_BLOCKS, NUM_STEPS = 64, 16, 3, 4
-CYCLES = 30_000_000
-"""About 16 ms at 1.9 GHz: the host launches a whole step in less, and so is ahead of whoever sleeps."""
-
-SMALL = 1 << 20
-"""The allocator serves requests up to this many bytes from segments of their own."""
-
-
-def sleep(device: torch.device, cycles: int) -> None:
-    """Keep the current stream of `device` busy; nothing on a device without streams."""
-    if cycles and device.type == "cuda":
-        torch.cuda._sleep(cycles)
 
 
 # Compute that is late
@@ -46,38 +36,39 @@ class Late(torch.autograd.Function):
     """The identity, after a while, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cycles: int) -> Tensor:
-        ctx.cycles = cycles
-        sleep(x.device, cycles)
+    def forward(ctx: Any, x: Tensor, accelerator: Accelerator, microseconds: int) -> Tensor:
+        ctx.late = accelerator, microseconds
+        accelerator.sleep(microseconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        sleep(gradients[0].device, ctx.cycles)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        accelerator, microseconds = ctx.late
+        accelerator.sleep(microseconds)
+        return gradients[0], None, None
 
 
 class LateBlock(nn.Module):
     """Reads its parameters late: in forward, behind the first pause, in backward behind the last one's."""
 
-    def __init__(self, cycles: int) -> None:
+    def __init__(self, accelerator: Accelerator, microseconds: int) -> None:
         super().__init__()
-        self.cycles = cycles
+        self.late = accelerator, microseconds
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Late.apply(x, self.cycles)
+        x = Late.apply(x, *self.late)
         x = x + self.down(F.gelu(self.up(self.norm(x))))
-        return Late.apply(x, self.cycles)
+        return Late.apply(x, *self.late)
 
 
 class LateNet(nn.Module):
     """Blocks, and a head of the root's own: one parameter alone in its group."""
 
-    def __init__(self, cycles: int) -> None:
+    def __init__(self, accelerator: Accelerator, microseconds: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(LateBlock(cycles) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(LateBlock(accelerator, microseconds) for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,12 +84,13 @@ class Tiled(Transport):
     """Ranks that hold what this one holds: whole tensors are its shard again and again, and every part of what is
     reduced counts for this rank. On the lane, after a while."""
 
-    def __init__(self, num_ranks: int, cycles: int) -> None:
+    def __init__(self, num_ranks: int, accelerator: Accelerator, microseconds: int) -> None:
         self._num_ranks = num_ranks
-        self._cycles = cycles
+        self._accelerator = accelerator
+        self._microseconds = microseconds
 
     def all_gather(self, rows: Tensor, rest: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
-        sleep(rows.device, self._cycles)
+        self._accelerator.sleep(self._microseconds)
         for part in parts(rows, sizes):
             numel = min(part.numel(), rest.numel())
             part[:numel].copy_(rest[:numel])
@@ -106,7 +98,7 @@ class Tiled(Transport):
         return None
 
     def reduce_scatter(self, rest: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
-        sleep(rows.device, self._cycles)
+        self._accelerator.sleep(self._microseconds)
         rest.zero_()
         for part in parts(rows, sizes):
             numel = min(part.numel(), rest.numel())
@@ -114,7 +106,7 @@ class Tiled(Transport):
         return None
 
     def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
-        sleep(tensor.device, self._cycles)
+        self._accelerator.sleep(self._microseconds)
         tensor.mul_(self._num_ranks)
         return None
 
@@ -122,22 +114,24 @@ class Tiled(Transport):
 class TiledGather(sherd.AllGather):
     """The same as a user's collective: it brings its own memory, so that no unsharded buffer is filled in place."""
 
-    def __init__(self, cycles: int) -> None:
-        self._cycles = cycles
+    def __init__(self, accelerator: Accelerator, microseconds: int) -> None:
+        self._accelerator = accelerator
+        self._microseconds = microseconds
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        sleep(output_tensor.device, self._cycles)
+        self._accelerator.sleep(self._microseconds)
         output_tensor.view(-1, input_tensor.numel()).copy_(input_tensor)
 
 
 class TiledReduce(sherd.ReduceScatter):
     """The same for gradients."""
 
-    def __init__(self, cycles: int) -> None:
-        self._cycles = cycles
+    def __init__(self, accelerator: Accelerator, microseconds: int) -> None:
+        self._accelerator = accelerator
+        self._microseconds = microseconds
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -145,17 +139,17 @@ class TiledReduce(sherd.ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        sleep(output_tensor.device, self._cycles)
+        self._accelerator.sleep(self._microseconds)
         # In a temporary, of the lane's memory: one more block that goes back to its pool.
         output_tensor.copy_(input_tensor.view(-1, output_tensor.numel()).sum(0))
 
 
 @contextmanager
-def tiled_ranks(cycles: int = 0) -> Iterator[None]:
+def tiled_ranks(accelerator: Accelerator, microseconds: int = 0) -> Iterator[None]:
     """Inside, every process group of more than one rank is served by `Tiled`."""
 
     def made(group: Any, device: torch.device, wanted: str) -> Transport:
-        return Tiled(group.size(), cycles)
+        return Tiled(group.size(), accelerator, microseconds)
 
     with mock.patch.object(transports, "_made", made), mock.patch.object(transports, "_known", {}):
         yield
@@ -165,7 +159,7 @@ def tiled_ranks(cycles: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def spoilt_memory() -> Iterator[Counter[str]]:
+def spoilt_memory(accelerator: Accelerator) -> Iterator[Counter[str]]:
     """Inside, memory is filled with NaN by the first who could be given it: counts how often, and how many bytes.
 
     Compute's, when a buffer was freed; a lane's, whenever it is about to run, for only then does sherd allocate on it.
@@ -174,23 +168,23 @@ def spoilt_memory() -> Iterator[Counter[str]]:
     free, run = Buffer.free, streams._StreamLane.run
 
     def spoil_and_free(buffer: Buffer) -> None:
-        device = buffer.tensor.device
-        if device.type != "cuda":
+        if buffer.tensor.device.type == "cpu":
             # There is one order only; whoever still reads what was freed reads this, or dies.
             seen["bytes"] += spoil(buffer.tensor)
             seen["host"] += 1
+            free(buffer)
+            return
         free(buffer)
-        if device.type == "cuda":
-            seen["bytes"] += spoil_free_blocks(device)
-            seen["compute"] += 1
+        seen["bytes"] += accelerator.spoil_free_blocks()
+        seen["compute"] += 1
 
     def spoil_and_run(lane: Any, start: Callable[[bool], Any], after: Handoff | None = None) -> Handoff:
         def spoil_and_start(async_op: bool) -> Any:
-            seen["bytes"] += spoil_free_blocks(lane._device)
+            seen["bytes"] += accelerator.spoil_free_blocks()
             seen["lanes"] += 1
             return start(async_op)
 
-        seen["bytes"] += spoil_free_blocks(lane._device)
+        seen["bytes"] += accelerator.spoil_free_blocks()
         return run(lane, spoil_and_start, after)
 
     with (
@@ -207,38 +201,12 @@ def spoil(tensor: Tensor) -> int:
     return storage.nbytes()
 
 
-@torch.no_grad()
-def spoil_free_blocks(device: torch.device) -> int:
-    """Take all free blocks of the current stream's pool, fill them with NaN on it, give them back."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    sizes = [
-        size
-        for segment in torch.cuda.memory_snapshot()
-        if segment["stream"] == stream and segment["device"] == device.index
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
-        for size in _requests(block["size"], segment["segment_type"] == "small")
-    ]
-    # The largest first: then each finds its block, and none is split for another.
-    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sorted(sizes, reverse=True)]
-    for block in blocks:
-        block.fill_(255)
-    return sum(sizes)
-
-
-def _requests(size: int, is_small: bool) -> list[int]:
-    """What to ask for to be given a free block: those of small segments are for requests of at most 1 MiB."""
-    if not is_small:
-        return [size]
-    return [SMALL] * (size // SMALL) + ([size % SMALL] if size % SMALL else [])
-
-
 # Training
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is chosen for a model, and who is late: `reader` is compute, `lane` the lanes; in cycles."""
+    """What is chosen for a model, and who is late: `reader` is compute, `lane` the lanes; in microseconds."""
 
     placement: Any = None
     prefetch: PrefetchPolicy = field(default_factory=PrefetchPolicy)
@@ -258,15 +226,16 @@ class Case:
         return replace(self, reader=0, lane=0)
 
 
-def train(case: Case, mesh: DeviceMesh, device: torch.device, queues: Streams | None = None) -> list[Tensor]:
+def train(case: Case, mesh: DeviceMesh, accelerator: Accelerator, queues: Streams | None = None) -> list[Tensor]:
     """Some steps on rank 0's shards; the losses, and the shards at the end, in host memory. Call it in `tiled_ranks`.
 
     Nothing is read before the last step is launched, so that the host runs as far ahead as it may.
     """
+    device = accelerator.device
     queues = queues if queues is not None else streams.streams_for(device)
-    with tiled_ranks(case.lane):
+    with tiled_ranks(accelerator, case.lane):
         with use_streams(queues):
-            model = _sharded(case, mesh, device)
+            model = _sharded(case, mesh, accelerator)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         losses = []
         batches = [_noise(seed).to(device) for seed in range(2 * NUM_STEPS)]
@@ -278,16 +247,16 @@ def train(case: Case, mesh: DeviceMesh, device: torch.device, queues: Streams | 
                 switch(True)
             loss = (model(batches[step]) - 0.5).square().mean()
             loss.backward()
-            sleep(device, case.reader)  # gradients are read late, and parameters written
+            accelerator.sleep(case.reader)  # gradients are read late, and parameters written
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
         return [each.cpu() for each in (*losses, *(p.detach().to_local() for p in model.parameters()))]
 
 
-def _sharded(case: Case, mesh: DeviceMesh, device: torch.device) -> Any:
+def _sharded(case: Case, mesh: DeviceMesh, accelerator: Accelerator) -> Any:
     torch.manual_seed(0)
-    model: Any = LateNet(case.reader).to(device)
+    model: Any = LateNet(accelerator, case.reader).to(accelerator.device)
     options: dict[str, Any] = {
         "mesh": mesh,
         "placement": case.placement,
@@ -301,8 +270,8 @@ def _sharded(case: Case, mesh: DeviceMesh, device: torch.device) -> Any:
     fully_shard(model, **options)
     if case.own_collectives:
         for unit in (*model.blocks, model):
-            unit.set_custom_all_gather(TiledGather(case.lane))
-            unit.set_custom_reduce_scatter(TiledReduce(case.lane))
+            unit.set_custom_all_gather(TiledGather(accelerator, case.lane))
+            unit.set_custom_reduce_scatter(TiledReduce(accelerator, case.lane))
     if case.reduce_buffers is not None:
         model.set_reduce_scatter_max_input_buffers(case.reduce_buffers)
     return model
@@ -312,20 +281,27 @@ def _noise(seed: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def in_host_order(case: Case, mesh: DeviceMesh, device: torch.device) -> list[Tensor]:
+def in_host_order(case: Case, mesh: DeviceMesh, accelerator: Accelerator) -> list[Tensor]:
     """What must come out: the same on one stream, with nobody late and nothing spoilt."""
-    return train(case.unhurried, mesh, device, HostStreams())
+    with mock.patch.object(streams._Started, "wait_on_host", _wait_for_the_device):
+        return train(case.unhurried, mesh, accelerator, HostStreams())
+
+
+def _wait_for_the_device(_: Handoff) -> None:
+    """Host order on a device has no events: gradients are in host memory once all that was queued is done."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def under_load(
-    case: Case, mesh: DeviceMesh, device: torch.device, queues: Streams | None = None
+    case: Case, mesh: DeviceMesh, accelerator: Accelerator, queues: Streams | None = None
 ) -> tuple[list[Tensor], Counter[str]]:
     """What comes out on lanes of their own, with memory spoilt; and how often it was."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what earlier tests have left need not be spoilt again and again
-        queues = queues if queues is not None else DeviceStreams(device)
-    with spoilt_memory() as seen:
-        return train(case, mesh, device, queues), seen
+    if accelerator.kind != "cpu":
+        torch.accelerator.empty_cache()  # what earlier tests have left need not be spoilt again and again
+        queues = queues if queues is not None else DeviceStreams(accelerator.device)
+    with spoilt_memory(accelerator) as seen:
+        return train(case, mesh, accelerator, queues), seen
 
 
 def differs(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float, atol: float) -> str | None:

@@ -12,6 +12,7 @@ import sherd
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import RecordingStreams
 from tests.forked import answer_of
+from tests.gpu.devices import Host
 from tests.gpu.load import CASES, NUM_STEPS, differs, in_host_order, spoil, spoilt_memory, tolerance, under_load
 from tests.gpu.trace import Span, common, joined, overlap, spans_by_stream
 from tests.gpu.training import RECIPES, assert_same, train_here, train_plain
@@ -33,12 +34,12 @@ CHECKED = [
 
 def run_case(name):
     """What differs from the run in host order, how much was spoilt: in that order, and recorded."""
-    case, device = CASES[name], torch.device("cpu")
+    case, host = CASES[name], Host()
     shape = (case.replicas, 4 // case.replicas) if case.replicas > 1 else (4,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    expected, runs = in_host_order(case, mesh, device), []
+    expected, runs = in_host_order(case, mesh, host), []
     for queues in (None, RecordingStreams()):
-        found, seen = under_load(case, mesh, device, queues)
+        found, seen = under_load(case, mesh, host, queues)
         runs.append((differs(found, expected, **tolerance(case)), seen["bytes"]))
     return runs
 
@@ -86,7 +87,7 @@ def test_spoilt_memory_is_nan_in_every_dtype_beyond_a_views_ends_too(dtype):
 
 
 def test_a_buffer_is_spoilt_when_it_is_freed_and_only_inside():
-    with spoilt_memory() as seen:
+    with spoilt_memory(Host()) as seen:
         buffer = Buffer(8, torch.float32, torch.device("cpu"))
         buffer.free()
         assert (seen["host"], seen["bytes"]) == (1, 32)

@@ -1,4 +1,4 @@
-"""How does a sharded model train beside the plain one on a GPU, with the same arithmetic?
+"""How does a sharded model train beside the plain one on an accelerator, with the same arithmetic?
 
 The plain one computes in another dtype by a cast of its parameters (`functional_call`), so that gradients come back
 through the same casts, and both must agree to rounding.

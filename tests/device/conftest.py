@@ -1,0 +1,46 @@
+"""Every test here finds the simulated device loaded, idle, with its defaults and nothing noted; or is skipped."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.device import sim
+from tests.device.ranks import sim_world as sim_world
+
+
+@pytest.fixture(scope="session")
+def loaded(pytestconfig: pytest.Config) -> torch.device:
+    if pytestconfig.getoption("--device") != "sim":
+        pytest.skip("these tests are for --device=sim")
+    try:
+        return sim.load()
+    except sim.CannotBuild as reason:
+        pytest.skip(f"the simulated device cannot be built: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def device(loaded: torch.device) -> Iterator[torch.device]:
+    """The device "sim:0". A race that a test does not ask for by `sim.races()` fails it."""
+    forget()
+    yield loaded
+    for hook in (sim.on_host_wait, sim.label_tasks, sim.label_allocations):
+        hook(None)
+    torch.accelerator.synchronize()
+    unexpected = sim.races()
+    forget()
+    assert not unexpected
+
+
+def forget() -> None:
+    gc.collect()  # a test that raised on purpose may have left tensors in a cycle
+    sim.configure()
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+    torch.accelerator.empty_cache()
+    torch.manual_seed(0)
+    sim.races()
+    sim.host_waits()

@@ -1,0 +1,141 @@
+"""A simulated accelerator: torch's device "sim". Its streams are asynchronous, its races are named. See README.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.device.build import CannotBuild
+from tests.device.native import native
+
+__all__ = [
+    "CannotBuild",
+    "calling_line",
+    "configure",
+    "holders_at_peak",
+    "host_reads",
+    "host_waits",
+    "host_writes",
+    "label_allocations",
+    "label_tasks",
+    "load",
+    "on_host_wait",
+    "races",
+    "sleep",
+]
+
+_is_registered = False
+
+
+def load() -> torch.device:
+    """Build the device if it is not built, and register "sim" and "simccl" with torch. Returns the device "sim:0".
+
+    Once loaded, it is the accelerator of this process for good: `torch.accelerator` answers for it. A process that was
+    forked from this one has no workers, and cannot use it.
+
+    Raises:
+        CannotBuild: there is no compiler, or it fails.
+
+    """
+    global _is_registered
+    module = native()
+    if module.is_forked():
+        raise RuntimeError(
+            "the simulated device was loaded before this process was forked; load it in each child instead"
+        )
+    if not _is_registered:
+        from tests.device import backend, collectives
+
+        torch.utils.rename_privateuse1_backend("sim")
+        torch._register_device_module("sim", backend)
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        collectives.register()
+        _is_registered = True
+    return torch.device("sim", 0)
+
+
+def configure(
+    *,
+    pause_us: int = 0,
+    pause_percent: int = 10,
+    seed: int = 0,
+    spoil: str = "handed out",
+    races: str = "collect",
+) -> None:
+    """Set how the device behaves from now on; what is not given gets its default.
+
+    Args:
+        pause_us: the longest pause before a task, in microseconds. Streams differ: some pause 10 times shorter, some
+            4 times longer.
+        pause_percent: how many of the tasks pause.
+        seed: of the pauses. They follow from it and the order of the host's calls.
+        spoil: when memory is filled with NaN: "no", when it is "handed out", or also when it is "freed".
+        races: "off"; "collect" them for `races`; "raise" at the host's call that makes one.
+
+    """
+    native().configure(pause_us, pause_percent, seed, spoil, races)
+
+
+def races(reset: bool = True) -> dict[str, int]:
+    """Returns how often which two accesses to the same bytes were unordered, by a text that names both."""
+    return native().races(reset)
+
+
+def host_waits(reset: bool = True) -> dict[str, int]:
+    """Returns how often the host waited for the device, by cause."""
+    return native().host_waits(reset)
+
+
+def on_host_wait(function: Callable[[str], object] | None) -> None:
+    """Have `function` called with the cause whenever the host is about to wait."""
+    native().on_host_wait(function)
+
+
+def label_tasks(function: Callable[[], str] | None) -> None:
+    """Have `function` called for each task that is queued: races name both sides with what it returned then."""
+    native().label_tasks(function)
+
+
+def label_allocations(function: Callable[[], str] | None) -> None:
+    """Have `function` called for each allocation: `holders_at_peak` names it with what it returned then."""
+    native().label_allocations(function)
+
+
+def holders_at_peak(device: int = 0) -> dict[str, int]:
+    """Returns the bytes that were allocated when most were, since the peak was last reset, by label."""
+    return {label: size for label, size in native().holders_at_peak(device).items() if size}
+
+
+def calling_line() -> str:
+    """Returns the innermost file and line outside of torch: a label for `label_tasks`.
+
+    On a thread of torch's own, which has no such line, "backward".
+    """
+    frame = sys._getframe(0).f_back  # none on a thread of autograd
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "backward"
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def host_reads(tensor: torch.Tensor) -> None:
+    """Say that the host reads a pinned tensor now. It is a race if a copy into it was not waited for.
+
+    Operators on CPU tensors are not the device's, so it sees none of them by itself.
+    """
+    native().host_access(tensor, False)
+
+
+def host_writes(tensor: torch.Tensor) -> None:
+    """Say that the host writes a pinned tensor now. It is a race if a copy from or into it was not waited for."""
+    native().host_access(tensor, True)
+
+
+def sleep(microseconds: int) -> None:
+    """Keep the current stream busy. The host does not wait."""
+    native().sleep(microseconds)

@@ -1,0 +1,138 @@
+"""Does `sherd train` run on a device that a package outside torch brings, and compute there what it does on a CPU?
+
+The commands know nothing of the simulated device: torch loads it in each of their processes, by the entry point
+`torch.backends` of an installed package.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import sim
+
+ROOT = Path(__file__).parent.parent.parent
+LOAD = """
+from tests.device import collectives, sim
+
+def load():
+    sim.load()
+    collectives.register()
+    sim.configure(pause_us=50, races="raise")
+"""
+MODEL = ("model.layers=2", "model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=64", "data.context=32")
+SHORT = ("--steps", "6", "optimizer.batch=8", "optimizer.warmup=2", "run.eval_every=0", "run.save_every=3")
+TRAIN = ("train", "--quiet", "--data", "text.txt", "run.sample=8", *MODEL, *SHORT)
+PARAMETERS = 26_784 * 4  # bytes
+
+
+class Machine:
+    """A machine where a package that brings the device "sim" is installed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        package = folder / "installed"
+        about = package / "brings_sim-1.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: brings-sim\nVersion: 1\n")
+        (about / "entry_points.txt").write_text("[torch.backends]\nsim = brings_sim:load\n")
+        (package / "brings_sim.py").write_text(LOAD)
+        path = [str(ROOT), str(package), os.environ.get("PYTHONPATH", "")]
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
+        (folder / "text.txt").write_text("some words, and some more of them. " * 3000)
+
+    def sherd(self, *words):
+        """What `sherd` with these words says to stdout; it ends well."""
+        done = self.end_of(*words)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    def end_of(self, *words):
+        """The process of `sherd` with these words, ended."""
+        command = [sys.executable, "-m", "sherd", *map(str, words)]
+        return subprocess.run(
+            command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    def steps(self, out):
+        """The records of the steps of a run, by their number."""
+        lines = (self.folder / out / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return {record["step"]: record for record in records if record["event"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """Built before the commands need it: they are not to wait for one another."""
+    try:
+        sim.load()
+    except sim.CannotBuild as error:
+        pytest.skip(str(error))
+    return Machine(tmp_path_factory.mktemp("machine"))
+
+
+@pytest.fixture(scope="module")
+def trained(machine):
+    """The same run on the device, which is taken unasked with a rank for each, and on the CPU."""
+    machine.sherd(*TRAIN, "--out", "device")
+    machine.sherd(*TRAIN, "--out", "cpu", "--nproc", "2", "run.device=cpu")
+    return machine.steps("device"), machine.steps("cpu")
+
+
+def require_same(these, those):
+    assert these.keys() == those.keys()
+    for number, step in these.items():
+        for name in ("loss", "gradient_norm"):
+            assert step[name] == pytest.approx(those[number][name], rel=1e-4), (number, name)
+
+
+def test_a_run_on_the_device_has_the_losses_of_the_run_on_the_cpu(trained):
+    on_device, on_cpu = trained
+    assert list(on_device) == [1, 2, 3, 4, 5, 6]
+    require_same(on_device, on_cpu)
+
+
+def test_the_peak_is_of_the_devices_memory_and_not_of_the_process(trained):
+    on_device, on_cpu = trained
+    # At least the two sharded states of AdamW, the shards and their gradients; a process is at 300 MiB.
+    assert 2 * PARAMETERS < on_device[6]["peak_bytes"] < 2**22
+    assert on_cpu[6]["peak_bytes"] > 100 * 2**20
+
+
+def test_a_run_goes_on_from_a_checkpoint_also_from_one_saved_on_a_cpu(machine, trained):
+    again = machine.folder / "again"
+    shutil.copytree(machine.folder / "cpu", again)
+    shutil.rmtree(again / "checkpoints" / "step-00000006")
+    machine.sherd("train", "--quiet", "--resume", "--out", again, "run.device=sim")
+    records = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["event"] == "start"] == [0, 3]
+    require_same(machine.steps(again), trained[1])
+
+
+@pytest.mark.usefixtures("trained")
+def test_what_was_trained_writes_the_same_on_two_devices_and_on_the_cpu(machine):
+    words = ("generate", "device", "--length", "8", "--temperature", "0", "--device")
+    assert machine.sherd(*words, "sim", "--nproc", "2") == machine.sherd(*words, "cpu")
+
+
+def test_parameters_that_rest_in_host_memory_have_the_same_losses(machine, trained):
+    machine.sherd(*TRAIN, "--out", "offloaded", "run.device=sim", "shard.offload=true")
+    require_same(machine.steps("offloaded"), trained[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*TRAIN, "run.device=cuda"), "run.device = 'cuda', but torch sees no cuda here; available: cpu, sim"),
+        ((*TRAIN, "--nproc", "4"), "4 ranks on a machine of 2 sim devices; start one per device"),
+    ],
+)
+def test_what_this_machine_has_no_device_for_is_refused_in_a_line(machine, words, said):
+    done = machine.end_of(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = [line for line in done.stderr.splitlines() if "Warning: No backend of type" not in line]  # torch's own
+    assert said in line

@@ -1,0 +1,250 @@
+"""The accelerator under test: the first GPU, or the simulated device, behind one interface.
+
+Tests ask `Accelerator` for what torch has no common name for: to keep a stream busy, to spoil free memory, to count how
+often the host waited, to name accesses that nothing orders. All else they ask `torch.accelerator`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import local_tensor
+
+SMALL = 1 << 20
+"""CUDA's allocator serves requests up to this many bytes from segments of their own."""
+
+
+class Accelerator(ABC):
+    """One device, made current and ready.
+
+    `collectives` is the backend of its process groups, `fake_group` the one of a group whose other ranks do not exist.
+    `late_us` is how long a stream has to be busy for the host to be ahead of it by a whole step. Where several ranks
+    share a GPU, gloo carries their tensors through host memory, so `counts_waits_of_ranks` is false there.
+    """
+
+    collectives: str
+    fake_group: str
+    late_us: int
+    has_profiler: bool
+    names_races: bool = False
+    counts_waits_of_ranks: bool = False
+    device: torch.device
+
+    @property
+    def kind(self) -> str:
+        """Returns the device's type, as `init_device_mesh` takes it."""
+        return self.device.type
+
+    @abstractmethod
+    def sleep(self, microseconds: int) -> None:
+        """Keep the current stream busy."""
+
+    @abstractmethod
+    def pause(self, seed: int) -> None:
+        """Have streams pause now and then, at places that `seed` draws; 0: nowhere."""
+
+    @abstractmethod
+    def spoil_free_blocks(self) -> int:
+        """Fill the current stream's free memory with NaN. Returns how many bytes were found spoilt, or were spoilt."""
+
+    @abstractmethod
+    def races(self) -> dict[str, int]:
+        """Returns the pairs of accesses since the last call that nothing orders, by text; none where nobody counts."""
+
+    def host_reads(self, tensors: Iterable[Tensor]) -> None:
+        """Say that the host reads `tensors` now, of its own memory, for `races` to know: it sees no operator there."""
+        return None
+
+    @abstractmethod
+    def host_waits(self) -> Any:
+        """Returns a context that yields a Counter: on leaving it holds how often the host waited inside, by cause."""
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        torch.accelerator.synchronize(self.device)
+
+    def allocated(self) -> int:
+        """Returns the bytes of all tensors that are alive."""
+        return torch.accelerator.memory_allocated(self.device)
+
+    def reserved(self) -> int:
+        """Returns the bytes that the allocator keeps, free blocks included."""
+        return torch.accelerator.memory_reserved(self.device)
+
+
+class Host(Accelerator):
+    """The CPU, where the order of the program is the order of the work. For the tests of these tests."""
+
+    collectives = "gloo"
+    fake_group = "fake"
+    late_us = 0
+    has_profiler = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def sleep(self, microseconds: int) -> None:
+        """There is no stream to keep busy."""
+
+    def pause(self, seed: int) -> None:
+        """There is no stream that could pause."""
+
+    def spoil_free_blocks(self) -> int:
+        return 0
+
+    def races(self) -> dict[str, int]:
+        return {}
+
+    @contextmanager
+    def host_waits(self) -> Iterator[Counter[str]]:
+        yield Counter()
+
+    def synchronize(self) -> None:
+        """All work is done."""
+
+
+class Cuda(Accelerator):
+    """The first GPU. Ranks of one host share it."""
+
+    collectives = "nccl"
+    fake_group = "fake"
+    late_us = 16_000
+    has_profiler = True
+    CYCLES_PER_MICROSECOND = 1_900
+
+    def __init__(self) -> None:
+        torch.cuda.init()
+        # Made current before a mesh is made, which would take one GPU a rank.
+        torch.cuda.set_device(0)
+        self.device = torch.device("cuda", 0)
+
+    def sleep(self, microseconds: int) -> None:
+        if microseconds:
+            torch.cuda._sleep(microseconds * self.CYCLES_PER_MICROSECOND)
+
+    def pause(self, seed: int) -> None:
+        """A GPU's streams have pauses of their own."""
+
+    @torch.no_grad()
+    def spoil_free_blocks(self) -> int:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        sizes = [
+            size
+            for segment in torch.cuda.memory_snapshot()
+            if segment["stream"] == stream and segment["device"] == self.device.index
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+            for size in _requests(block["size"], segment["segment_type"] == "small")
+        ]
+        # The largest first: then each finds its block, and none is split for another.
+        blocks = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sorted(sizes, reverse=True)]
+        for block in blocks:
+            block.fill_(255)
+        return sum(sizes)
+
+    def races(self) -> dict[str, int]:
+        return {}
+
+    @contextmanager
+    def host_waits(self) -> Iterator[Counter[str]]:
+        seen: Counter[str] = Counter()
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield seen
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        seen.update(f"{each.filename}:{each.lineno}" for each in said if "synchronizing" in str(each.message))
+
+
+def _requests(size: int, is_small: bool) -> list[int]:
+    """Returns what to ask for to be given a free block: those of small segments are for requests of at most 1 MiB."""
+    if not is_small:
+        return [size]
+    return [SMALL] * (size // SMALL) + ([size % SMALL] if size % SMALL else [])
+
+
+class Simulated(Accelerator):
+    """The simulated device (tests/device)."""
+
+    collectives = "cpu:gloo,sim:simccl"
+    fake_group = "cpu:fake,sim:fake"
+    late_us = 2_000
+    has_profiler = False
+    names_races = True
+    counts_waits_of_ranks = True
+    PAUSE_US = 300
+
+    def __init__(self) -> None:
+        from tests.device import collectives, sim
+
+        self._sim = sim
+        sim.load()
+        collectives.register()
+        self.device = torch.device("sim", torch.accelerator.current_device_index())
+        handed_out = torch.empty(64, device=self.device)
+        self._spoilt = handed_out.nbytes if handed_out.isnan().all() else 0
+
+    def sleep(self, microseconds: int) -> None:
+        if microseconds:
+            self._sim.sleep(microseconds)
+
+    def pause(self, seed: int) -> None:
+        self._sim.configure(pause_us=self.PAUSE_US if seed else 0, seed=seed)
+
+    def spoil_free_blocks(self) -> int:
+        # The device spoils all memory that it hands out, on the stream that the memory is for.
+        return self._spoilt
+
+    def host_reads(self, tensors: Iterable[Tensor]) -> None:
+        for each in tensors:
+            local = local_tensor(each) if isinstance(each, DTensor) else each
+            if local.is_pinned():
+                self._sim.host_reads(local)
+
+    def races(self) -> dict[str, int]:
+        self.synchronize()
+        return self._sim.races()
+
+    @contextmanager
+    def host_waits(self) -> Iterator[Counter[str]]:
+        seen: Counter[str] = Counter()
+        self._sim.host_waits()
+        try:
+            yield seen
+        finally:
+            seen.update(self._sim.host_waits())
+
+
+def here() -> Accelerator:
+    """Returns this process's accelerator: the simulated one if it is loaded, else the first GPU.
+
+    Ranks call it, which are not told.
+    """
+    kind = torch.accelerator.current_accelerator()
+    return Simulated() if kind is not None and kind.type == "sim" else Cuda()
+
+
+def chosen(option: str | None) -> Accelerator | str:
+    """Returns the accelerator that pytest's `--device` asks for, None being CUDA; or why there is none, in words."""
+    if option == "sim":
+        from tests.device import sim
+
+        try:
+            return Simulated()
+        except sim.CannotBuild as error:
+            return f"the simulated device cannot be built: {error}"
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is false: these tests need one CUDA device, or --device=sim"
+    return Cuda()
