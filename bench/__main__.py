@@ -15,8 +15,13 @@ from typing import Any
 
 import torch
 
-from . import bytes, cuda, mesh, overhead, padding_row, peak, shard_time, small, state_dict, steps
-from .ranks import Conditions
+from . import bytes, mesh, overhead, padding_row, peak, shard_time, small, state_dict, steps
+from .device import page
+from .device.cases import CASES, STACKS
+from .device.figure import measure as measure_on_device
+from .device.lines import circumstances as circumstances_of_devices
+from .device.lines import device_name
+from .ranks import Conditions, Place, backend_of, load_device
 from .systems import LEGEND
 from .table import Figure, Row, render
 
@@ -32,18 +37,19 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "padding": padding_row.measure,
     "state_dict": state_dict.measure,
     "mesh": mesh.measure,
-    "cuda": cuda.measure,
+    "device": measure_on_device,
 }
-ON_CUDA_ALONE = ("cuda",)
-"""Elsewhere they are a dry run, for whoever asks for it."""
+ON_DEVICES = ("device",)
+"""What is measured on an accelerator unless figures are named. On the CPU it is a dry run, for whoever names it."""
 ASKED_FOR = ("mesh",)
 """Not measured unless named: other ranks, another question."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0; 1 when the systems' losses differ, so that their times compare different trainings."""
+    """Exit code 0; 1 when the systems' losses differ, so that their times compare different trainings, or when a figure
+    has no value at all."""
     chosen = parse(arguments)
-    conditions = Conditions(chosen.device, chosen.quick, chosen.rounds)
+    conditions = conditions_of(chosen)
     began, load = time.perf_counter(), os.getloadavg()[0]
     figures: dict[str, Figure] = {}
     for name in chosen.only:
@@ -58,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_notes(circumstances, figures, took)
     if chosen.json is not None:
         chosen.json.write_text(as_json(circumstances, figures, rows, took))
+    if chosen.write is not None:
+        page.write(chosen.write, [circumstances_of_devices(conditions)], figures["device"].samples["results"])
     return 0 if all(figure.sound for figure in figures.values()) else 1
 
 
@@ -71,41 +79,99 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=FIGURES,
         metavar="NAME",
-        help=f"some of: {', '.join(FIGURES)}; all but mesh, if left out, and on the CPU without "
-        f"{', '.join(ON_CUDA_ALONE)}",
+        help=f"some of: {', '.join(FIGURES)}; if left out, {', '.join(ON_DEVICES)} on an accelerator, and on the CPU "
+        "all but that and mesh",
     )
     parser.add_argument("--mesh", action="store_true", help="two axes, 4 CPU ranks: as --only mesh")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, conditions and raw samples")
-    parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds (9, or 3 with --quick)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    chosen = parser.parse_args(arguments)
-    if chosen.rounds is None:
-        chosen.rounds = 3 if chosen.quick else 9
-    if chosen.rounds < 1:
-        parser.error(f"--rounds {chosen.rounds}: at least one round is needed")
-    if chosen.json is not None and not chosen.json.parent.is_dir():
-        parser.error(f"--json {chosen.json}: there is no folder {chosen.json.parent}; make it first")
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
+    parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds (9, or 3 with --quick; 5 of device)")
+    parser.add_argument(
+        "--device", default="auto", help="auto (default), cpu, or a device that torch knows: cuda, xpu ..."
+    )
+    parser.add_argument(
+        "--import",
+        dest="load",
+        default="",
+        metavar="MODULE[:FUNCTION]",
+        help="import this, and call the function, before the device is asked for: for devices that are not torch's own",
+    )
+    _add_arguments_of_device(parser.add_argument_group("of the figure `device`"))
+    return checked(parser, parser.parse_args(arguments))
+
+
+def _add_arguments_of_device(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="write each result as it comes, as a line of JSON")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="write the tables into docs/benchmarks.md, this page"
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="start nothing after that long (8, or 2 with --quick)"
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"some of: {', '.join(CASES)}")
+    parser.add_argument(
+        "--stack", choices=STACKS, default="", help="the model; by default what --quick leaves time for"
+    )
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        choices=("real", "fake"),
+        default=("real", "fake"),
+        help="a rank on each device, where there are several; or one process as a rank of 2, 8 and 64 fake ones",
+    )
+
+
+def checked(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> argparse.Namespace:
+    """Returns the arguments with what was left out filled in; ends the process where they make no sense."""
+    for file in (chosen.json, chosen.lines):
+        if file is not None and not file.parent.is_dir():
+            parser.error(f"{file}: there is no folder {file.parent}; make it first")
+    load_device(chosen.load)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if chosen.device == "auto":
-        chosen.device = "cuda" if torch.cuda.is_available() else "cpu"
+        chosen.device = "cpu" if found is None else found.type
+    if chosen.device not in ("cpu", getattr(found, "type", "cpu")):
+        seen = "no accelerator" if found is None else f"{found.type} alone"
+        parser.error(f"--device {chosen.device}: this torch sees {seen}; use --device cpu")
     if chosen.mesh:
         chosen.only = [*(chosen.only or []), "mesh"]
     if chosen.only is None:
-        unasked = ASKED_FOR if chosen.device == "cuda" else (*ASKED_FOR, *ON_CUDA_ALONE)
-        chosen.only = [name for name in FIGURES if name not in unasked]
+        named = [name for name in FIGURES if name not in (*ASKED_FOR, *ON_DEVICES)]
+        chosen.only = named if chosen.device == "cpu" else list(ON_DEVICES)
+    if chosen.write is not None and "device" not in chosen.only:
+        parser.error("--write is for the figure `device`; name it with --only")
+    if chosen.minutes is None:
+        chosen.minutes = 2.0 if chosen.quick else 8.0
+    if chosen.rounds is None:
+        chosen.rounds = 3 if chosen.quick else 5 if chosen.only == ["device"] else 9
+    if chosen.rounds < 1:
+        parser.error(f"--rounds {chosen.rounds}: at least one round is needed")
     return chosen
 
 
+def conditions_of(chosen: argparse.Namespace) -> Conditions:
+    return Conditions(
+        device=chosen.device,
+        quick=chosen.quick,
+        rounds=chosen.rounds,
+        load=chosen.load,
+        minutes=chosen.minutes,
+        stack=chosen.stack,
+        cases=tuple(chosen.cases or ()),
+        groups=tuple(chosen.groups),
+        lines=chosen.lines,
+    )
+
+
 def machine(conditions: Conditions) -> dict[str, Any]:
-    group = ("nccl" if conditions.device == "cuda" else "gloo") if conditions.group_is_real else "fake"
+    kind = "real" if conditions.group_is_real else "fake"
+    group = backend_of(Place(conditions.device, kind, conditions.num_ranks))
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if conditions.device == "cuda" else "cpu",
+        "device": device_name(conditions.device)[0],
         "group": f"{conditions.num_ranks} ranks, {group}, 1 intra-op thread each",
         "rounds": conditions.rounds,
         "quick": conditions.quick,

@@ -94,7 +94,7 @@ def lap_on_fake_group(mesh: DeviceMesh, quick: bool, num_rounds: int) -> dict[st
 
 
 def lap_on_silent_group(mesh: DeviceMesh, num_rounds: int) -> dict[str, list[Lap]]:
-    silent_group.register()
+    silent_group.register(mesh.device_type)
     contenders = [(system, size) for size in (MANY, MOST) for system in (FSDP2, SHERD, FLAT)]
     meshes = {size: first_ranks(mesh, size, silent_group.NAME) for size in (MANY, MOST)}
     return _lap(_runners(bottleneck(num_blocks=48), contenders, meshes), num_rounds)

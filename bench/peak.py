@@ -244,7 +244,7 @@ def peak_of_backward(trainee: Trainee) -> float:
 
 
 class AllocatedBytes:
-    """The same questions, answered by the CUDA caching allocator."""
+    """The same questions, answered by the device's caching allocator."""
 
     def __enter__(self) -> AllocatedBytes:
         return self
@@ -253,13 +253,13 @@ class AllocatedBytes:
         """The allocator counts on."""
 
     def forget_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats()
 
     @property
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated()
+        return torch.accelerator.max_memory_allocated()
 
 
 def live_bytes(device: torch.device) -> LiveBytes | AllocatedBytes:
     """What counts the bytes on `device`."""
-    return AllocatedBytes() if device.type == "cuda" else LiveBytes()
+    return LiveBytes() if device.type == "cpu" else AllocatedBytes()

@@ -37,9 +37,9 @@ def without_collector() -> Iterator[None]:
 
 
 def timed(work: Callable[[], Result], device: torch.device) -> tuple[Lap, Result]:
-    """Call `work` once; on CUDA wall time is taken by events around it, and the device is idle before."""
-    if device.type == "cuda":
-        return _timed_by_events(work)
+    """Call `work` once. On an accelerator wall time is taken by events around it, and the device is idle before."""
+    if device.type != "cpu":
+        return _timed_by_events(work, device)
     faults, cpu, wall = _page_faults(), time.process_time(), time.perf_counter()
     result = work()
     wall, cpu, faults = time.perf_counter() - wall, time.process_time() - cpu, _page_faults() - faults
@@ -50,15 +50,15 @@ def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _timed_by_events(work: Callable[[], Result]) -> tuple[Lap, Result]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
+def _timed_by_events(work: Callable[[], Result], device: torch.device) -> tuple[Lap, Result]:
+    start, end = (torch.Event(device.type, enable_timing=True) for _ in range(2))
+    torch.accelerator.synchronize()
     cpu = time.process_time()
     start.record()
     result = work()
     end.record()
     cpu = time.process_time() - cpu  # what the host spent on launching, not on waiting
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return Lap(start.elapsed_time(end), cpu * 1e3), result
 
 

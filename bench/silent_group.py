@@ -43,8 +43,8 @@ for _name in COLLECTIVES.split():
     setattr(SilentGroup, _name, _nothing)
 
 
-def register() -> None:
-    """Make `backend="silent"` known to `torch.distributed`; call it once in a process."""
-    dist.Backend.register_backend(
-        NAME, lambda store, rank, size, timeout: SilentGroup(rank, size), devices=["cpu", "cuda"]
-    )
+def register(device: str) -> None:
+    """Make `backend="silent"` known to `torch.distributed`, for tensors on `device` and on the CPU; call it once in a
+    process."""
+    devices = sorted({"cpu", device})
+    dist.Backend.register_backend(NAME, lambda store, rank, size, timeout: SilentGroup(rank, size), devices=devices)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
-import sherd
-
 from .models import Model
 from .ranks import Conditions, on_fake_ranks
 from .rounds import Lap, interleaved, timed, without_collector
@@ -92,8 +90,8 @@ def lap_optimizers(mesh: DeviceMesh, num_rounds: int) -> dict[str, list[Lap]]:
         for system in STEPPED:
             model = with_gradients(system, mesh)
             optimizer: Optimizer = AdamW(model.parameters(), lr=1e-4, **{kind: True})
-            if system.flat_view:
-                optimizer = sherd.flatten_optimizer(optimizer)
+            if system.finish is not None:
+                optimizer = system.finish(optimizer)
             runners[_label(kind, system)] = partial(_lap, model, optimizer)
     with without_collector():
         interleaved(runners, 1)  # the first steps make states and DTensor's plans

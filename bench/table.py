@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-OTHERS = ("plain", "one vector", "DDP", "FSDP1", "FSDP1 flat", "FSDP2")
+OTHERS = ("plain", "one vector", "DDP", "FSDP1", "FSDP1 flat", "FSDP2", "Megatron")
 
 # Each front end is held against the one of torch's that it replaces; the wrapper with the same `use_orig_params`.
 RIVALS = {

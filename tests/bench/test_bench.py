@@ -23,7 +23,7 @@ from bench.ranks import Conditions
 from bench.rounds import Lap, interleaved
 from bench.small import KINDS, ONE_VECTOR, STEPPED, STEPS_PER_LAP, SmallParameters, row_of_steps
 from bench.steps import Training, disagreement, mean_cpu, slowest_wall
-from bench.systems import ALL
+from bench.systems import ALL, MEGATRON
 from bench.table import (
     COLUMNS,
     Aim,
@@ -286,11 +286,11 @@ def test_a_verdict_rounds_to_two_digits_or_to_those_of_the_limit(limit, value, v
 
 
 def test_every_system_has_a_column_and_every_column_a_system() -> None:
-    assert {system.name for system in (*ALL, ONE_VECTOR)} == set(COLUMNS)
+    assert {system.name for system in (*ALL, ONE_VECTOR, MEGATRON)} == set(COLUMNS)
 
 
 def test_systems_can_be_sent_to_another_process() -> None:
-    for system in ALL[1:]:  # the plain module needs no rank to become what it is
+    for system in (*ALL[1:], MEGATRON):  # the plain module needs no rank to become what it is
         assert pickle.loads(pickle.dumps(system)) == system
 
 

@@ -1,0 +1,1 @@
+"""Steps, host time and memory on an accelerator: `python -m bench --device cuda`."""
