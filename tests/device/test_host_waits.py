@@ -91,7 +91,11 @@ def test_a_training_step_does_not_wait(device):
     assert sim.host_waits() == {}
 
 
-def test_what_the_hook_raises_comes_out_at_the_call(x):
+def test_what_the_hook_raises_comes_out_when_the_device_is_done_with_the_hosts_memory(x):
+    """Raised at once, it would free the result of the copy before the device has written it."""
     sim.on_host_wait(lambda cause: 1 / 0)
+    sim.sleep(300_000)
+    slept = torch.accelerator.current_stream().record_event()
     with pytest.raises(ZeroDivisionError):
         x.cpu()
+    assert slept.query()

@@ -301,21 +301,33 @@ void count_host_wait(const std::string& cause) {
   if (auto hook = host_wait_hook().get()) (*hook)(cause);
 }
 
-void synchronize_stream(c10::Stream stream, const std::string& cause) {
-  count_host_wait(cause);
-  host_wait(record(stream));
+/// Counts a wait, and waits. What the hook raises comes out when the wait is over: the caller then frees what the tasks
+/// write, as the result of a copy to the host.
+template <class Wait>
+void count_and_wait(const std::string& cause, const Wait& wait) {
+  try {
+    count_host_wait(cause);
+  } catch (...) {
+    wait();
+    throw;
+  }
+  wait();
   raise_failure();
 }
 
+void synchronize_stream(c10::Stream stream, const std::string& cause) {
+  count_and_wait(cause, [&] { host_wait(record(stream)); });
+}
+
 void synchronize_device(int device, const std::string& cause) {
-  count_host_wait(cause);
-  std::vector<EventPtr> events;
-  {
-    HostLock lock(host().mutex);
-    events = record_all(device);
-  }
-  for (const auto& event : events) host_wait(event);
-  raise_failure();
+  count_and_wait(cause, [&] {
+    std::vector<EventPtr> events;
+    {
+      HostLock lock(host().mutex);
+      events = record_all(device);
+    }
+    for (const auto& event : events) host_wait(event);
+  });
 }
 
 void raise_failure() {
