@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +14,11 @@ import torch.distributed as dist
 
 from ..peak import LiveBytes
 from ..rounds import without_collector
+from .trace import idle_ms, traced
 from .training import Training
 
 NUM_WARMUPS = 2
 NUM_HOST_STEPS = 3
-ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ def measured(training: Training, num_steps: int) -> Measured:
     allocated, requested = peaks(training)
     reserved = torch.accelerator.max_memory_reserved() if on_accelerator(training) else 0
     batches = training.batches(0)
-    idle = idle_ms(lambda: training.step(batches), training.device)
+    idle = idle_ms(traced(lambda: training.step(batches), training.device))
     loss = float("nan") if training.last_loss is None else float(training.last_loss)
     return Measured(step_ms, host_ms, launch_ms, idle, allocated, requested, reserved, loss)
 
@@ -152,48 +148,3 @@ def _peaks_by_dispatcher(training: Training) -> dict[str, int]:
             found[phase] = max(found[phase], live.peak)
             live.forget_peak()
     return dict(found)
-
-
-# The trace
-
-
-def idle_ms(work: Callable[[], Any], device: torch.device) -> float | None:
-    """How long compute idled during `work`; None where the profiler does not see the device."""
-    activities = [each for each in torch.profiler.supported_activities() if each.name == device.type.upper()]
-    if device.type == "cpu" or not activities:
-        return None
-    torch.accelerator.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
-        work()
-        torch.accelerator.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        return idle_in(json.loads(file.read_text())["traceEvents"])
-
-
-def idle_in(events: Iterable[dict[str, Any]]) -> float | None:
-    """Milliseconds between the first and the last kernel of a trace in which the busiest stream ran nothing.
-
-    The busiest stream is compute's. It idles while it waits for another stream, and while the host has launched
-    nothing for it. None for a trace without kernels.
-    """
-    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
-            start = float(event["ts"])
-            spans[int(event["args"]["stream"])].append((start, start + float(event["dur"])))
-    if not spans:
-        return None
-    first = min(start for each in spans.values() for start, _ in each)
-    last = max(end for each in spans.values() for _, end in each)
-    return (last - first - max(_covered(each) for each in spans.values())) / 1e3
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of the spans."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -49,8 +49,8 @@ class MemoryReport:
     """The memory of sherd's buffers on this rank's device. `print` it for a table.
 
     It counts shards, unsharded parameters, gradients and everything in between, but not what rests in the memory of the
-    host while compute is on an accelerator (`CPUOffloadPolicy`). It does not count the module's own
-    buffers, nor what autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
+    host while compute is on an accelerator (`CPUOffloadPolicy`). It does not count the module's own buffers, nor what
+    autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
 
     Attributes:
         rows: bytes by unit and kind, units in the order of `named_modules`; no row where both figures are 0.

@@ -17,10 +17,11 @@ from sherd.schedule.moments import GroupSizes
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:
     """Returns the sizes of `unit`'s buffers when they are allocated. Makes the transport, as the first gather does."""
-    return [_sizes(weights, unit.policy) for weights in unit.weights]
+    return [group_sizes(weights, unit.policy) for weights in unit.weights]
 
 
-def _sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
+def group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
+    """Returns what the group of `weights` takes in the memory of the device that computes."""
     group, plan = weights.group, weights.plan
     trained, mesh = trainable(group.parameters), group.mesh
     own = mesh.shard_transport

@@ -15,7 +15,7 @@ from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import StateError
 from sherd.memory.held import Held, alive, bytes_of, held_by, held_by_groups, held_for_gradients, together, total
-from sherd.memory.sizes import sizes_of, trainable
+from sherd.memory.sizes import group_sizes, sizes_of, trainable
 from sherd.schedule import actions as do
 from sherd.schedule.actions import BeforeForward, EndBackward, Event, Reset
 from sherd.schedule.forecast import Forecast
@@ -182,7 +182,7 @@ class _Arrivals:
     def gives_back(self) -> None:
         """Look at the unit while the rows of a reduction are still there, and what its transport takes."""
         unit = self._watch.units[self._number]
-        sizes = sizes_of(unit)[self._group]
+        sizes = group_sizes(unit.weights[self._group], unit.policy)
         if sizes.lane_owns_rows:
             self._watch.reduces(self._number, sizes.scratch)
             self._watch.look(self._number)

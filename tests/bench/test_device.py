@@ -15,11 +15,12 @@ from bench import __main__ as command
 from bench.__main__ import FIGURES, parse
 from bench.device import page
 from bench.device.cases import CASES, LARGE, PLAIN, SMALLER, TINY, systems_for
-from bench.device.clock import Measured, idle_in
+from bench.device.clock import Measured
 from bench.device.figure import NO_TIME, jobs_of, measure, plan_for, results_of, stack_for
 from bench.device.groups import Failed, Group, Ranks
 from bench.device.lines import Lines, read
 from bench.device.rows import Result, rows_of, unlike_losses
+from bench.device.trace import idle_ms
 from bench.models import num_bytes
 from bench.peak import MIB
 from bench.ranks import Conditions
@@ -247,8 +248,8 @@ def test_compute_idles_where_the_busiest_stream_runs_nothing():
 
     compute = [event(7, 1000, 2000), event(7, 2500, 1000), event(7, 5000, 1000)]
     others = [event(9, 500, 1000, "gpu_memcpy"), event(9, 6000, 500), {"ph": "X", "cat": "cpu_op", "ts": 0, "dur": 9e9}]
-    assert idle_in([*compute, *others]) == pytest.approx(0.5 + 1.5 + 0.5)
-    assert idle_in(others[-1:]) is None
+    assert idle_ms([*compute, *others]) == pytest.approx(0.5 + 1.5 + 0.5)
+    assert idle_ms(others[-1:]) is None
 
 
 def test_losses_of_a_real_group_must_agree_and_a_nan_does_not():

@@ -40,18 +40,11 @@ def agrees_with_what_is_right(name: str, is_async: bool) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["on the current stream", "on the group's"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ON_GLOO_TOO)
-def test_values_are_those_of_gloo(name, num_ranks, is_async, sim_world):
+@pytest.mark.parametrize("name", [*ON_GLOO_TOO, *ONLY_AS_NCCL])
+def test_values_are_those_of_gloo_or_where_it_has_no_such_collective_right(name, num_ranks, is_async, sim_world):
+    agrees = agrees_with_gloo if name in ON_GLOO_TOO else agrees_with_what_is_right
     for seed in (1, 2):
-        sim_world(num_ranks, seed=seed, **PAUSES).run(agrees_with_gloo, name, is_async)
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["on the current stream", "on the group's"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ONLY_AS_NCCL)
-def test_what_gloo_has_not_is_right_too(name, num_ranks, is_async, sim_world):
-    for seed in (1, 2):
-        sim_world(num_ranks, seed=seed, **PAUSES).run(agrees_with_what_is_right, name, is_async)
+        sim_world(num_ranks, seed=seed, **PAUSES).run(agrees, name, is_async)
 
 
 # Order

@@ -63,35 +63,39 @@ def sharded(model: Any, **more: Any) -> Any:
     return sherd.fully_shard(model, **options(**more))
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).to("sim")
-    loss = model(x).square().mean()
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loss_of(model: nn.Module, number: int, device: str = "sim") -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
+    return model(x.to(device)).square().mean()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, device: str = "sim") -> float:
+    loss = loss_of(model, number, device)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
 
 
-def trained(model: Any, num_steps: int = 3) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return [step(model, optimizer, number) for number in range(num_steps)]
+def trained(model: nn.Module, device: str = "sim") -> list[float]:
+    """The losses of three steps."""
+    optimizer = adam(model)
+    return [step(model, optimizer, number, device) for number in range(3)]
 
 
-def expected() -> list[float]:
-    return trained_plain(built("cpu"))
+def assert_trains(losses: list[float]) -> None:
+    """The losses are those of the plain model."""
+    assert losses == pytest.approx(trained(built("cpu"), "cpu"), rel=1e-5)
 
 
-def trained_plain(model: nn.Module) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for number in range(3):
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+def assert_trains_in_host_memory(ranks: Any) -> None:
+    """Each rank says its losses, and whether its shards lie in host memory."""
+    for losses, rests in ranks.values:
+        assert rests
+        assert_trains(losses)
 
 
 def rest_in_host_memory(model: nn.Module) -> bool:
@@ -118,9 +122,7 @@ def train_offloaded(where: str, how: str) -> tuple[list[float], bool]:
 @pytest.mark.parametrize("how", ["Shard(0)", "Flat", "wrapper"])
 @pytest.mark.parametrize("where", ["cpu", "sim"])
 def test_a_model_trains_wherever_it_was_built(where, how, sim_world):
-    for losses, rests in sim_world(2, pause_us=300).run(train_offloaded, where, how).values:
-        assert rests
-        assert losses == pytest.approx(expected(), rel=1e-5)
+    assert_trains_in_host_memory(sim_world(2, pause_us=300).run(train_offloaded, where, how))
 
 
 def built_on_the_host() -> list[float]:
@@ -133,7 +135,7 @@ def built_on_the_host() -> list[float]:
 
 def test_a_model_of_the_host_is_moved_to_the_meshs_device(sim_world):
     for losses in sim_world(2).run(built_on_the_host).values:
-        assert losses == pytest.approx(expected(), rel=1e-5)
+        assert_trains(losses)
 
 
 def moved_there_and_back(how: str) -> tuple[list[float], bool, bool]:
@@ -150,7 +152,7 @@ def moved_there_and_back(how: str) -> tuple[list[float], bool, bool]:
     else:
         sharded(model)
     before = list(model.parameters())
-    optimizer = torch.optim.AdamW(before, lr=1e-2)
+    optimizer = adam(model)
     model.to("sim")
     losses = [step(model, optimizer, number) for number in range(3)]
     return losses, rest_in_host_memory(model), all(a is b for a, b in zip(before, model.parameters(), strict=True))
@@ -161,7 +163,7 @@ def test_shards_that_were_moved_come_back_as_the_same_objects(how, sim_world):
     for losses, rests, same in sim_world(2).run(moved_there_and_back, how).values:
         assert rests
         assert same
-        assert losses == pytest.approx(expected(), rel=1e-5)
+        assert_trains(losses)
 
 
 def moved_with_gradients() -> None:
@@ -190,9 +192,7 @@ def from_the_meta_device(where: str) -> tuple[list[float], bool]:
 
 @pytest.mark.parametrize("where", ["cpu", "sim"])
 def test_a_model_without_memory_gets_it_in_the_host(where, sim_world):
-    for losses, rests in sim_world(2).run(from_the_meta_device, where).values:
-        assert rests
-        assert losses == pytest.approx(expected(), rel=1e-5)
+    assert_trains_in_host_memory(sim_world(2).run(from_the_meta_device, where))
 
 
 def gathers_itself(where: str) -> tuple[list[float], bool]:
@@ -204,9 +204,7 @@ def gathers_itself(where: str) -> tuple[list[float], bool]:
 
 @pytest.mark.parametrize("where", ["cpu", "sim"])
 def test_a_tensor_that_gathers_itself_rests_in_the_host_too(where, sim_world):
-    for losses, rests in sim_world(2).run(gathers_itself, where).values:
-        assert rests
-        assert losses == pytest.approx(expected(), rel=1e-5)
+    assert_trains_in_host_memory(sim_world(2).run(gathers_itself, where))
 
 
 # Steps within backward
@@ -215,12 +213,11 @@ def test_a_tensor_that_gathers_itself_rests_in_the_host_too(where, sim_world):
 def stepped_in_backward(offloads: bool) -> tuple[list[float], int]:
     policy = sherd.CPUOffloadPolicy() if offloads else sherd.OffloadPolicy()
     model = sharded(built("sim"), offload_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     sherd.step_in_backward(model, optimizer)
     losses, left = [], 0
     for number in range(3):
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).to("sim")
-        loss = model(x).square().mean()
+        loss = loss_of(model, number)
         loss.backward()
         left += sum(each.grad is not None for each in model.parameters())
         optimizer.step()
@@ -232,7 +229,7 @@ def stepped_in_backward(offloads: bool) -> tuple[list[float], int]:
 def test_units_stepped_within_backward_train_as_after_it(offloads, sim_world):
     for losses, left in sim_world(2, pause_us=300, seed=3).run(stepped_in_backward, offloads).values:
         assert left == 0
-        assert losses == pytest.approx(expected(), rel=1e-5)
+        assert_trains(losses)
 
 
 # Copies

@@ -20,41 +20,21 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.wrap import ModuleWrapPolicy
 from tests.device import sim
+from tests.gpu.training import Layer
 
-WIDTH, HEADS, TOKENS, VOCABULARY, NUM_BLOCKS, NUM_STEPS = 32, 4, 12, 40, 3, 3
+WIDTH, TOKENS, VOCABULARY, NUM_BLOCKS, NUM_STEPS = 32, 12, 40, 3, 3
 PREFETCH = sherd.PrefetchPolicy()
-
-
-class Block(nn.Module):
-    def __init__(self, recompute: bool) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
-
-    def body(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        weights = (query @ key.transpose(-1, -2) / key.shape[-1] ** 0.5).softmax(-1)
-        x = x + self.out((weights @ value).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
     def __init__(self, recompute: bool, tied: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(recompute) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Layer(False if recompute else None, WIDTH) for _ in range(NUM_BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -285,7 +265,7 @@ def _wrapped(model: GPT, setting: Setting, mesh: DeviceMesh) -> nn.Module:
         model,
         device_mesh=mesh,
         sharding_strategy=sherd.ShardingStrategy.HYBRID_SHARD if setting.replicas > 1 else None,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({Layer}),
         mixed_precision=sherd.MixedPrecision(param_dtype=setting.dtype, reduce_dtype=setting.reduce_dtype),
         cpu_offload=sherd.CPUOffload(offload_params=setting.offload),
         device_id=torch.accelerator.current_device_index(),

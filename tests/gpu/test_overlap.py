@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import sherd
+from bench.device.trace import overlap, traced
 from sherd import PrefetchPolicy, fully_shard
 from tests.gpu.load import tiled_ranks
-from tests.gpu.trace import overlap, traced
 
 WIDTH, BATCH, NUM_BLOCKS = 4096, 4096, 6
 LEAST = 0.3
@@ -40,7 +40,7 @@ def overlap_of_step(mesh, accelerator, placement, depth):
         for _ in range(3):
             step()
         accelerator.synchronize()
-        return overlap(traced(step))
+        return overlap(traced(step, device))
 
 
 @pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["Shard(0)", "Flat"])

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sherd
+from bench.device.trace import Span, common, joined, overlap, spans_by_stream
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import RecordingStreams
 from tests.forked import answer_of
 from tests.gpu.devices import Host
 from tests.gpu.load import CASES, NUM_STEPS, differs, in_host_order, spoil, spoilt_memory, tolerance, under_load
-from tests.gpu.trace import Span, common, joined, overlap, spans_by_stream
 from tests.gpu.training import RECIPES, assert_same, train_here, train_plain
 
 RUNS_ON_CPU = True

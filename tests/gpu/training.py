@@ -29,12 +29,12 @@ WIDTH, TOKENS, VOCABULARY, NUM_BLOCKS, NUM_STEPS = 64, 16, 96, 3, 4
 class Layer(nn.Module):
     """A decoder layer; `recompute` is None, or what checkpointing is told about reentering."""
 
-    def __init__(self, recompute: bool | None) -> None:
+    def __init__(self, recompute: bool | None, width: int = WIDTH) -> None:
         super().__init__()
         self.recompute = recompute
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute is None:

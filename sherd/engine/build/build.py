@@ -59,11 +59,12 @@ def make_unit(
     # first of another model, so that a teacher has the same owners as its student
     # (test_a_model_made_alike_has_the_same_owners).
     closes = surrounds and loads_balance(mesh)
-    records = _shard(found, streams, request_of, surrounds, RestingPlace.under(offload, mesh.device))
+    place = RestingPlace.under(offload, mesh.device)
+    records = _shard(found, streams, request_of, surrounds, place)
     if closes:
         forget_loads(mesh)
     _borrow(found)
-    unit = Unit(modules, records, owners, mesh, streams, precision, offload, policy, surrounds, found)
+    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found)
     _bring_buffers(found.modules, mesh.device)
     hooks.install(unit, modules)
     load.install(unit, [each for each in found.modules if any(p is not None for p in each._parameters.values())])
@@ -103,8 +104,7 @@ def _shard(
     for each, plan in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
-        part = shard_of(plan.data.detach(), plan.cut, plan.mesh.piece)
-        local = place.bring(part.clone(memory_format=torch.contiguous_format))
+        local = place.copy_of(shard_of(plan.data.detach(), plan.cut, plan.mesh.piece))
         shard = nn.Parameter(as_dtensor(local, plan.shard_spec), requires_grad=each.parameter.requires_grad)
         record = ShardedParameter(
             each.name,

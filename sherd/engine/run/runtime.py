@@ -74,7 +74,7 @@ class Runtime:
     which are not below the root, but own parameters that are used there.
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
-    raised. `num_backwards` have begun; whether the newest is the last one before a step, `is_in_last_backward` says.
+    raised. `num_backwards` have begun. `is_in_last_backward`: the newest one is the last before a step.
     `_brings_gradients`: whether it does for any unit; None until somebody has asked.
     """
 
@@ -279,7 +279,7 @@ class Runtime:
             unit.backward.end()
         self.on(EndBackward(self._is_last_backward))
         for unit in self.units:
-            if unit.is_offloaded:
+            if unit.place.is_elsewhere:
                 unit.land_gradients()
         self.in_backward, self._brings_gradients = False, None
 

@@ -31,7 +31,7 @@ from sherd.engine.state.ownership import Belongings
 from sherd.engine.state.parameter import ShardedParameter, notice_replaced
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
-from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy, UnshardTerms
+from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
 from sherd.schedule.state import Live
 
 _ids = itertools.count()
@@ -72,7 +72,7 @@ class Unit:
         mesh: DataMesh,
         streams: Streams,
         precision: MixedPrecisionPolicy,
-        offload: OffloadPolicy,
+        place: RestingPlace,
         policy: UnitPolicy,
         surrounds: bool,
         found: Belongings,
@@ -88,8 +88,7 @@ class Unit:
         self.policy = policy
         self.ignored = found.ignored
         self._surrounds = surrounds
-        self._place = RestingPlace.under(offload, mesh.device)
-        self.is_offloaded = self._place.device != mesh.device
+        self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
         self.sealed_into: Callable[[], Conductor | None] = _nowhere
         self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
@@ -177,7 +176,7 @@ class Unit:
             batches += [together] if together else []
             batches += [[parameter] for parameter in alone]
         for batch in batches:
-            group = Group(batch, self.precision, self._place)
+            group = Group(batch, self.precision, self.place)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
             gradients = Gradients(group, plan, self.streams, partial(_surprised, this), completed)

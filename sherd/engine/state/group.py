@@ -166,7 +166,7 @@ class Group:
         low_precision = self.reduce_dtype if self.is_one_piece else self.compute_dtype
         self.grad_dtype = low_precision if precision.keep_low_precision_grads else self.dtype
         self.device = mesh.device
-        self.is_offloaded = place.device != mesh.device
+        self.is_offloaded = place.is_elsewhere
         self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
@@ -350,7 +350,7 @@ class Group:
         (parameter,) = self.parameters
         local = parameter.local
         if not local.is_meta and "fsdp_pre_all_gather" not in vars(local):
-            local = local.to(self.place.device, copy=True)
+            local = self.place.copy_of(local)
         give_memory(parameter, parameter.shard, local)
         return local
 

@@ -14,17 +14,20 @@ FETCHED_NUMEL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class RestingPlace:
-    """`device`: where shard buffers and shard gradients live; `pinned`: in page-locked host memory."""
+    """`device`: where shard buffers and shard gradients live; `pinned`: in page-locked host memory; `is_elsewhere`: not
+    in the memory of the device that computes."""
 
     device: torch.device
     pinned: bool = False
+    is_elsewhere: bool = False
 
     @classmethod
     def under(cls, policy: OffloadPolicy, mesh_device: torch.device) -> RestingPlace:
         """Returns the place that `policy` asks for. On a CPU mesh shards are in host memory anyway."""
         if not isinstance(policy, CPUOffloadPolicy):
             return cls(mesh_device)
-        return cls(torch.device("cpu"), pinned=policy.pin_memory and mesh_device.type != "cpu")
+        is_elsewhere = mesh_device.type != "cpu"
+        return cls(torch.device("cpu"), policy.pin_memory and is_elsewhere, is_elsewhere)
 
     def empty(self, numel: int, dtype: torch.dtype, now_on: torch.device) -> torch.Tensor:
         """Returns a zeroed buffer here, or a meta one while the parameters have no data (`now_on` is meta)."""
@@ -32,9 +35,11 @@ class RestingPlace:
             return torch.empty(numel, dtype=dtype, device="meta")
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
-    def bring(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns `shard` here; as it is, if it has no data."""
-        return shard if shard.is_meta else shard.to(self.device)
+    def copy_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns a contiguous copy of `shard` here; of one without data, one without data."""
+        if shard.is_meta or shard.device == self.device:
+            return shard.clone(memory_format=torch.contiguous_format)
+        return shard.to(self.device, memory_format=torch.contiguous_format)
 
     def fetch(self, shard_buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns `shard_buffer` on the compute device. A copy is ordered on the current stream."""

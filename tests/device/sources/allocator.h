@@ -11,12 +11,11 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
-#include <deque>
 #include <set>
 #include <tuple>
 #include <unordered_map>
 
-#include "streams.h"
+#include "held.h"
 
 namespace sim {
 
@@ -65,10 +64,6 @@ class DeviceMemory {
   };
   using Pool = std::set<Block*, BySize>;
   using Stats = c10::CachingAllocator::StatArray;
-  struct Held {
-    Block* block;
-    std::vector<EventPtr> events;
-  };
 
   Block* find_free(size_t size, int64_t stream);
   Block* new_segment(size_t size, int64_t stream);
@@ -83,7 +78,7 @@ class DeviceMemory {
 
   const int device_;
   Pool small_, large_;
-  std::deque<Held> held_;
+  Held<Block*> held_;
   size_t reserved_ = 0;
   std::unordered_map<const char*, int64_t> holders_, holders_at_peak_;  // allocated bytes by label; labels are interned
 };

@@ -49,26 +49,15 @@ Block* DeviceMemory::take(size_t size, int64_t stream, const char* holder) {
 void DeviceMemory::give_back(Block* block) {
   note_used(*block, -1);
   if (block->other_streams.empty()) return make_free(block);
-  Held held{block, {}};
-  for (const int64_t stream : block->other_streams) held.events.push_back(record(stream_of(device_, stream)));
+  std::vector<EventPtr> last_uses;
+  for (const int64_t stream : block->other_streams) last_uses.push_back(record(stream_of(device_, stream)));
   block->other_streams.clear();
-  held_.push_back(std::move(held));
+  held_.add(block, std::move(last_uses));
 }
 
 void DeviceMemory::collect_passed() {
-  for (auto it = held_.begin(); it != held_.end();) {
-    const bool passed =
-        std::all_of(it->events.begin(), it->events.end(), [](const EventPtr& event) { return event->is_done(); });
-    if (!passed) {
-      ++it;
-      continue;
-    }
-    // Who gets the memory is behind these streams' uses of it; of anything else it need not be.
-    const Block& block = *it->block;
-    for (const auto& event : it->events) race_detector().forget_before(block.begin, block.end(), event->clock());
-    make_free(it->block);
-    it = held_.erase(it);
-  }
+  held_.release_passed([](const Block* block) { return std::pair(block->begin, block->end()); },
+                       [this](Block* block) { make_free(block); });
 }
 
 Block* DeviceMemory::find_free(size_t size, int64_t stream) {

@@ -16,9 +16,6 @@
 
 namespace sim {
 
-// Stands in until the collectives are there: their definition is the stronger one.
-__attribute__((weak)) void bind_collectives(pybind11::module&) {}
-
 namespace {
 
 namespace py = pybind11;

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <map>
 
+#include "held.h"
+
 namespace sim {
 
 namespace {
@@ -58,34 +60,21 @@ class PinnedAllocator final : public at::HostAllocator {
     size_t size = 0;
     std::vector<c10::Stream> streams;  // whose copies used it since it was handed out
   };
-  struct Held {
-    char* begin;
-    std::vector<EventPtr> events;
-  };
 
   static void deleter(void* begin);
 
   void give_back(char* begin) {
     HostLock lock(host_mutex());
-    Held held{begin, {}};
-    for (const auto& stream : blocks_.at(begin).streams) held.events.push_back(record(stream));
-    blocks_.at(begin).streams.clear();
-    held_.push_back(std::move(held));
+    Block& block = blocks_.at(begin);
+    std::vector<EventPtr> last_uses;
+    for (const auto& stream : block.streams) last_uses.push_back(record(stream));
+    block.streams.clear();
+    held_.add(begin, std::move(last_uses));
   }
 
   void collect_passed() {
-    for (auto it = held_.begin(); it != held_.end();) {
-      const bool passed =
-          std::all_of(it->events.begin(), it->events.end(), [](const EventPtr& event) { return event->is_done(); });
-      if (!passed) {
-        ++it;
-        continue;
-      }
-      const size_t size = blocks_.at(it->begin).size;
-      for (const auto& event : it->events) race_detector().forget_before(it->begin, it->begin + size, event->clock());
-      spare_[size].push_back(it->begin);
-      it = held_.erase(it);
-    }
+    held_.release_passed([this](char* begin) { return std::pair(begin, begin + blocks_.at(begin).size); },
+                         [this](char* begin) { spare_[blocks_.at(begin).size].push_back(begin); });
   }
 
   std::map<char*, Block>::iterator block_of(const void* pointer) {
@@ -98,7 +87,7 @@ class PinnedAllocator final : public at::HostAllocator {
 
   std::map<char*, Block> blocks_;  // all there ever were: never unmapped
   std::map<size_t, std::vector<char*>> spare_;
-  std::vector<Held> held_;
+  Held<char*> held_;
 };
 
 PinnedAllocator& the_allocator() {

@@ -27,12 +27,18 @@ class Span:
         return self.end - self.start
 
 
-def traced(work: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The events of a Chrome trace of `work`, which is over on the device when this returns."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+def traced(work: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
+    """The events of a Chrome trace of what `work` runs on `device`; it is over there when this returns.
+
+    None are found on the CPU, and where the profiler does not see the device.
+    """
+    activities = [each for each in torch.profiler.supported_activities() if each.name == device.type.upper()]
+    if device.type == "cpu" or not activities:
+        return []
+    torch.accelerator.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         work()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -90,3 +96,16 @@ def overlap(events: Iterable[dict[str, Any]]) -> float:
     lanes = joined(span for stream, spans in streams.items() if stream != compute for span in spans)
     assert lanes, f"all ran on stream {compute}"
     return common(lanes, streams[compute]) / busy(lanes)
+
+
+def idle_ms(events: Iterable[dict[str, Any]]) -> float | None:
+    """Milliseconds between the first and the last kernel in which the busiest stream ran nothing.
+
+    The busiest stream is compute's. It idles while it waits for another stream, and while the host has launched
+    nothing for it. None for a trace without kernels.
+    """
+    streams = spans_by_stream(events).values()
+    if not streams:
+        return None
+    first, last = min(spans[0].start for spans in streams), max(spans[-1].end for spans in streams)
+    return (last - first - max(map(busy, streams))) / 1e3
