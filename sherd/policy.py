@@ -191,6 +191,7 @@ class PrefetchPolicy:
 
 
 TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
+DIVERGENCES = ("error", "trust")
 
 
 @dataclass(frozen=True)
@@ -206,16 +207,21 @@ class CommPolicy:
         fake_all_gather: send nothing when parameters are gathered, to measure the cost of communication. Results are
             wrong.
         fake_reduce: send nothing when gradients are reduced, likewise.
+        divergence: "error" has ranks compare what they are about to send wherever a step takes another way than the
+            last one, and raise on all of them, before bytes are mixed, if they differ. "trust" compares nothing.
 
     Raises:
-        PolicyError: `transport` is none of these.
+        PolicyError: `transport` or `divergence` is none of these.
     """
 
     transport: str = "auto"
     fake_all_gather: bool = False
     fake_reduce: bool = False
+    divergence: str = "error"
 
     def __post_init__(self) -> None:
+        if self.divergence not in DIVERGENCES:
+            raise PolicyError(f"CommPolicy(divergence={self.divergence!r}): expected one of {', '.join(DIVERGENCES)}")
         if self.transport not in TRANSPORTS:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
 

@@ -1011,6 +1011,42 @@ def test_named_group__splits_no_group_that_is_bound_to_a_device(world):
     assert world(2).run(bound_while_a_group_is_made) == [[None, torch.device("cuda", 0)]] * 2
 
 
+def left_in_a_store() -> tuple[list[bool], int, bytes]:
+    """What each of two ranks finds in a store of both, over connections of their own."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    store, other = _torch.store_beside(world, "here"), _torch.store_beside(world, "there")
+    found = [store.check([f"{rank}"]), other.check(["from 0"])]
+    store.set(f"from {rank}", str(rank))
+    dist.barrier()
+    number = store.add("number", 1)
+    dist.barrier()
+    return [*found, store.check(["from 0", "from 1"]), other.check(["from 0"])], number, store.get(f"from {1 - rank}")
+
+
+def test_store_beside__is_one_of_all_processes(world):
+    (first, one, from_other), (second, another, from_first) = world(2).run(left_in_a_store)
+    assert first == second == [False, False, True, False]
+    assert {one, another} == {1, 2}
+    assert (from_other, from_first) == (b"1", b"0")
+
+
+def stores_of_threads() -> object:
+    return _torch.store_beside(dist.group.WORLD, "here")
+
+
+def test_store_beside__is_none_where_ranks_are_threads(threads):
+    assert threads(2).run(stores_of_threads) == [None, None]
+
+
+def test_store__is_what_torchs_stores_can():
+    store: _torch.Store = dist.HashStore()
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    assert store.add("b", 2) == 2
+    assert store.check(["a", "b"])
+    assert not store.check(["c"])
+
+
 def timeouts_adopted() -> list[float]:
     before = timeout_of(dist.group.WORLD)
     groups = [dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))]

@@ -32,6 +32,7 @@ from sherd._torch.checkpointing import (
     sharded_tensor_of_rows,
 )
 from sherd._torch.collectives import (
+    Store,
     adopt_timeout,
     all_gather_coalesced,
     all_gather_single,
@@ -41,6 +42,7 @@ from sherd._torch.collectives import (
     read_objects_with,
     reduce_scatter_single,
     set_timeout,
+    store_beside,
     symmetric_memory,
     timeout_of,
 )
@@ -107,6 +109,7 @@ __all__ = [
     "NO_TORCH_FUNCTION",
     "DTensorSpec",
     "SavingHooks",
+    "Store",
     "adopt_timeout",
     "after_accumulation_hooks",
     "all_gather_coalesced",
@@ -170,6 +173,7 @@ __all__ = [
     "splitting_stage",
     "steps_in_backward",
     "storage_uses",
+    "store_beside",
     "strided_shard",
     "swap_devices",
     "symmetric_memory",

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, SupportsInt
+from typing import TYPE_CHECKING, Protocol, SupportsInt
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,36 @@ def named_group(
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
+
+
+class Store(Protocol):
+    """What processes of a group can leave for each other, by key. torch's stores have no public type (2.11 to 2.13)."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Leave `value`."""
+
+    def get(self, key: str, /) -> bytes:
+        """Returns what was left, and waits for it."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Returns the number that was left, increased."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Returns whether something was left under all of `keys`."""
+
+
+def store_beside(group: dist.ProcessGroup, prefix: str) -> Store | None:
+    """Returns a store of the processes of `group`, over a connection of its own, whose keys begin with `prefix`; None
+    if `group` was not made over one that connects processes.
+
+    `_world` has no public name (2.11 to 2.13).
+    """
+    _, store = distributed_c10d._world.pg_map[group]
+    below = store
+    while isinstance(below, distributed_c10d.PrefixStore):
+        below = below.underlying_store
+    connects = isinstance(below, dist.TCPStore | dist.FileStore)  # type: ignore[attr-defined]
+    return distributed_c10d.PrefixStore(prefix, below.clone()) if connects else None  # type: ignore[attr-defined]
 
 
 def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:

@@ -11,12 +11,9 @@ from torch import nn
 
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from sherd._torch import named_group
-from sherd.engine.run import order_check
-from sherd.engine.run.carry_out import DO
-from sherd.engine.run.order_check import MOST_SHOWN, PlannedCollective, with_agreement
-from sherd.engine.run.seal import runtime_of, unit_of
+from sherd.engine.run import guard, order_check
+from sherd.engine.run.order_check import MOST_SHOWN, PlannedCollective
 from sherd.errors import CommError
-from sherd.schedule.actions import Gather, Reduce
 
 
 @contextlib.contextmanager
@@ -207,25 +204,27 @@ def test_without_shards_only_reductions_are_compared(world):
     assert "rank 1 reduces the gradients of unit last" in said[0]
 
 
-def table_of(level):
-    with detail(level):
+def comparisons_of_a_settled_step(level):
+    with detail(level), pytest.MonkeyPatch.context() as patch:
         model = fully_sharded(Branching())
-        return runtime_of(unit_of(model), model)._do is DO
+        for _ in range(3):
+            step(model, "first")
+        compared = []
+        patch.setattr(guard, "agree", lambda *_: compared.append(1))
+        step(model, "first")
+        return len(compared)
 
 
-def test_below_detail_nothing_is_compared(world):
-    assert world(2).run(table_of, dist.DebugLevel.INFO) == [True, True]
-    assert world(2).run(table_of, dist.DebugLevel.DETAIL) == [False, False]
-
-
-def test_only_what_communicates_is_compared():
-    with detail():
-        table = with_agreement(DO)
-    assert {action for action in DO if table[action] is not DO[action]} == {Gather, Reduce}
+def test_below_detail_a_settled_step_compares_nothing(world):
+    assert world(2).run(comparisons_of_a_settled_step, dist.DebugLevel.INFO) == [0, 0]
+    first, second = world(2).run(comparisons_of_a_settled_step, dist.DebugLevel.DETAIL)
+    assert first == second > 0
 
 
 def test_a_long_list_of_parameters_is_cut_off_at_what_differs():
     deed = PlannedCollective("gathers unit a", tuple(f"w{index}" for index in range(20)))
     assert deed.describe(set()).endswith(f"w{MOST_SHOWN - 1} and {20 - MOST_SHOWN} more)")
     assert deed.describe({*deed.parameters} - {"w19"}) == "gathers unit a (w19)"
-    assert deed.digest != PlannedCollective("gathers unit b", deed.parameters).digest
+    assert deed.digest(3) == PlannedCollective("gathers unit a", deed.parameters, "elsewhere.py:1").digest(3)
+    assert deed.digest(3) != deed.digest(4)
+    assert deed.digest(3) != PlannedCollective("gathers unit b", deed.parameters).digest(3)

@@ -20,8 +20,8 @@ from sherd._torch import are_transforms_active, at_end_of_backward, in_backward,
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import UnderWay
 from sherd.engine.run.carry_out import DO
+from sherd.engine.run.guard import guarded, guards_of
 from sherd.engine.run.observer import Observer
-from sherd.engine.run.order_check import with_agreement
 from sherd.engine.run.unit import Unit
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
@@ -89,7 +89,8 @@ class Runtime:
         self.observer: Observer | None = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
-        self._do = with_agreement(DO)
+        guards = guards_of(self.units)
+        self._guards, self._do = set(guards.values()), guarded(DO, guards)
         self.schedule = Schedule(())
         self.revise()
 
@@ -206,6 +207,8 @@ class Runtime:
                 if member.keeps_copies or member.shards.have_moved:
                     member.may_be_written()
         self.revise()
+        for guard in self._guards:
+            guard.begin()
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)
@@ -370,7 +373,7 @@ class Runtime:
         policy = unit.policy
         return UnitSpec(
             unsharded_bytes=unit.unsharded_bytes,
-            after_forward=_keep(policy.reshard_after_forward, unit is self.root, unit.mesh.num_shards),
+            after_forward=Keep.under(policy.reshard_after_forward, unit is self.root, unit.mesh.num_shards),
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,
             reduces=policy.reduce_gradients,
@@ -387,14 +390,3 @@ def _lender_to(unit: Unit) -> Unit | None:
     """Returns the unit that has lent parameters which `unit` uses, as long as an unshard context lasts. A forward would
     gather what is there; a backward would give gradients to shards that nobody sees, and that are written over."""
     return next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
-
-
-def _keep(reshard: bool | int | None, is_root: bool, num_shards: int) -> Keep:
-    """Returns the schedule's word for `reshard_after_forward`."""
-    if reshard is None:
-        return Keep.FOR_BACKWARD if is_root else Keep.NOTHING
-    if isinstance(reshard, bool):
-        return Keep.NOTHING if reshard else Keep.ALWAYS
-    if reshard == num_shards:
-        return Keep.NOTHING
-    return Keep.ALWAYS if reshard == 1 else Keep.PART

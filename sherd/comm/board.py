@@ -1,0 +1,170 @@
+"""The board: ranks that cannot go on tell each other where they stand, through the store of the default group.
+
+Nothing is written while ranks agree. A rank that wants to leave the path which all have taken puts an `Inquiry` on the
+board. A thread of each rank that has been blocked in a collective for a while reads inquiries, and answers for it with
+the collective that it has started. The rank that inquires then knows that the others will not come, and declares what
+went wrong; the threads hear of it, and the blocked ranks raise it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from sherd._torch import Store, store_beside
+
+LOOK_EVERY_S = 0.05
+"""The thread looks this often whether its rank is blocked, and at the board if it is."""
+HEARD_WITHIN_S = 2.0
+"""A rank that declares what went wrong waits this long for the others to hear of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a rank has come: it has `issued` collectives since the last of `agreements`. Ranks of a mesh at equal
+    positions have the same past."""
+
+    agreements: int = 0
+    issued: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank says to an inquiry. It `has_left` too and is about to ask, or it has started `collective` where the
+    inquirer stands: (what it does, its parameters, the user's line), and has `issued` so many since."""
+
+    has_left: bool
+    issued: int = 0
+    collective: tuple[str, tuple[str, ...], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong, in words, and how many collectives the rank that has come farthest has `issued`."""
+
+    text: str
+    issued: int
+
+
+class Party(Protocol):
+    """One rank among those of a mesh."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether its rank may not come out of a collective by itself."""
+
+    def answer(self, position: Position) -> Answer | None:
+        """Returns the answer to a rank that stands at `position` and wants to leave the path; None as long as this rank
+        has not come there. Raises LookupError if it is past it in agreement."""
+
+    def hear(self, failure: Failure) -> None:
+        """Take note of what went wrong."""
+
+
+class Inquiry:
+    """A question that is on the board, as its rank sees it."""
+
+    def __init__(self, store: Store, number: int) -> None:
+        self._store, self._key = store, str(number)
+
+    def answers(self, ranks: Sequence[int]) -> dict[int, Answer]:
+        """Returns the answers that have come, by rank."""
+        keys = {rank: f"{self._key}/answer/{rank}" for rank in ranks}
+        return {rank: _answer_of(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+
+    def declare(self, failure: Failure, ranks: Sequence[int]) -> None:
+        """Tell the other `ranks` what went wrong, and wait until they have heard it."""
+        self._store.set(f"{self._key}/declared", json.dumps(asdict(failure)))
+        missing, deadline = set(ranks), time.monotonic() + HEARD_WITHIN_S
+        while missing and time.monotonic() < deadline:
+            missing = {rank for rank in missing if not self._store.check([f"{self._key}/heard/{rank}"])}
+            time.sleep(LOOK_EVERY_S / 5)
+
+
+class Board:
+    """The board of one default group, as one rank sees it."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._parties: weakref.WeakValueDictionary[tuple[int, ...], Party] = weakref.WeakValueDictionary()
+        self._open: dict[int, tuple[tuple[int, ...], Position]] = {}
+        self._num_read = 0
+
+    def join(self, party: Party) -> None:
+        """Answer for `party` from now on, as long as it exists."""
+        is_first = not self._parties
+        self._parties[party.ranks] = party
+        if is_first:
+            threading.Thread(target=_watch, args=(weakref.ref(self),), name="sherd board", daemon=True).start()
+
+    def inquire(self, ranks: Sequence[int], position: Position) -> Inquiry:
+        """Put on the board that this rank, one of `ranks`, wants to leave their path at `position`."""
+        number = self._store.add("number", 1)
+        self._store.set(str(number), json.dumps([list(ranks), asdict(position)]))
+        return Inquiry(self._store, number)
+
+    def look(self) -> None:
+        """Answer what can be answered, if one of the parties is blocked."""
+        if any(party.is_blocked for party in list(self._parties.values())):
+            while self._store.check([str(self._num_read + 1)]):
+                self._num_read += 1
+                ranks, position = json.loads(self._store.get(str(self._num_read)))
+                self._open[self._num_read] = tuple(ranks), Position(**position)
+            for number, (members, where) in list(self._open.items()):
+                if self._is_settled(number, self._parties.get(members), where):
+                    del self._open[number]
+
+    def _is_settled(self, number: int, party: Party | None, position: Position) -> bool:
+        """Answer one inquiry. Returns whether nothing remains to be said or heard."""
+        if party is None:
+            return True
+        own = f"{number}/answer/{self._rank}"
+        try:
+            answer = party.answer(position)
+        except LookupError:
+            return True
+        if answer is not None and not self._store.check([own]):
+            self._store.set(own, json.dumps(asdict(answer)))
+        if not self._store.check([f"{number}/declared"]):
+            return False
+        party.hear(Failure(**json.loads(self._store.get(f"{number}/declared"))))
+        self._store.set(f"{number}/heard/{self._rank}", "")
+        return True
+
+
+def _answer_of(said: bytes) -> Answer:
+    fields = json.loads(said)
+    if fields["collective"] is not None:
+        what, parameters, line = fields["collective"]
+        fields["collective"] = what, tuple(parameters), line
+    return Answer(**fields)
+
+
+def _watch(board: weakref.ref[Board]) -> None:
+    # The store ends with its server, the process of rank 0: then nobody is left to answer.
+    with contextlib.suppress(RuntimeError):
+        while (living := board()) is not None:
+            living.look()
+            del living
+            time.sleep(LOOK_EVERY_S)
+
+
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.WeakKeyDictionary()
+
+
+def board_of(group: dist.ProcessGroup) -> Board | None:
+    """Returns the board of `group`, the default one; None where its ranks have no store that connects processes."""
+    if group not in _boards:
+        store = store_beside(group, "sherd/board")
+        _boards[group] = None if store is None else Board(store, dist.get_rank())
+    return _boards[group]

@@ -1,0 +1,244 @@
+"""Ranks that go different ways all raise one error, soon, and it names both; ranks that change alike go on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import sherd
+from sherd.engine.run import guard
+from sherd.engine.run.carry_out import DO
+from sherd.engine.run.seal import runtime_of, unit_of
+from sherd.errors import PolicyError
+from tests.divergence.programs import Chain, batch, sharded, step, wrapped
+from tests.ranks import RanksFailed
+
+SOON_S = 20
+"""Not the half hour after which gloo gives up, on a machine however busy."""
+
+
+def assert_all_name_both(world: Any, num_ranks: int, program: Callable[..., None], *arguments: Any) -> list[str]:
+    """All ranks of `program` raise one text, which names the odd rank and another one. Returns the texts."""
+    begun = time.monotonic()
+    with pytest.raises(RanksFailed) as failed:
+        world(num_ranks).run(program, *arguments)
+    assert time.monotonic() - begun < SOON_S
+    errors = failed.value.errors
+    assert {errors[rank][0] for rank in range(num_ranks)} == {"CommError"}
+    texts = [errors[rank][1].partition("] ")[2] for rank in range(num_ranks)]
+    for text in texts:
+        assert "ranks are about to start different collectives" in text
+        assert "same order" in text
+    return texts
+
+
+def goes_on(model: Any, *order: int) -> None:
+    """Two steps, so that a rank which leaves at the end of the first one is noticed in the second."""
+    for _ in range(2):
+        step(model, *order)
+
+
+# Another way through the units
+
+
+def other_units(transport: str, order: tuple[int, ...], steps_before: int) -> None:
+    model = sharded(transport)
+    for _ in range(steps_before):
+        step(model)
+    goes_on(model, *(order if dist.get_rank() == 1 else ()))
+
+
+ORDERS = [(0, 2), (1, 2), (0, 1), (1, 0, 2), (0, 1, 2, 0), (2, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "order", "steps_before"),
+    [
+        *(("shared_memory", order, 4) for order in ORDERS),
+        *(("gloo", order, 4) for order in ORDERS),
+        *(("torch", order, 4) for order in ORDERS[::2]),
+        *(("auto", (0, 2), steps_before) for steps_before in (0, 1, 2)),
+    ],
+    ids=str,
+)
+def test_a_rank_that_runs_other_units_is_named_on_all_ranks(world, transport, order, steps_before):
+    first, second = assert_all_name_both(world, 2, other_units, transport, order, steps_before)
+    assert first == second
+    assert "rank 0 " in first
+    assert "rank 1 " in first
+    assert "programs.py:" in first
+
+
+def some_of_four(odd: dict[int, tuple[int, ...]], make: Callable[[], Any]) -> None:
+    model = make()
+    for _ in range(3):
+        step(model)
+    goes_on(model, *odd.get(dist.get_rank(), ()))
+
+
+def hybrid() -> Any:
+    return sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+
+
+@pytest.mark.parametrize("make", [sharded, wrapped, hybrid])
+@pytest.mark.parametrize(
+    "odd", [{2: (0, 2)}, {1: (0, 2), 3: (0, 2)}, {0: (0, 2), 1: (0, 1), 3: (1,)}], ids=["one", "two alike", "three"]
+)
+def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
+    for text in assert_all_name_both(world, 4, some_of_four, odd, make):
+        assert any(f"rank {rank} " in text or f"{rank}, " in text or f" {rank} " in text for rank in odd)
+
+
+# Another kind of pass
+
+
+def one_rank_does_not_reduce() -> None:
+    model = wrapped()
+    for number in range(6):
+        with model.no_sync() if dist.get_rank() == 1 and number == 4 else contextlib.nullcontext():
+            step(model)
+
+
+def one_rank_evaluates_once_more() -> None:
+    model = sharded()
+    for number in range(6):
+        for _ in range(2 if dist.get_rank() == 1 and number == 3 else 1):
+            with torch.no_grad():
+                model(batch())
+        step(model)
+
+
+def one_rank_gives_up_a_forward() -> None:
+    model = sharded()
+    for number in range(6):
+        try:
+            if dist.get_rank() == 1 and number == 3:
+                model(batch(), (0, 1, 7))  # there is no such block
+            step(model)
+        except IndexError:
+            continue  # as many a training script does with a bad batch
+
+
+def one_rank_leaves_out_a_backward() -> None:
+    model = sharded()
+    for number in range(6):
+        loss = model(batch()).sum()
+        if dist.get_rank() != 1 or number != 3:
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        one_rank_does_not_reduce,
+        one_rank_evaluates_once_more,
+        one_rank_gives_up_a_forward,
+        one_rank_leaves_out_a_backward,
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_whose_passes_are_others_is_named_on_all_ranks(world, program, num_ranks):
+    for text in assert_all_name_both(world, num_ranks, program):
+        assert "rank 1 " in text
+
+
+# Ranks that change alike
+
+
+def layers_dropped_alike(divergence: str) -> list[torch.Tensor]:
+    """Each step runs other blocks, drawn alike on all ranks, with evaluations in between."""
+    model = sharded(divergence=divergence)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(3)
+    for number in range(12):
+        order = tuple(block for block in range(3) if torch.rand((), generator=draw) < 0.7)
+        model(batch(), order or (0,)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 3 == 2:
+            with torch.no_grad():
+                model(batch())
+    return [each.full_tensor() for each in model.parameters()]
+
+
+def test_ranks_that_change_alike_train_as_they_do_unchecked(world):
+    for found, expected in zip(
+        world(2).run(layers_dropped_alike, "error"), world(2).run(layers_dropped_alike, "trust"), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def comparisons(make: Callable[[], Any], num_settled: int) -> tuple[int, int]:
+    """How many there are in the first steps, and in settled ones."""
+    counts = [0, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        compare = guard.agree
+
+        def counting(*arguments: Any) -> None:
+            counts[-1] += 1
+            compare(*arguments)
+
+        patch.setattr(guard, "agree", counting)
+        model = make()
+        for _ in range(3):
+            step(model)
+        counts = [counts[-1], 0]
+        for _ in range(num_settled):
+            step(model)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("make", [sharded, wrapped])
+def test_settled_steps_compare_nothing(world, make):
+    for first, settled in world(2).run(comparisons, make, 5):
+        assert first > 0
+        assert settled == 0
+
+
+def two_models_in_turn() -> float:
+    one, other = sharded(), wrapped()
+    for number in range(6):
+        step(one)
+        if number % 2:
+            step(other)
+            with torch.no_grad():
+                one(batch())
+    return 1.0
+
+
+def test_models_that_share_a_mesh_take_turns(world):
+    assert world(2).run(two_models_in_turn) == [1.0, 1.0]
+
+
+# Trust
+
+
+def table_of(divergence: str) -> bool:
+    model = sharded(divergence=divergence)
+    return runtime_of(unit_of(model), model)._do is DO
+
+
+def test_trust_adds_nothing(world):
+    assert world(2).run(table_of, "trust") == [True, True]
+    assert world(2).run(table_of, "error") == [False, False]
+
+
+def alone() -> bool:
+    model: Any = sherd.fully_shard(Chain(), mesh=init_device_mesh("cpu", (1,)))
+    return runtime_of(unit_of(model), model)._do is DO
+
+
+def test_one_rank_has_nobody_to_compare_with(world):
+    assert world(1).run(alone) == [True]
+
+
+def test_other_words_are_refused():
+    with pytest.raises(PolicyError, match=r"divergence='join'\): expected one of error, trust"):
+        sherd.CommPolicy(divergence="join")
