@@ -203,21 +203,27 @@ class CommPolicy:
             "shared_memory" ask for one of these. "coalesced" is torch's calls, but each tensor cut by `Shard(0)` is
             gathered straight into place, and a group in one launch: no copy and no second buffer, for the price of
             more and smaller messages. All units of a mesh should ask for one transport.
+        part_bytes: on an accelerator, a unit of twice so many bytes of parameters, or more, is gathered and reduced in
+            two to four parts of at least so many. Backward frees each part by itself: less memory, more messages. None:
+            always in one.
         fake_all_gather: send nothing when parameters are gathered, to measure the cost of communication. Results are
             wrong.
         fake_reduce: send nothing when gradients are reduced, likewise.
 
     Raises:
-        PolicyError: `transport` is none of these.
+        PolicyError: `transport` is none of these, or `part_bytes` is less than 1.
     """
 
     transport: str = "auto"
     fake_all_gather: bool = False
     fake_reduce: bool = False
+    part_bytes: int | None = 64 << 20
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
+        if self.part_bytes is not None:
+            require_int("CommPolicy(part_bytes={})", self.part_bytes, 1)
 
 
 class Level(IntEnum):
