@@ -6,7 +6,7 @@
     EndForward        free what was gathered and not used; the pass teaches the order
     BeforeBackward    as BeforeForward, in backward order
     GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
-    GroupPassed       free that group alone, if the unit is one that goes after backward
+    GroupPassed       free that group alone, if the unit was called once and goes after backward
     AfterBackward     start its reduction if gradients are left, and free it
     EndBackward       free the rest, finish all reductions; the pass teaches the order
 
