@@ -204,6 +204,9 @@ class CommPolicy:
             "shared_memory" ask for one of these. "coalesced" is torch's calls, but each tensor cut by `Shard(0)` is
             gathered straight into place, and a group in one launch: no copy and no second buffer, for the price of
             more and smaller messages. All units of a mesh should ask for one transport.
+        part_bytes: on an accelerator, a unit of twice so many bytes of parameters, or more, is gathered and reduced in
+            two to four parts of at least so many. Backward frees each part by itself: less memory, more messages. None:
+            always in one.
         fake_all_gather: send nothing when parameters are gathered, to measure the cost of communication. Results are
             wrong.
         fake_reduce: send nothing when gradients are reduced, likewise.
@@ -211,19 +214,22 @@ class CommPolicy:
             last one, and raise on all of them, before bytes are mixed, if they differ. "trust" compares nothing.
 
     Raises:
-        PolicyError: `transport` or `divergence` is none of these.
+        PolicyError: `transport` or `divergence` is none of these, or `part_bytes` is less than 1.
     """
 
     transport: str = "auto"
     fake_all_gather: bool = False
     fake_reduce: bool = False
     divergence: str = "error"
+    part_bytes: int | None = 64 << 20
 
     def __post_init__(self) -> None:
         if self.divergence not in DIVERGENCES:
             raise PolicyError(f"CommPolicy(divergence={self.divergence!r}): expected one of {', '.join(DIVERGENCES)}")
         if self.transport not in TRANSPORTS:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
+        if self.part_bytes is not None:
+            require_int("CommPolicy(part_bytes={})", self.part_bytes, 1)
 
 
 class Level(IntEnum):

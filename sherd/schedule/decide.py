@@ -6,7 +6,7 @@
     EndForward        free what was gathered and not used; the pass teaches the order
     BeforeBackward    as BeforeForward, in backward order
     GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
-    GroupPassed       free that group alone, if the unit is one that goes after backward
+    GroupPassed       free that group alone, if the unit was called once and goes after backward
     AfterBackward     start its reduction if gradients are left, and free it
     EndBackward       free the rest, finish all reductions; the pass teaches the order
 
@@ -180,7 +180,11 @@ class _Turn:
             self._prefetch_backward(unit)
 
     def free_group(self, unit: int, group: int) -> None:
-        if self._goes_after_backward(unit) and self.state.live[unit] is Live.UNSHARDED:
+        # Each of several calls may be recomputed, and what is gone then is gathered again: by this rank alone, if a
+        # gradient that others lack had it freed:
+        # test_no_group_goes_alone_of_a_unit_that_was_called_twice_and_may_be_recomputed_once_more.
+        is_called_once = self.state.forward.learnt.count(unit) <= 1
+        if is_called_once and self._goes_after_backward(unit) and self.state.live[unit] is Live.UNSHARDED:
             self.actions.append(FreeGroup(unit, group))
             self.state = replace(self.state, passed=self.state.passed | {unit})
 

@@ -174,6 +174,11 @@ class _Group:
         self._copy()
         self._num_arrived = 0
 
+    def collect(self) -> None:
+        """Take the rows that a lane owns: those of all groups, before the first is reduced."""
+        if self._sizes.lane_owns_rows:
+            self._copy()
+
     def reduce(self) -> None:
         self.end_backward()
         if self._rows:
@@ -279,6 +284,8 @@ class Buffers:
             if isinstance(action, do.FinishReduce):
                 for group in self._groups:
                     group.land()
+            for group in groups if isinstance(action, do.Reduce) else ():
+                group.collect()
             for group in groups:
                 DO[type(action)](group)
 

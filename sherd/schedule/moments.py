@@ -77,11 +77,6 @@ class GroupSizes:
     is_offloaded: bool = False
     stores_at_once: bool = False
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the group is one trainable parameter."""
-        return len(self.arriving) == 1 and self.is_all_trainable
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -113,6 +108,7 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
     gradient is there once backward has passed the first use of its parameter."""
     uses = Counter(moment for moment in forward if isinstance(moment, Arrival))
     missing = Counter(use.unit for use in uses)
+    missing_in_group = Counter((use.unit, use.group) for use in uses)
     num_ahead = uses.total()
     reached: list[bool] = []
     for moment in reversed(forward):
@@ -129,16 +125,18 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
                 uses[moment] -= 1
                 if not uses[moment]:
                     missing[unit] -= 1
+                    missing_in_group[unit, group] -= 1
                     yield moment
-                    yield from _passed(unit, group, sizes[unit], is_last=not missing[unit])
+                    if not missing_in_group[unit, group]:
+                        yield from _passed(unit, group, sizes[unit], is_last=not missing[unit])
 
 
 def _passed(unit: int, group: int, sizes: Sequence[GroupSizes], is_last: bool) -> Iterator[Moment]:
-    """Yields the event of a unit after its last gradient, or after the only gradient of one of its groups."""
+    """Yields the event of a unit after its last gradient, or after the last one of one of its groups."""
     if is_last:
         is_done_in_backward = all(group_sizes.is_all_trainable for group_sizes in sizes)
         yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
-    elif sizes[group].is_alone:
+    elif sizes[group].is_all_trainable:
         yield GroupPassed(unit, group)
 
 

@@ -64,6 +64,7 @@ class Setting:
     replicas: int = 1
     prefetch: sherd.PrefetchPolicy = PREFETCH
     transport: str = "auto"
+    parts: bool = False  # every unit is cut into parts, as a large one is by default
     offload: bool = False
     pinned: bool = True
     use_orig_params: bool = True
@@ -238,7 +239,7 @@ def sharded(model: GPT, setting: Setting, mesh: DeviceMesh) -> nn.Module:
         options["reshard_after_forward"] = setting.reshard
     if package is sherd:
         options["prefetch_policy"] = setting.prefetch
-        options["comm_policy"] = sherd.CommPolicy(transport=setting.transport)
+        options["comm_policy"] = sherd.CommPolicy(setting.transport, part_bytes=1 if setting.parts else None)
         placements = {"Flat": sherd.Flat(), "Blocks": sherd.Blocks(8), "Owned": sherd.Owned()}
         options["placement"] = placements.get(setting.placement)
     for block in model.blocks:

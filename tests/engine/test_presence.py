@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd import CommPolicy, Flat, Owned, fully_shard
+from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.engine.moves.gradients import Gradients
+from sherd.engine.run.seal import unit_of
 
 
 class Either(nn.Module):
@@ -53,6 +55,31 @@ def test_a_rank_without_a_gradient_takes_its_part_of_the_others(world):
                 torch.testing.assert_close(found[name], parameter.grad)
 
 
+class EitherLarge(nn.Module):
+    """Two matrices of 4 MiB. Rank 0 uses one, the others use the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.zeros(1024, 1024)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return (x.sum() * (self.left if rank == 0 else self.right)).sum()
+
+
+def gradients_of_large_parts() -> list[float]:
+    """One element of each, of which each matrix is a part of the unit."""
+    rank = dist.get_rank()
+    with use_streams(RecordingStreams()):
+        model = fully_shard(EitherLarge(), comm_policy=CommPolicy("torch", part_bytes=4 << 20))
+    assert len(unit_of(model).weights) == 2
+    model(torch.ones(3) * (rank + 1), rank).backward()
+    return [float(p.grad.full_tensor()[-1, -1]) for p in model.parameters()]
+
+
+def test_a_rank_without_a_large_part_takes_its_share_of_the_others(world):
+    assert world(2).run(gradients_of_large_parts) == [[1.5, 3.0]] * 2
+
+
 class Perhaps(nn.Module):
     """A unit between others that some ranks run without using any of its parameters, others with all of them."""
 
@@ -67,6 +94,8 @@ class Perhaps(nn.Module):
             return x * 0.5
         if how == "some":
             return x + self.down.bias
+        if how == "half":
+            return x + self.up(x)[:, :4]
         return x + self.down(self.up(x).tanh())
 
 
@@ -77,7 +106,7 @@ class One(nn.Linear):
         super().__init__(4, 4, bias=False)
 
     def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        return x.cos() if how == "some" else super().forward(x)
+        return x.cos() if how in ("some", "half") else super().forward(x)
 
 
 class Between(nn.Module):
@@ -90,7 +119,7 @@ class Between(nn.Module):
         return last(again(middle(perhaps(first(x), how), how), how))
 
 
-HOW = ["all", "its input", "its input, changed", "some"]
+HOW = ["all", "its input", "its input, changed", "some", "all", "half"]
 
 
 def built_between() -> Between:
@@ -115,7 +144,10 @@ def trained_where_ranks_use_none(options: dict) -> list[dict[str, torch.Tensor |
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
 def test_ranks_may_use_none_of_a_unit_while_others_use_all_of_it(world, placement, transport):
     options = {"placement": placement, "comm_policy": CommPolicy(transport=transport)}
-    ranks = world(3).run(trained_where_ranks_use_none, options)
+    assert_gradients_are_the_mean(world(3).run(trained_where_ranks_use_none, options))
+
+
+def assert_gradients_are_the_mean(ranks: list[list[dict[str, torch.Tensor | None]]]) -> None:
     plain = built_between()
     for step in range(len(HOW)):
         plain.zero_grad()
@@ -124,6 +156,16 @@ def test_ranks_may_use_none_of_a_unit_while_others_use_all_of_it(world, placemen
         for found in ranks:
             for name, parameter in plain.named_parameters():
                 torch.testing.assert_close(found[step][name], parameter.grad)
+
+
+def trained_in_parts() -> list[dict[str, torch.Tensor | None]]:
+    streams = RecordingStreams()
+    with use_streams(streams):
+        return trained_where_ranks_use_none({"comm_policy": CommPolicy("torch", part_bytes=1)})
+
+
+def test_ranks_may_use_none_of_a_part_while_others_use_all_of_it(world):
+    assert_gradients_are_the_mean(world(3).run(trained_in_parts))
 
 
 def after_a_gradient_by_its_input() -> int:

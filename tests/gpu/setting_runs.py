@@ -77,7 +77,7 @@ def _units(setting: Setting, model: Any, mesh: DeviceMesh, ignored: set[nn.Param
         "prefetch_policy": sherd.PrefetchPolicy(
             setting.forward_depth, setting.backward_depth, after_backward=setting.after_backward
         ),
-        "comm_policy": sherd.CommPolicy(transport=setting.transport),
+        "comm_policy": sherd.CommPolicy(setting.transport, part_bytes=1 if setting.parts else None),
         "ignored_params": ignored,
     } | _cut(setting.placement)
     for module in (*model.blocks, model):

@@ -59,6 +59,8 @@ class Setting:
     backward_depth: int = 1
     after_backward: bool = False
     transport: str = "auto"
+    parts: bool = False
+    """Every unit is cut into parts, as a large one is by default."""
     own_collectives: bool = False
 
     # How it is trained.
@@ -144,6 +146,7 @@ def _strategy(setting: Setting) -> str:
 def _of_the_wrapper(setting: Setting) -> dict[str, object]:
     """The wrapper has one placement, and says the rest by its strategy."""
     changes: dict[str, object] = {"placement": "Flat", "own_collectives": False, "reshard": None, "transport": "auto"}
+    changes["parts"] = False
     changes |= {"forward_depth": min(setting.forward_depth, 1), "backward_depth": min(setting.backward_depth, 1)}
     if setting.front == "flat wrapper" and setting.frozen == "norms":
         changes["frozen"] = "block"  # a flat parameter is frozen as a whole

@@ -41,6 +41,7 @@ CHOICES: dict[str, st.SearchStrategy[object]] = {
     "backward_depth": st.integers(0, 2),
     "after_backward": st.booleans(),
     "transport": st.sampled_from(["auto", "coalesced"]),
+    "parts": st.booleans(),
     "own_collectives": st.booleans(),
     "optimizer": st.sampled_from(["sgd", "adamw", "flattened"]),
     "micro_batches": st.sampled_from([1, 1, 2, 3]),

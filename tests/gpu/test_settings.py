@@ -40,6 +40,8 @@ CASES = {
     "root freed too": Setting(reshard=True, forward_depth=2, backward_depth=2, num_blocks=3),
     "not ahead": Setting(forward_depth=0, backward_depth=0, after_backward=True),
     "coalesced": Setting(transport="coalesced", width=13, **BF16),
+    "in parts": Setting(parts=True, scalar=True, max_norm=0.1),
+    "in parts, recomputed, accumulated": Setting(parts=True, recompute="kept graph", micro_batches=2, **BF16),
     "own collectives": Setting(own_collectives=True, placement="Flat"),
     # Precision
     "bfloat16": Setting(param_dtype="bfloat16", placement="Flat"),

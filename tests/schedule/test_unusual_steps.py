@@ -85,6 +85,12 @@ def test_no_group_goes_alone_of_a_unit_that(units):
     assert schedule.on(GroupPassed(1, 0)) == ()
 
 
+def test_no_group_goes_alone_of_a_unit_that_was_called_twice_and_may_be_recomputed_once_more():
+    schedule = Schedule(specs(2), Limits(backward_depth=0))
+    answers(schedule, [*forward([1, 1]), BeforeBackward(0), BeforeForward(1, recomputing=True), BeforeBackward(1)])
+    assert schedule.on(GroupPassed(1, 0)) == ()
+
+
 @pytest.mark.parametrize("event", [BeforeForward(1, recomputing=True), Unshard(1)])
 def test_who_reads_a_unit_again_gets_the_groups_back_that_were_freed(event):
     schedule = in_backward_of_the_last(specs(2))

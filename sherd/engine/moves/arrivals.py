@@ -128,7 +128,7 @@ class Arrivals:
         if index in self._waiting:
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
-            self._copy_batch()
+            self.collect()
         self.has_any = True
         self.came_twice |= index in self._came
         self._came.add(index)
@@ -142,7 +142,7 @@ class Arrivals:
         # What is added to earlier backwards' gradients does not wait for the reduction, even if it collects late.
         waits = self._waits_for_reduction and self._rows is None
         if not waits and (is_complete or self._waiting_bytes >= self._plan.batch_bytes):
-            self._copy_batch()
+            self.collect()
         if is_complete:
             self._arrived.clear()
             self._complete()
@@ -151,7 +151,8 @@ class Arrivals:
         """Returns whether `gradient`, the group's only one, is laid out and typed as it will be sent."""
         return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
 
-    def _copy_batch(self) -> None:
+    def collect(self) -> None:
+        """Copy what waits into the rows."""
         if not self._waiting:
             return
         if self._observer is None:
@@ -179,7 +180,7 @@ class Arrivals:
         """Note that the backward is over: gradients that did not come will not come. Those that no reduction has taken
         wait in the rows, where the next backward's are added to them."""
         self._is_expecting = self.came_twice = self.was_taken = False
-        self._copy_batch()
+        self.collect()
         self._arrived.clear()
         self._came.clear()
 
@@ -187,7 +188,7 @@ class Arrivals:
 
     def take(self, even_if_empty: bool) -> ReduceBuffer | None:
         """Returns the rows, for a reduction, which gives them back; None, or empty ones, if nothing has come."""
-        self._copy_batch()
+        self.collect()
         self._arrived.clear()
         self.was_taken = True
         rows = self._rows_to_fill() if even_if_empty else self._rows
@@ -254,7 +255,7 @@ class Arrivals:
 
     def drop_of(self, indices: frozenset[int]) -> None:
         """Drop those of the parameters of these indices."""
-        self._copy_batch()
+        self.collect()
         if self._rows is not None:
             self._rows.filled -= indices
             if not self._rows.filled:

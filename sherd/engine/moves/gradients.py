@@ -107,6 +107,11 @@ class Gradients:
 
     # Reducing
 
+    def collect(self) -> None:
+        """Copy what waits into the rows, where the reduce lane owns these."""
+        if self._plan.lane_owns_rows:
+            self.arrivals.collect()
+
     def reduce(self, policy: UnitPolicy, transport: Transport) -> None:
         """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
         awaits_replicas = self.partial is not None and policy.all_reduce_gradients  # of earlier backwards

@@ -145,8 +145,7 @@ class Backward:
 
     def _is_done(self, group: int | None) -> bool:
         """Returns whether nothing in backward will read the unsharded parameters of `group` again, or of the unit
-        (None), now that all their gradients are there. Only a group of a single parameter is ever done before its unit
-        is.
+        (None), now that all their gradients are there.
 
         A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
         else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient
@@ -156,8 +155,6 @@ class Backward:
         complete one, of a tensor that is used in two reentrant checkpoints, and reads it again in between.
         """
         if not self._is_gone_through_once:
-            return False
-        if group is not None and len(self._weights[group].group.parameters) > 1:
             return False
         for chosen in range(len(self._weights)) if group is None else (group,):
             if not (self._gradients[chosen].arrivals.expects_all and self._weights[chosen].is_unread):

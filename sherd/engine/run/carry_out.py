@@ -42,6 +42,9 @@ def shrink(unit: Unit) -> None:
 def reduce(unit: Unit) -> None:
     """Start the reductions of what has been collected."""
     user, apart = unit.policy.reduce_scatter, unit.policy.separate_reduce_group
+    # All rows are taken before the first reduction is queued, or compute would wait for that to take the second's.
+    for gradients in unit.gradients if len(unit.gradients) > 1 else ():
+        gradients.collect()
     for gradients in unit.gradients:
         mesh = gradients.group.mesh
         if user is not None:

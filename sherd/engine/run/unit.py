@@ -24,7 +24,8 @@ from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
 from sherd.engine.run.module_runs import ModuleRuns
-from sherd.engine.state.group import Group, GroupKey, group_key_of, travels_alone
+from sherd.engine.state.group import Group
+from sherd.engine.state.grouping import batches_of
 from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings
@@ -162,21 +163,11 @@ class Unit:
         """Put parameters into groups and each group's shards into one buffer: at the start, and when they moved."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
-        keys: dict[GroupKey, list[ShardedParameter]] = {}
-        for parameter in self.parameters:
-            keys.setdefault(group_key_of(parameter), []).append(parameter)
         this = weakref.ref(self)
         self.weights, self.gradients = [], []
-        batches: list[list[ShardedParameter]] = []
-        for members in keys.values():
-            together: list[ShardedParameter] = []
-            alone: list[ShardedParameter] = []
-            for parameter in members:
-                (alone if self._travels_alone(parameter) else together).append(parameter)
-            batches += [together] if together else []
-            batches += [[parameter] for parameter in alone]
-        for batch in batches:
-            group = Group(batch, self.precision, self.place)
+        part_bytes = self.mesh.comm.part_bytes
+        for batch in batches_of(self.parameters, self.streams, self._surrounds, self._gathers_as_one, part_bytes):
+            group = Group(batch.parameters, self.precision, self.place, batch.is_part)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
             gradients = Gradients(group, plan, self.streams, partial(_surprised, this), completed)
@@ -195,13 +186,6 @@ class Unit:
     def _gathers_as_one(self) -> bool:
         """Whether the user has put something in the way of each collective, which then is to see the unit as one."""
         return any((self.policy.all_gather, self.policy.reduce_scatter, self.policy.all_reduce_hook))
-
-    def _travels_alone(self, parameter: ShardedParameter) -> bool:
-        if group_key_of(parameter).gathers_itself:
-            return True
-        # Runs are never in order: those of one plan share a line.
-        is_apart = parameter.cut.in_order and not self._gathers_as_one
-        return is_apart and travels_alone(parameter, self.streams, self._surrounds)
 
     @property
     def meshes(self) -> list[DataMesh]:
