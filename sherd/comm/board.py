@@ -57,7 +57,8 @@ class Failure:
 class Party(Protocol):
     """One rank among those of a mesh."""
 
-    ranks: tuple[int, ...]
+    key: str
+    """The same on all ranks of the mesh, and on no other's."""
 
     @property
     def is_blocked(self) -> bool:
@@ -96,21 +97,21 @@ class Board:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._parties: weakref.WeakValueDictionary[tuple[int, ...], Party] = weakref.WeakValueDictionary()
-        self._open: dict[int, tuple[tuple[int, ...], Position]] = {}
+        self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
+        self._open: dict[int, tuple[str, Position]] = {}
         self._num_read = 0
 
     def join(self, party: Party) -> None:
         """Answer for `party` from now on, as long as it exists."""
         is_first = not self._parties
-        self._parties[party.ranks] = party
+        self._parties[party.key] = party
         if is_first:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="sherd board", daemon=True).start()
 
-    def inquire(self, ranks: Sequence[int], position: Position) -> Inquiry:
-        """Put on the board that this rank, one of `ranks`, wants to leave their path at `position`."""
+    def inquire(self, key: str, position: Position) -> Inquiry:
+        """Put on the board that this rank's party of this key wants to leave the path at `position`."""
         number = self._store.add("number", 1)
-        self._store.set(str(number), json.dumps([list(ranks), asdict(position)]))
+        self._store.set(str(number), json.dumps([key, asdict(position)]))
         return Inquiry(self._store, number)
 
     def look(self) -> None:
@@ -118,10 +119,10 @@ class Board:
         if any(party.is_blocked for party in list(self._parties.values())):
             while self._store.check([str(self._num_read + 1)]):
                 self._num_read += 1
-                ranks, position = json.loads(self._store.get(str(self._num_read)))
-                self._open[self._num_read] = tuple(ranks), Position(**position)
-            for number, (members, where) in list(self._open.items()):
-                if self._is_settled(number, self._parties.get(members), where):
+                key, position = json.loads(self._store.get(str(self._num_read)))
+                self._open[self._num_read] = key, Position(**position)
+            for number, (key, where) in list(self._open.items()):
+                if self._is_settled(number, self._parties.get(key), where):
                     del self._open[number]
 
     def _is_settled(self, number: int, party: Party | None, position: Position) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from sherd._torch import named_group
-from sherd.engine.run import guard, order_check
+from sherd.engine.run import guard
 from sherd.engine.run.order_check import MOST_SHOWN, PlannedCollective
 from sherd.errors import CommError
 
@@ -151,7 +151,7 @@ def test_full_precision_in_eval_on_one_rank_is_named(world):
 def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
         soon = named_group("one_rank_stays_away", range(2), timedelta(seconds=1))
-        patch.setattr(order_check, "_group_of", lambda *_: soon)
+        patch.setattr(guard.Guard, "_group", lambda _: soon)
         model = wrapped(Branching())
         model(torch.ones(2, 4), "first")
         if dist.get_rank() == 1:

@@ -29,7 +29,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position, board_of
+from sherd._torch import adopt_timeout
+from sherd.comm.board import LOOK_EVERY_S, Answer, Failure, Inquiry, Position, board_of
+from sherd.comm.failures import named
+from sherd.comm.groups import group_beside, group_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.order_check import PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
@@ -53,8 +56,9 @@ _LIBRARIES = tuple(str(File(module.__file__ or "").parent) for module in (torch,
 class Guard:
     """The guard of one mesh's ranks, as one rank sees it; for all units on that mesh, of any model."""
 
-    def __init__(self, ranks: tuple[int, ...], device: torch.device, board: Board | None) -> None:
-        self.ranks, self._device, self._board = ranks, device, board
+    def __init__(self, parent: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device) -> None:
+        self.key = f"{parent.group_name} {ranks}"
+        self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
         self._path: Path[tuple[type[Action], int, bool]] = Path()
         self._position = Position()
@@ -62,8 +66,9 @@ class Guard:
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._is_asking, self._entered, self._thread = False, 0.0, 0
         self._failure: Failure | None = None
-        if board is not None:
-            board.join(self)
+        self._board = board_of(_world())
+        if self._board is not None:
+            self._board.join(self)
 
     def watch(self, unit: Unit) -> None:
         """Know `unit`, one of the mesh's."""
@@ -120,14 +125,24 @@ class Guard:
                 if self._board is None or time.monotonic() - begun < INQUIRE_AFTER_S:
                     continue
                 if inquiry is None:
-                    inquiry = self._board.inquire(self.ranks, self._position)
+                    inquiry = self._board.inquire(self.key, self._position)
                 self._give_up_if_alone(inquiry, collective)
             work.wait()
 
-        agree(self.ranks, self._device, collective, self._position.issued, wait)
+        agree(self._group(), collective, self._position.issued, wait)
         self._is_asking = False
         self._path.agree()
         self._position = Position(self._position.agreements + 1)
+
+    def _group(self) -> dist.ProcessGroup:
+        """Returns the group that ranks compare over. It is used for nothing else, so that a comparison meets only other
+        comparisons, and it is one of the host, which is what waits."""
+        parent, is_host = self._parent(), self._device.type == "cpu"
+        assert parent is not None, "the mesh of a unit holds it"
+        if is_host:
+            adopt_timeout(parent)
+        with named("the first comparison of what ranks are about to do", parent):
+            return group_beside(parent, "order", self._ranks, self._device, None if is_host else "gloo")
 
     def _give_up_if_alone(self, inquiry: Inquiry, collective: PlannedCollective) -> None:
         """Declare a failure, if all other ranks have said where they are and some will not come."""
@@ -135,7 +150,7 @@ class Guard:
         started = {rank: PlannedCollective(*each.collective) for rank, each in answers.items() if each.collective}
         if not started or len(answers) < len(self._peers):
             return
-        known = [rank for rank in self.ranks if rank in started or rank == dist.get_rank()]
+        known = [rank for rank in self._ranks if rank in started or rank == dist.get_rank()]
         text = different(known, [started.get(rank, collective) for rank in known])
         self._failure = Failure(text, max(answer.issued for answer in answers.values()))
         inquiry.declare(self._failure, self._peers)
@@ -197,7 +212,13 @@ def _users_line(frame: FrameType | None) -> str:
 
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Guard]] = weakref.WeakKeyDictionary()
-"""By default group and ranks. A guard goes with its default group, for its path is that of all models there."""
+"""By group and ranks: by the group of a mesh of one axis, else by the default one."""
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup), "there is a mesh, so it was initialized"
+    return world
 
 
 def guards_of(units: Iterable[Unit]) -> dict[int, Guard]:
@@ -216,13 +237,12 @@ def _guard_of(mesh: DataMesh) -> Guard | None:
     sends = not (mesh.comm.fake_all_gather or mesh.comm.fake_reduce)
     if len(ranks) == 1 or mesh.comm.divergence == "trust" or not sends:
         return None
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup), "there is a mesh, so it was initialized"
-    if dist.get_backend(world) == "fake":
+    if dist.get_backend(_world()) == "fake":
         return None
-    by_ranks = _guards.setdefault(world, {})
+    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else _world()
+    by_ranks = _guards.setdefault(parent, {})
     if ranks not in by_ranks:
-        by_ranks[ranks] = Guard(ranks, mesh.device, board_of(world))
+        by_ranks[ranks] = Guard(parent, ranks, mesh.device)
     return by_ranks[ranks]
 
 

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import backend_of
-from sherd.comm.groups import group_beside
+from sherd.comm.failures import in_short, unfinished
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Gather
 
+DIGEST_BYTES = 8
 MOST_SHOWN = 8
 """Parameters that a message names."""
 
@@ -39,11 +40,11 @@ class PlannedCollective:
     parameters: tuple[str, ...]
     line: str = field(default="", compare=False)
 
-    def digest(self, issued: int) -> int:
-        """Returns 64 bits that differ for different collectives and are the same for equal ones on any host; `issued`
-        is how many the rank has started since ranks compared last."""
+    def digest(self, issued: int) -> bytes:
+        """Returns bytes that differ for different collectives and are the same for equal ones on any host; `issued` is
+        how many the rank has started since ranks compared last."""
         said = "\n".join((str(issued), self.what, *self.parameters))
-        return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
+        return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
 
     def describe(self, known: set[str]) -> str:
         """Returns it in words, with its parameters. Those that are `known` are left out, unless all are."""
@@ -68,34 +69,26 @@ def _description(parameter: ShardedParameter) -> str:
 
 
 def agree(
-    ranks: Sequence[int],
-    device: torch.device,
-    collective: PlannedCollective,
-    issued: int,
-    wait: Callable[[dist.Work], None],
+    group: dist.ProcessGroup, collective: PlannedCollective, issued: int, wait: Callable[[dist.Work], None]
 ) -> None:
-    """Go on only if all `ranks` are about to start `collective`, on `device`, and have started as many since they
-    compared last. All must call this; `wait` waits for the exchange.
+    """Go on only if all ranks of `group` are about to start `collective`, and have started as many since they compared
+    last. All must call this; `wait` waits for the exchange.
 
     Raises:
         CommError: they are not (it is raised on all ranks), or a rank does not come before the timeout (on the others).
     """
-    group = _group_of(ranks, device)
-    own = torch.tensor([collective.digest(issued)], device="cpu")
-    digests = [torch.empty_like(own) for _ in ranks]
+    ranks = dist.get_process_group_ranks(group)
+    own, found_digests = collective.digest(issued), [bytearray(DIGEST_BYTES) for _ in ranks]
     try:
-        wait(_started(digests, own, group))
-        if all(digest.item() == own.item() for digest in digests):
+        wait(_started(found_digests, own, group))
+        if all(digest == own for digest in found_digests):
             return
         found = all_gather_objects((collective, issued), "the comparison of what ranks do", group)
     except CommError:
         raise
     except RuntimeError as error:
-        raise CommError(
-            f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {list(ranks)} to say what they "
-            f"do, but one of them has died, or has not come in time: {error}. Look there for another error, for a "
-            "collective that only some ranks call, or for a loop that ends earlier"
-        ) from error
+        what = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {in_short(ranks)} to say what "
+        raise unfinished(f"{what}they do; this comparison", group, error) from error
     if len({each for each, _ in found}) == 1:
         counts = ", ".join(f"rank {rank} {number}" for rank, (_, number) in zip(ranks, found, strict=True))
         raise CommError(
@@ -117,21 +110,15 @@ def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) ->
     return f"ranks are about to start different collectives: {'; '.join(described)}.{where} {REMEDY}"
 
 
-def _started(digests: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+def _started(digests: Sequence[bytearray], own: bytes, group: dist.ProcessGroup) -> dist.Work:
     """Returns the all-gather of `own` into `digests`, under way. It goes past the dispatcher, where users count
     collectives."""
+    into = [torch.frombuffer(digest, dtype=torch.uint8) for digest in digests]
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     try:
-        backend = backend_of(group, own.device)
+        backend = backend_of(group, sent.device)
     except RuntimeError:  # a group of threads has none
-        work: dist.Work = dist.all_gather(digests, own, group=group, async_op=True)
+        work: dist.Work = dist.all_gather(into, sent, group=group, async_op=True)
         return work
-    started: dist.Work = backend.allgather([digests], [own])  # type: ignore[attr-defined]
+    started: dist.Work = backend.allgather([into], [sent])  # type: ignore[attr-defined]
     return started
-
-
-def _group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """Returns the group that ranks compare over. It is used for nothing else, so that a comparison meets only other
-    comparisons, and it is one of the host, which is what waits."""
-    default = dist.group.WORLD
-    assert isinstance(default, dist.ProcessGroup), "there is a mesh, so it was initialized"
-    return group_beside(default, "order", ranks, device, None if device.type == "cpu" else "gloo")
