@@ -22,7 +22,9 @@ import torch.distributed as dist
 from sherd._torch import Store, store_beside
 
 LOOK_EVERY_S = 0.05
-"""The thread looks this often whether its rank is blocked, and at the board if it is."""
+"""The thread looks this often whether its rank is blocked, and at the board if it is; less often if there are more than
+`OFTEN_UP_TO` ranks, which all ask one store."""
+OFTEN_UP_TO = 64
 HEARD_WITHIN_S = 2.0
 """A rank that declares what went wrong waits this long for the others to hear of it."""
 
@@ -38,11 +40,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank says to an inquiry. It `has_left` too and is about to ask, or it has started `collective` where the
-    inquirer stands: (what it does, its parameters, the user's line), and has `issued` so many since."""
+    """What a rank says to an inquiry: how many collectives it has `issued`, and which `collective` of these it started
+    where the inquirer stands (what it does, its parameters, the user's line); None if it waits to compare, too."""
 
-    has_left: bool
-    issued: int = 0
+    issued: int
     collective: tuple[str, tuple[str, ...], str] | None = None
 
 
@@ -95,8 +96,8 @@ class Inquiry:
 class Board:
     """The board of one default group, as one rank sees it."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+        self._store, self._rank, self.num_ranks = store, rank, num_ranks
         self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
         self._open: dict[int, tuple[str, Position]] = {}
         self._num_read = 0
@@ -156,8 +157,9 @@ def _watch(board: weakref.ref[Board]) -> None:
     with contextlib.suppress(RuntimeError):
         while (living := board()) is not None:
             living.look()
+            pause = LOOK_EVERY_S * max(1, living.num_ranks / OFTEN_UP_TO)
             del living
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(pause)
 
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.WeakKeyDictionary()
@@ -167,5 +169,5 @@ def board_of(group: dist.ProcessGroup) -> Board | None:
     """Returns the board of `group`, the default one; None where its ranks have no store that connects processes."""
     if group not in _boards:
         store = store_beside(group, "sherd/board")
-        _boards[group] = None if store is None else Board(store, dist.get_rank())
+        _boards[group] = None if store is None else Board(store, dist.get_rank(), dist.get_world_size())
     return _boards[group]

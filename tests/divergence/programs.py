@@ -51,6 +51,7 @@ def batch() -> Tensor:
 
 def step(model: Any, *order: int) -> None:
     """Forward and backward through blocks in this order, or through all."""
-    model(batch(), order or tuple(range(NUM_BLOCKS))).square().sum().backward()
+    x = batch().to(next(model.parameters()).device)
+    model(x, order or tuple(range(NUM_BLOCKS))).square().sum().backward()
     for parameter in model.parameters():
         parameter.grad = None

@@ -29,7 +29,7 @@ def assert_all_name_both(world: Any, num_ranks: int, program: Callable[..., None
     begun = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
         world(num_ranks).run(program, *arguments)
-    assert time.monotonic() - begun < SOON_S
+    assert time.monotonic() - begun < SOON_S, str(failed.value)
     errors = failed.value.errors
     assert {errors[rank][0] for rank in range(num_ranks)} == {"CommError"}
     texts = [errors[rank][1].partition("] ")[2] for rank in range(num_ranks)]

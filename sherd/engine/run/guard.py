@@ -86,7 +86,7 @@ class Guard:
         """
         self._raise_if_failed(do)
         self._path.take((action, unit.id, unit.in_full_precision))
-        if not self._path.is_sure or dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+        if not self._path.is_sure or _is_detailed():
             self._ask(planned(action, unit, _users_line(sys._getframe())), do)
         self._recent.append((self._position, action, weakref.ref(unit)))
         self._position = Position(self._position.agreements, self._position.issued + 1)
@@ -99,8 +99,10 @@ class Guard:
             CommError: while it waited, it was declared that ranks went different ways.
         """
         self._thread, self._entered = threading.get_ident(), time.monotonic()
-        do[action](unit)
-        self._entered = 0.0
+        try:
+            do[action](unit)
+        finally:
+            self._entered = 0.0
         self._raise_if_failed(do)
 
     def _raise_if_failed(self, do: Table) -> None:
@@ -129,10 +131,15 @@ class Guard:
                 self._give_up_if_alone(inquiry, collective)
             work.wait()
 
-        agree(self._group(), collective, self._position.issued, wait)
-        self._is_asking = False
+        try:
+            agree(self._group(), collective, self._position.issued, wait)
+        except CommError:
+            self._path = Path()  # ranks have taken different steps to here
+            raise
+        finally:
+            self._is_asking = False
+            self._position = Position(self._position.agreements + 1)
         self._path.agree()
-        self._position = Position(self._position.agreements + 1)
 
     def _group(self) -> dist.ProcessGroup:
         """Returns the group that ranks compare over. It is used for nothing else, so that a comparison meets only other
@@ -141,8 +148,10 @@ class Guard:
         assert parent is not None, "the mesh of a unit holds it"
         if is_host:
             adopt_timeout(parent)
+        # One that was made at DETAIL keeps the host waiting from the call on, when the level is no longer that.
+        purpose = "order-detail" if _is_detailed() else "order"
         with named("the first comparison of what ranks are about to do", parent):
-            return group_beside(parent, "order", self._ranks, self._device, None if is_host else "gloo")
+            return group_beside(parent, purpose, self._ranks, self._device, None if is_host else "gloo")
 
     def _give_up_if_alone(self, inquiry: Inquiry, collective: PlannedCollective) -> None:
         """Declare a failure, if all other ranks have said where they are and some will not come."""
@@ -157,7 +166,8 @@ class Guard:
 
     def _release(self, number: int, do: Table) -> None:
         """Take part in the next `number` collectives, which others have started, so that they do not wait for ever."""
-        self._position = Position(self._position.agreements, self._position.issued + max(number, 0))
+        number = max(number, 0)
+        self._position = Position(self._position.agreements, self._position.issued + number)
         for action, unit_id, _ in islice(self._path.expected(), number):
             unit = self._units.get(unit_id)
             if unit is None:
@@ -190,16 +200,20 @@ class Guard:
         if here.agreements < position.agreements:
             return None
         if here.issued <= position.issued:
-            return Answer(self._is_asking, here.issued) if self._is_asking else None
+            return Answer(here.issued) if self._is_asking else None
         for where, action, of in self._recent:
             if where == position and (unit := of()) is not None:
                 collective = planned(action, unit, _users_line(sys._current_frames().get(self._thread)))
-                return Answer(False, here.issued, (collective.what, collective.parameters, collective.line))
+                return Answer(here.issued, (collective.what, collective.parameters, collective.line))
         return None
 
     def hear(self, failure: Failure) -> None:
         """Take note of what went wrong; the next collective, or the end of the one under way, raises it."""
         self._failure = self._failure or failure
+
+
+def _is_detailed() -> bool:
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
 def _users_line(frame: FrameType | None) -> str:
