@@ -45,6 +45,8 @@ from sherd.policy import (
 )
 from sherd.port.explain import explain_migration
 from sherd.tensor.ragged import RaggedDTensor
+from sherd.verify.equivalence import verify_equivalence
+from sherd.verify.report import EquivalenceReport
 
 __all__ = [
     "AllGather",
@@ -56,6 +58,7 @@ __all__ = [
     "CommPolicy",
     "DTensorExtensions",
     "DataParallelMeshDims",
+    "EquivalenceReport",
     "FSDPExtensions",
     "FSDPModule",
     "Flat",
@@ -100,4 +103,5 @@ __all__ = [
     "step_in_backward",
     "track_memory",
     "unsharded",
+    "verify_equivalence",
 ]

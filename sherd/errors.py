@@ -15,6 +15,7 @@
     ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
     │   └── OptimStateError  AssertionError, ValueError    optimizer state that does not fit the model
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
+    ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
 
 Every message names what was found, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
@@ -26,6 +27,7 @@ from typing import ClassVar
 
 __all__ = [
     "CommError",
+    "EquivalenceError",
     "GradientError",
     "MeshError",
     "ModuleError",
@@ -111,6 +113,12 @@ class OptimStateError(OptimizerError, ValueError, AssertionError):
 
 class GradientError(SherdError, RuntimeError):
     """A gradient that cannot be reduced."""
+
+
+class EquivalenceError(SherdError, AssertionError):
+    """A sharded training that differs from the plain one: `verify_equivalence(...).require()`."""
+
+    names_rank = False
 
 
 class CommError(SherdError, RuntimeError):

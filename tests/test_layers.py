@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # `sherd` is the package's own __init__, `_public` the public names.
 RULE = """
 errors, policy, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
-< checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < _public, sherd
-< interop, train, __main__
+< checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < _public, sherd
+< interop, train, doctor, __main__
 """
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "build")

@@ -32,6 +32,7 @@ OURS = {
     "Blocks",
     "CommPolicy",
     "DTensorExtensions",
+    "EquivalenceReport",
     "FSDPExtensions",
     "Flat",
     "OnMesh",
@@ -54,6 +55,7 @@ OURS = {
     "replicate",
     "track_memory",
     "unsharded",
+    "verify_equivalence",
 }
 # The older, wrapping front end and its choices.
 OF_THE_WRAPPER = {

@@ -31,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(words)
         if "use" in args:
             return use(args, words)
+        if "doctor" in args:
+            from sherd.doctor.command import doctor
+
+            return doctor(args, words)
         with Stop() as stop:
             return _train(args, words, stop)
     except InputError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn, get_type_hints
 
 from sherd import __version__
+from sherd.doctor.words import add_doctor
 from sherd.train.axes import axes_of
 from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=_versions())
     commands = top.add_subparsers(required=True, metavar="command")
     add_uses(commands)
+    add_doctor(commands)
     p = commands.add_parser(
         "train",
         usage="sherd train [options] [section.field=value ...], in any order",

@@ -1,0 +1,1 @@
+"""`sherd doctor`: what this machine and its ranks are like, what is wrong with them, and what to do about it."""

@@ -1,0 +1,41 @@
+"""The words of `sherd doctor`. Loads no torch: a refusal takes no second."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Protocol
+
+from sherd.train.codes import BAD_INPUT
+
+ABOUT = "tell what this machine and its ranks are like, what is wrong with them, and what to do about it"
+CODES = f"exit code: 0, all is well; 1, with --strict, there is a warning; {BAD_INPUT}, there is a failure"
+
+
+class Commands(Protocol):
+    """The sub-parsers of `sherd`."""
+
+    def add_parser(
+        self, name: str, *, help: str, description: str, epilog: str, allow_abbrev: bool
+    ) -> argparse.ArgumentParser:
+        """Add a command."""
+
+
+def add_doctor(commands: Commands) -> None:
+    """Add the command. A FILE that it reads instead of asking the machine would be a positional argument here, and a
+    branch at the beginning of `sherd.doctor.command.doctor`."""
+    p = commands.add_parser("doctor", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
+    p.set_defaults(doctor=True)
+    p.add_argument("--ranks", type=_at_least_one, metavar="N", help="processes to start: 2, or one per device")
+    p.add_argument("--json", action="store_true", help="print one line of JSON")
+    p.add_argument("--strict", action="store_true", help="exit with 1 after a warning")
+    p.add_argument("--into", default="", help=argparse.SUPPRESS)  # the folder in which the started ranks leave findings
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too few")
+    return number
+
+
+_at_least_one.__name__ = "int"  # argparse names it where `text` is no number at all

@@ -1,0 +1,269 @@
+"""Does `sherd doctor` see what is wrong with a machine and its ranks, and say what to do about it?"""
+
+import collections
+import json
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sherd import comm
+from sherd.comm.host.shared_memory import SharedMemory
+from sherd.doctor import command, machine, ranks
+from sherd.doctor.findings import FAILURE, OK, WARNING, Finding, as_json, as_table, exit_code
+from sherd.train import cli
+from tests.forked import sherd as be_sherd
+from tests.forked import start, torchrun
+
+GOOD = Finding("memory", "host", "16 GiB free")
+DUBIOUS = Finding("memory", "/dev/shm", "0.1 GiB free", WARNING, "docker run --shm-size=8g")
+BAD = Finding("ranks", "rank 1", "it has left no word", FAILURE, "look at stderr")
+
+
+# The table, the JSON and the exit code
+
+
+def test_the_table_shows_each_line_under_its_section_and_the_remedy_below():
+    assert as_table([GOOD, BAD, DUBIOUS]).splitlines() == [
+        "memory",
+        "  ok      host                    16 GiB free",
+        "  warning /dev/shm                0.1 GiB free",
+        "                                  -> docker run --shm-size=8g",
+        "ranks",
+        "  failure rank 1                  it has left no word",
+        "                                  -> look at stderr",
+        "",
+        "1 ok, 1 warning, 1 failure",
+    ]
+
+
+def test_the_json_holds_the_same():
+    read = json.loads(as_json([GOOD, BAD]))
+    assert read["verdict"] == "failure"
+    assert [Finding(**each) for each in read["findings"]] == [GOOD, BAD]
+
+
+@pytest.mark.parametrize(
+    ("findings", "code", "strict"),
+    [([GOOD], 0, 0), ([GOOD, DUBIOUS], 0, 1), ([DUBIOUS, BAD], 2, 2)],
+)
+def test_the_exit_code_is_that_of_the_worst_line(findings, code, strict):
+    assert (exit_code(findings, strict=False), exit_code(findings, strict=True)) == (code, strict)
+
+
+# One process
+
+
+def test_each_line_about_a_machine_that_is_not_ok_has_a_remedy():
+    findings = list(machine.of_the_machine(2, 1))
+    assert {"environment", "memory", "accelerators", "backends"} <= {each.section for each in findings}
+    assert {"python", "torch", "sherd", "host", "open files"} <= {each.name for each in findings}
+    assert all(bool(each.remedy) == (each.verdict != OK) for each in findings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", ""),
+        ("GLOO_SOCKET_IFNAME", "nothing9", "there is no such interface"),
+        ("NCCL_SOCKET_IFNAME", "^docker", ""),
+        ("TORCH_DISTRIBUTED_DEBUG", "OFF", ""),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow; unset it"),
+        ("CUDA_LAUNCH_BLOCKING", "0", ""),
+        ("CUDA_LAUNCH_BLOCKING", "1", "nothing overlaps"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "ranks hang"),
+        ("CUDA_VISIBLE_DEVICES", "", "hides all devices"),
+        ("OMP_NUM_THREADS", "many", "a number"),
+        ("RANK", "3", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"),
+    ],
+)
+def test_a_variable_that_is_set_is_told_with_what_is_wrong_about_it(name, value, remedy):
+    found = [each for each in machine.variables({name: value}) if remedy or each.name == name]
+    assert [each.name for each in found] == [name]
+    assert (remedy in found[0].remedy, found[0].verdict) == (True, WARNING if remedy else OK)
+
+
+def test_more_threads_than_cores_are_told():
+    usable = len(os.sched_getaffinity(0))
+    (good,), (bad,) = machine.cores(2, max(1, usable // 2)), machine.cores(4, 4 * usable)
+    assert bad.verdict == WARNING
+    assert "OMP_NUM_THREADS=" in bad.remedy
+    assert good.verdict == (OK if usable > 1 else WARNING)
+
+
+def test_little_shared_memory_and_few_files_are_told(monkeypatch):
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(64 * machine.MIB, 0, 64 * machine.MIB))
+    found = {each.name: each for each in machine.memory(10**6)}
+    assert "--shm-size" in found["/dev/shm"].remedy
+    assert "ulimit -n" in found["open files"].remedy
+
+
+def test_a_torch_that_is_too_old_is_a_failure_and_an_untested_one_a_warning(monkeypatch):
+    for version, verdict in (("2.9.1", FAILURE), ("2.99.0+cpu", WARNING), ("2.13.0", OK)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert next(each for each in machine.versions() if each.name == "torch").verdict == verdict
+
+
+# Ranks
+
+
+def found_by_ranks(**options):
+    return list(ranks.of_the_ranks())
+
+
+def test_two_ranks_find_their_transports_links_clocks_and_train(world):
+    one, other = world(2).run(found_by_ranks)
+    assert {(each.section, each.name, each.verdict) for each in one} == {
+        (each.section, each.name, each.verdict) for each in other
+    }
+    assert [each for each in one if each.verdict == FAILURE] == []
+    found = {each.name: each.value for each in one}
+    assert found["ranks"].startswith("2 on 1 host(s)")
+    assert found["transport"] == "auto is SharedMemory: gloo ranks that are all on one host"
+    assert found["others"] == "usable: auto, torch, coalesced, gloo, shared_memory"
+    assert "GB/s into each rank" in found["all-gather"]
+    assert "GB/s into each rank" in found["reduce-scatter"]
+    assert {"train in float32", "train in bfloat16"} <= {each.name for each in one if each.section == "self-test"}
+
+
+def test_a_rank_alone_trains_too(world):
+    (findings,) = world(1).run(found_by_ranks)
+    assert "none: there is one rank" in [each.value for each in findings]
+    assert [each for each in findings if each.verdict == FAILURE] == []
+
+
+def without_shared_memory():
+    # A transport that these ranks have is not made again.
+    without = mock.patch.object(SharedMemory, "meet", return_value=None)
+    with without, mock.patch.dict(comm.transports._known, clear=True):
+        return list(ranks.transports())
+
+
+def test_ranks_of_one_host_that_share_no_memory_are_told_why(world):
+    findings = world(2).run(without_shared_memory)[0]
+    (transport,) = (each for each in findings if each.name == "transport")
+    assert transport.verdict == WARNING
+    assert "auto is Gloo" in transport.value
+    assert "cannot map one another's memory" in transport.remedy
+    assert "not shared_memory" in findings[1].value
+
+
+def with_a_fast_clock():
+    now = time.time
+    with mock.patch.object(time, "time", side_effect=lambda: now() + 5 * dist.get_rank()):
+        return list(ranks.clocks())
+
+
+def test_clocks_that_differ_are_told(world):
+    for (clock,) in world(2).run(with_a_fast_clock):
+        assert clock.verdict == WARNING
+        assert float(clock.value.split()[2]) == pytest.approx(5000, abs=100)
+
+
+def spoilt(precision, model):
+    shard(precision, model)
+    model.head.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(1.5))
+
+
+shard = ranks._shard
+
+
+def with_a_wrong_gradient():
+    with mock.patch.object(ranks, "_shard", spoilt):
+        return list(ranks.self_test())
+
+
+def test_a_training_that_is_wrong_is_a_failure(world):
+    for findings in world(2).run(with_a_wrong_gradient):
+        assert [each.verdict for each in findings] == [FAILURE, FAILURE]
+        assert "gradient of head.weight" in findings[0].value
+
+
+def other_versions():
+    with mock.patch.object(ranks, "__version__", f"0.{dist.get_rank()}"):
+        return list(ranks.who())
+
+
+def test_ranks_of_other_versions_are_a_failure(world):
+    (_, found) = world(2).run(other_versions)[0]
+    assert (found.verdict, found.value) == (FAILURE, "ranks run 0.0 and 0.1")
+
+
+# The command
+
+
+@pytest.fixture
+def _no_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.mark.usefixtures("_no_rank")
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--ranks", "0"], "argument --ranks: 0 is too few"),
+        (["--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
+        (["--strikt"], "unknown option --strikt; did you mean --strict?"),
+        (["what.bin"], "'what.bin' is one word too many"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(capsys, words, why):
+    assert cli.main(["doctor", *words]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"sherd doctor: {why}")
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.usefixtures("_no_rank")
+def test_ranks_that_leave_no_word_are_a_failure(capsys, monkeypatch):
+    def started(num_ranks, module, words):
+        folder = words[words.index("--into") + 1]
+        with open(f"{folder}/0.json", "w") as file:
+            json.dump([vars(GOOD)], file)
+        return 139
+
+    monkeypatch.setattr(command, "start", started)
+    assert cli.main(["doctor", "--json"]) == 2
+    findings = [Finding(**each) for each in json.loads(capsys.readouterr().out)["findings"]]
+    assert GOOD in findings
+    told = [(each.name, each.value) for each in findings if each.verdict == FAILURE]
+    assert told == [("rank 1", "it has left no word"), ("end", "exit code 139")]
+
+
+def said_by(process, tmp_path):
+    process.join(150)
+    said, errors = (tmp_path / "said").read_text(), (tmp_path / "said.err").read_text()
+    assert process.exitcode == 0, said + errors
+    return json.loads(said)["findings"]
+
+
+def test_the_command_starts_ranks_and_finds_nothing_that_fails(tmp_path):
+    words = ["doctor", "--ranks", "2", "--json"]
+    findings = said_by(start(be_sherd, words, {}, folder=tmp_path, output=tmp_path / "said"), tmp_path)
+    assert {"environment", "memory", "links", "ranks", "time-outs", "self-test"} <= {
+        each["section"] for each in findings
+    }
+    assert len([each for each in findings if each["name"] == "ranks"]) == 1
+
+
+def test_it_runs_under_torchrun_too(tmp_path):
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "sherd", "doctor", "--json"]
+    findings = said_by(start(torchrun, words, {}, folder=tmp_path, output=tmp_path / "said"), tmp_path)
+    assert {"environment", "memory", "links", "ranks", "time-outs", "self-test"} <= {
+        each["section"] for each in findings
+    }
+
+
+def test_ranks_that_cannot_meet_are_told_with_the_interface(tmp_path):
+    words, environment = ["doctor", "--ranks", "2", "--json"], {"GLOO_SOCKET_IFNAME": "nothing9"}
+    process = start(be_sherd, words, environment, folder=tmp_path, output=tmp_path / "said")
+    process.join(150)
+    assert process.exitcode == 2
+    findings = json.loads((tmp_path / "said").read_text())["findings"]
+    failures = [each for each in findings if each["verdict"] == FAILURE]
+    assert {each["name"] for each in failures} == {"rank 0", "rank 1"}
+    assert "nothing9" in failures[0]["value"]

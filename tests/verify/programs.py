@@ -1,0 +1,227 @@
+"""What do the tests of `verify_equivalence` build and shard, and which mistakes are planted in it?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import sherd
+from sherd import EquivalenceReport, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from tests.wrapper.training import wrap_units
+
+WIDTH, WORDS, ROWS = 16, 13, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks between a tied embedding and head, and a frozen layer."""
+
+    recompute = False
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.drop = nn.Dropout(dropout)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(self.frozen(self.drop(x)))
+
+    def units(self) -> list[nn.Module]:
+        return [*self.blocks, self.frozen, self]
+
+
+class Unused(Net):
+    """And a parameter that forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+class Counting(nn.Module):
+    """With a batch norm, whose statistics are those of a part of the batch, and a buffer that forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.norm(self.up(x))
+
+    def units(self) -> list[nn.Module]:
+        return [self.up, self]
+
+
+def words(steps: int = 3, rows: int = ROWS) -> list[Tensor]:
+    return list(torch.randint(WORDS, (steps, rows, 5), generator=torch.Generator().manual_seed(1)))
+
+
+def noise(steps: int = 3, rows: int = ROWS) -> list[Tensor]:
+    return list(torch.randn(steps, rows, WIDTH, generator=torch.Generator().manual_seed(2)))
+
+
+def next_word(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def composed(model: Any, **options: Any) -> None:
+    for unit in model.units():
+        fully_shard(unit, **options)
+
+
+def wrapped(model: Any, **options: Any) -> nn.Module:
+    return wrap_units(model, FullyShardedDataParallel, **{"use_orig_params": True, **options})
+
+
+def hybrid(model: Any) -> None:
+    composed(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel(model: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    composed(model, mesh=mesh["dp"])
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PURE_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+SHARDED: dict[str, Callable[[Any], nn.Module | None]] = {
+    "rows": composed,
+    "flat": functools.partial(composed, placement=sherd.Flat()),
+    "blocks": functools.partial(composed, placement=sherd.Blocks(4)),
+    "owned": functools.partial(composed, placement=sherd.Owned()),
+    "bfloat16": functools.partial(composed, mp_policy=BFLOAT16),
+    "pure bfloat16": functools.partial(composed, mp_policy=PURE_BFLOAT16),
+    "wrapper": wrapped,
+    "wrapper, flat parameters": functools.partial(wrapped, use_orig_params=False),
+    "wrapper, bfloat16": functools.partial(wrapped, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+    "not at all": lambda model: FullyShardedDataParallel(
+        model, sharding_strategy=sherd.ShardingStrategy.NO_SHARD, use_orig_params=True
+    ),
+}
+ON_FOUR = {"hybrid": hybrid, "tensor parallel": tensor_parallel, "rows": composed}
+
+
+def verified(shard: str, build: Callable[[], nn.Module] = Net, **options: Any) -> EquivalenceReport:
+    """On a rank."""
+    options = {"loss": next_word, "optimizer": adamw, **options}
+    return sherd.verify_equivalence(build, words(), shard={**SHARDED, **ON_FOUR}[shard], **options)
+
+
+# Mistakes: each shards and then spoils something
+
+
+def with_gradient_off(model: Any, factor: float = 1.001, **options: Any) -> None:
+    """One gradient is off by a thousandth."""
+    composed(model, **options)
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(factor))
+
+
+def with_output_off(model: Any) -> None:
+    """One element of a block's output is off by a thousandth, on rank 1."""
+    composed(model)
+    if dist.get_rank() == 1:
+        model.blocks[0].register_forward_hook(lambda module, args, output: _bumped(output))
+
+
+def _bumped(output: Tensor) -> Tensor:
+    factor = torch.ones_like(output)
+    factor[2, 1, 7] = 1.001
+    return output * factor
+
+
+with_an_eighth_lost = functools.partial(with_gradient_off, factor=7 / 8, mp_policy=PURE_BFLOAT16)
+
+
+def with_lost_rank(model: Any, **options: Any) -> None:
+    """What rank 1 contributes to one gradient is lost, as where its reduction was skipped."""
+    composed(model, **options)
+
+    def lose(shard: Any) -> None:
+        shard.grad.mul_(0.5)
+
+    model.blocks[0].down.weight.register_post_accumulate_grad_hook(lose)
+
+
+with_lost_rank_in_bfloat16 = functools.partial(with_lost_rank, mp_policy=PURE_BFLOAT16)
+
+
+def with_drifting_replica(model: Any) -> None:
+    """Ranks 2 and 3, the second replica, keep one gradient of their own."""
+    hybrid(model)
+    if dist.get_rank() >= 2:
+        model.head.bias.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(0.9))
+
+
+def with_other_weights(model: Any) -> None:
+    """Rank 1 has built other weights: every rank cuts its own."""
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.blocks[0].up.weight += 1e-6
+    composed(model)
+
+
+def with_buffer_off(model: Any) -> None:
+    """A running mean is off by a thousandth of its change."""
+    composed(model)
+    before = model.norm.running_mean.clone()
+
+    def bump(module: Any, args: Any, output: Any) -> None:
+        module.running_mean = module.running_mean + (module.running_mean - before) * 1e-3
+
+    model.norm.register_forward_hook(bump)
+
+
+class Forgetful(torch.optim.SGD):
+    """It leaves out `blocks.0.norm.bias` in the second step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        gradients = [each.grad for each in self.param_groups[0]["params"]]
+        skipped = self.param_groups[0]["params"][2]
+        if self.calls == 2 and dist.get_world_size() > 1 and hasattr(skipped, "device_mesh"):
+            skipped.grad = None
+        super().step(closure)
+        for each, gradient in zip(self.param_groups[0]["params"], gradients, strict=True):
+            each.grad = gradient
+
+
+def forgetful(parameters: Any) -> torch.optim.Optimizer:
+    return Forgetful(parameters, lr=1e-5)
