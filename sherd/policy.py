@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, get_args
 
 from sherd.errors import PolicyError, PolicyTypeError
 
@@ -61,7 +61,7 @@ def require_floating_dtype(where: str, value: object) -> None:
     if value is None:
         return
     if not _is_dtype(value):
-        meant = _DTYPES.get(value.lower()) if isinstance(value, str) else None
+        meant = _DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
         raise PolicyTypeError(
             f"{where.format(repr(value))}: expected a torch.dtype or None, got a {type(value).__name__}; write "
             f"torch.{meant or 'bfloat16'}"
@@ -81,21 +81,17 @@ def _is_dtype(value: object) -> TypeGuard[torch.dtype]:
 _DTYPES = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
     "fp16": "float16",
     "f16": "float16",
     "half": "float16",
     "float16": "float16",
-    "torch.float16": "float16",
     "fp32": "float32",
     "f32": "float32",
     "float": "float32",
     "float32": "float32",
-    "torch.float32": "float32",
     "fp64": "float64",
     "double": "float64",
     "float64": "float64",
-    "torch.float64": "float64",
 }
 """The dtypes that users name by strings."""
 
@@ -218,6 +214,10 @@ class CommPolicy:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
+
+
+Unmanaged = Literal["error", "replicate", "ignore"]
+"""What is done about trainable parameters that were added to a model after it was sharded, and that no unit has."""
 
 
 class Level(IntEnum):
@@ -367,6 +367,7 @@ class UnitPolicy:
         when_reduced: called when reduced gradients were added to the shards', with CPU offload in host memory.
         notices_replaced: before a gather, look for parameters that the user has put in the place of shards, and take
             their values.
+        unmanaged: of the root: what is done about trainable parameters that no unit has.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -391,3 +392,8 @@ class UnitPolicy:
     all_reduce: Callable[[torch.Tensor], None] | None = None
     when_reduced: Callable[[], None] | None = None
     notices_replaced: bool = True
+    unmanaged: Unmanaged = "error"
+
+    def __post_init__(self) -> None:
+        if self.unmanaged not in get_args(Unmanaged):
+            raise PolicyError(f"unmanaged={self.unmanaged!r}: expected one of {', '.join(get_args(Unmanaged))}")

@@ -34,6 +34,7 @@ from sherd.clip import clip_grad_norm_
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
+from sherd.policy import Unmanaged
 from sherd.wrap import WrapPolicy
 
 
@@ -68,6 +69,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         device_mesh: instead of `process_group`: a 1-D mesh, or for hybrid strategies a 2-D one `(replicate, shard)`.
             Beside tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
         extensions: what is done with parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
+        unmanaged: what is done about trainable parameters that are added later, as for `fully_shard`. Beyond torch.
 
     Raises:
         MeshError: groups or a mesh that do not fit the strategy, or a DTensor among the parameters.
@@ -95,6 +97,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         extensions: FSDPExtensions | None = None,
+        unmanaged: Unmanaged = "error",
     ) -> None:
         super().__init__()
         require_module("FullyShardedDataParallel expects a module", module)
@@ -109,6 +112,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             limit_all_gathers,
             use_orig_params,
             device_mesh,
+            unmanaged,
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)

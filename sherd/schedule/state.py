@@ -28,6 +28,17 @@ class Keep(Enum):
     """All, if a backward may follow: the root's default, since backward begins there."""
     ALWAYS = auto()
 
+    @classmethod
+    def after_forward(cls, reshard: bool | int | None, is_root: bool, num_shards: int) -> Keep:
+        """Returns what `reshard_after_forward` means for a unit that is sharded over `num_shards` ranks."""
+        if reshard is None:
+            return cls.FOR_BACKWARD if is_root else cls.NOTHING
+        if isinstance(reshard, bool):
+            return cls.NOTHING if reshard else cls.ALWAYS
+        if reshard == num_shards:
+            return cls.NOTHING
+        return cls.ALWAYS if reshard == 1 else cls.PART
+
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:

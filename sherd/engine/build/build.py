@@ -17,6 +17,7 @@ from sherd.engine.build.sharding import ShardingRequest, in_short, sharding_plan
 from sherd.engine.run import hooks
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
+from sherd.engine.run.unmanaged import registrations
 from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
@@ -73,6 +74,7 @@ def make_unit(
     for each in found.modules:
         manage(each)
     _hide_from_dynamo()
+    registrations.install()
     watcher.install()
     watcher.sharded_again()
     return unit

@@ -23,6 +23,7 @@ from sherd.engine.run.carry_out import DO
 from sherd.engine.run.observer import Observer
 from sherd.engine.run.order_check import with_agreement
 from sherd.engine.run.unit import Unit
+from sherd.engine.run.unmanaged import Unmanaged, registrations
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import (
@@ -78,8 +79,9 @@ class Runtime:
     `_brings_gradients`: whether it does for any unit; None until somebody has asked.
     """
 
-    def __init__(self, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
+    def __init__(self, units: Sequence[Unit], unmanaged: Unmanaged, guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
+        self.unmanaged = unmanaged
         self.guests = frozenset(guests)
         self.in_backward = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
@@ -199,6 +201,7 @@ class Runtime:
                 "sherd.interop.pipelining.PipelineStage; or fully_shard the stage's module itself, and call "
                 "sherd.interop.torch_fsdp_identity() first"
             )
+        self._look_for_unmanaged(in_backward=False)
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.root.id):
             for member in self.units:
@@ -209,6 +212,10 @@ class Runtime:
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)
+
+    def _look_for_unmanaged(self, in_backward: bool) -> None:
+        if self.unmanaged.seen != registrations.count or any(each.requires_grad for each in self.unmanaged.frozen):
+            self.unmanaged.look(in_backward)
 
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
@@ -228,6 +235,7 @@ class Runtime:
                 f"the parameters of unit {lender.name}; call backward before or after it"
             )
         if not self.in_backward:
+            self._look_for_unmanaged(in_backward=True)
             self.is_in_last_backward = self._is_last_backward
             if (counted := self.root.policy.accumulation) is not None:
                 self.is_in_last_backward = counted.begin_backward(self.root.id, self.root.name)
@@ -274,7 +282,8 @@ class Runtime:
             if unit.backward.awaits_reduction(unit.policy, self._has_gradients):
                 self.on(AfterBackward(index, unreduced=True))
         if (counted := self.root.policy.accumulation) is not None:
-            counted.end_backward(self.root.id, any(unit.backward.has_received for unit in self.units))
+            has_received = any(unit.backward.has_received for unit in self.units)
+            counted.end_backward(self.root.id, has_received or self.unmanaged.has_gradients)
         for unit in self.units:
             unit.backward.end()
         self.on(EndBackward(self._is_last_backward))
@@ -282,6 +291,8 @@ class Runtime:
             if unit.place.is_elsewhere:
                 unit.land_gradients()
         self.in_backward, self._brings_gradients = False, None
+        if self.unmanaged.replicated and self.root.policy.reduce_gradients:
+            self.unmanaged.average_gradients()
 
     def expect_last_backward(self, is_last: bool) -> None:
         """Set whether the next backward is the last one before a step. Reductions stay in flight till then."""
@@ -370,7 +381,7 @@ class Runtime:
         policy = unit.policy
         return UnitSpec(
             unsharded_bytes=unit.unsharded_bytes,
-            after_forward=_keep(policy.reshard_after_forward, unit is self.root, unit.mesh.num_shards),
+            after_forward=Keep.after_forward(policy.reshard_after_forward, unit is self.root, unit.mesh.num_shards),
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,
             reduces=policy.reduce_gradients,
@@ -387,14 +398,3 @@ def _lender_to(unit: Unit) -> Unit | None:
     """Returns the unit that has lent parameters which `unit` uses, as long as an unshard context lasts. A forward would
     gather what is there; a backward would give gradients to shards that nobody sees, and that are written over."""
     return next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
-
-
-def _keep(reshard: bool | int | None, is_root: bool, num_shards: int) -> Keep:
-    """Returns the schedule's word for `reshard_after_forward`."""
-    if reshard is None:
-        return Keep.FOR_BACKWARD if is_root else Keep.NOTHING
-    if isinstance(reshard, bool):
-        return Keep.NOTHING if reshard else Keep.ALWAYS
-    if reshard == num_shards:
-        return Keep.NOTHING
-    return Keep.ALWAYS if reshard == 1 else Keep.PART

@@ -5,18 +5,17 @@ On a module there is one private key for its unit and, on a root, one for its ru
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import is_replicated, outside_transforms, say_fully_sharded, write_into
+from sherd._torch import outside_transforms, say_fully_sharded, write_into
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.unit import Unit
+from sherd.engine.run.unmanaged import Unmanaged
 from sherd.engine.state.loads import forget_loads
 from sherd.engine.state.ownership import require_not_torchs
-from sherd.engine.state.parameter import plain_name, record_of
+from sherd.engine.state.parameter import plain_name
 from sherd.errors import OwnershipError, StateError
 
 UNIT = "_sherd_unit"
@@ -89,8 +88,7 @@ def seal(root: nn.Module) -> Runtime:
     _require_data(units)
     _require_own_meshes(units)
     _require_shards_can_gather_themselves(units)
-    _warn_of_late_parameters(root, units)
-    runtime = Runtime(units, guests=owners)
+    runtime = Runtime(units, Unmanaged(root, units), guests=owners)
     for unit in units:
         unit.notice_moved()
         if not unit.shards.are_in_buffer:
@@ -115,34 +113,6 @@ def _require_shards_can_gather_themselves(units: list[Unit]) -> None:
     """Raise if a shard was given an all-gather of its own, after it was cut in a way that does not allow for one."""
     for record in (each for unit in units for each in unit.parameters):
         require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
-
-
-def _warn_of_late_parameters(root: nn.Module, units: list[Unit]) -> None:
-    """Say which trainable parameters have come after their module was sharded: each rank would train its own."""
-    if units[0].mesh.num_pieces * units[0].mesh.num_replicas == 1:
-        return
-    ignored = {each for unit in units for each in unit.ignored}
-    others = {id(each) for module in root.modules() if is_replicated(module) for each in module.modules()}
-    places = {(place.module_id, place.attribute) for unit in units for each in unit.parameters for place in each.places}
-    late = [
-        plain_name(f"{path}.{attribute}" if path else attribute)
-        for path, module in root.named_modules()
-        for attribute, parameter in module._parameters.items()
-        if parameter is not None
-        and parameter.requires_grad
-        and id(module) not in others
-        and (id(module), attribute) not in places
-        and record_of(parameter) is None
-        and id(parameter) not in ignored
-    ]
-    if late:
-        shown = ", ".join(late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
-        warnings.warn(
-            f"parameters were added after {type(root).__name__} was sharded: {shown}. They are not sharded and their "
-            "gradients are not reduced, so every rank trains its own. Add them (adapters, a new head) before "
-            "fully_shard, or call fully_shard on their module; name them in ignored_params if you reduce them yourself",
-            stacklevel=2,
-        )
 
 
 def _require_own_meshes(units: list[Unit]) -> None:
