@@ -60,27 +60,17 @@ def seal(root: nn.Module) -> Runtime:
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
         OwnershipError: a parameter was made tensor parallel after it was sharded.
     """
-    names: dict[int, tuple[Unit, list[str]]] = {}
-    module_names: dict[int, str] = {}
-    for path, module in root.named_modules():
-        name = plain_name(path)
-        unit = unit_of(module)
-        if unit is None:
-            require_not_torchs(path, module)
-        else:
-            names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
-        module_names[id(module)] = name
-    owners = {owner.id: owner for unit, _ in names.values() for owner in unit.companions if owner.id not in names}
-    names.update({owner.id: (owner, [owner.name]) for owner in owners.values()})
-    units = [unit for unit, _ in names.values()]
-    for unit, unit_names in names.values():
+    below = name_units(root)
+    ids = {unit.id for unit in below}
+    owners = {owner.id: owner for unit in below for owner in unit.companions if owner.id not in ids}
+    units = [*below, *owners.values()]
+    for unit in units:
         earlier = runtime_over(unit)
         if earlier is not None and not earlier.is_idle:
             raise StateError(
                 f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
                 f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
             )
-        unit.rename(", ".join(unit_names), module_names)
     for unit in units:
         if unit.shards.on_meta:
             unit.notice_replaced()
@@ -97,6 +87,31 @@ def seal(root: nn.Module) -> Runtime:
         forget_loads(unit.mesh)
     write_into(root, RUNTIME, runtime)
     return runtime
+
+
+def name_units(root: nn.Module) -> list[Unit]:
+    """Give every unit below `root`, and the parameters that are used there, names as seen from there. Returns the
+    units, each once.
+
+    Raises:
+        ModuleError: torch's own FSDP has a module below `root`.
+    """
+    names: dict[int, tuple[Unit, list[str]]] = {}
+    module_names: dict[int, str] = {}
+    for path, module in root.named_modules():
+        name = plain_name(path)
+        unit = unit_of(module)
+        if unit is None:
+            require_not_torchs(path, module)
+        else:
+            names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
+        module_names[id(module)] = name
+    for unit, unit_names in names.values():
+        unit.rename(", ".join(unit_names), module_names)
+    below = [unit for unit, _ in names.values()]
+    for owner in {owner for unit in below for owner in unit.companions}.difference(below):
+        owner.rename(owner.name, module_names)
+    return below
 
 
 def _require_data(units: list[Unit]) -> None:

@@ -30,6 +30,11 @@ class Place:
         return id(self.parameters), self.attribute
 
     @property
+    def is_there(self) -> bool:
+        """Whether the module still exists. If not, another one may have got its ids."""
+        return self._module() is not None
+
+    @property
     def module_id(self) -> int:
         """The id of the module, or of None if the module is gone."""
         return id(self._module())
