@@ -22,6 +22,7 @@ from sherd._torch import (
     in_functional_call,
 )
 from sherd.api import advice, comm_hook, materialize, optim_states, state_dict_settings, state_dicts
+from sherd.api.copying import deep_copy
 from sherd.api.extensions import FSDPExtensions, extensions_given
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.ignored import Ignored
@@ -31,6 +32,7 @@ from sherd.api.unsharded import unsharded
 from sherd.api.wrapper_state import before_forward, find_state
 from sherd.api.wrapping import make_wrappers_unit, wrap_below
 from sherd.clip import clip_grad_norm_
+from sherd.engine.build.copying import Memo
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
@@ -142,11 +144,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self._sherd_prepare = dynamo_disabled(before_forward)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise, as a deep copy or a pickle would be of process groups, and of one rank's shards."""
+        """Raise, as a pickle would be of process groups, and of one rank's shards."""
         raise ModuleError(
-            f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be deep-copied or pickled; copy or "
-            "pickle the module before it is wrapped, or build a second one and load this one's state_dict()"
+            f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be pickled; save its state_dict()"
         )
+
+    def __deepcopy__(self, memo: Memo) -> nn.Module:
+        return deep_copy(self, memo)
 
     # The wrapped module
 

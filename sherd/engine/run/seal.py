@@ -42,6 +42,11 @@ def attach(module: nn.Module, unit: Unit) -> None:
     say_fully_sharded(module)
 
 
+def attached_to(module: nn.Module) -> list[object]:
+    """Returns what sherd has hung on `module`: its unit, its runtime, its front end's record."""
+    return [module.__dict__[key] for key in (UNIT, RUNTIME, FRONT_END) if key in module.__dict__]
+
+
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
     """The runtime that `unit` is sealed into; if there is none yet, `module`, one of its modules, becomes a root."""
     runtime = runtime_over(unit)
