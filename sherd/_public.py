@@ -7,6 +7,7 @@ from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, Shardi
 from sherd.api.fully_shard import fully_shard
 from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from sherd.api.placements import OnMesh, Placements
+from sherd.api.refreshing import Refreshed, refresh
 from sherd.api.replicate import replicate
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
@@ -79,6 +80,7 @@ __all__ = [
     "PrefetchPolicy",
     "RaggedDTensor",
     "ReduceScatter",
+    "Refreshed",
     "ShardedForm",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -97,6 +99,7 @@ __all__ = [
     "flatten_optimizer",
     "fully_shard",
     "memory_report",
+    "refresh",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

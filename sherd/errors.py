@@ -7,6 +7,7 @@
     ├── PlacementError  ValueError    a parameter that cannot be cut as asked
     │   └── WriteBackError  RuntimeError  a parameter's new value is of another shape than the parameter
     ├── OwnershipError  ValueError    a parameter that two units would own, or none
+    │   └── UnmanagedParameterError   one that was added after sharding, and that every rank would train for itself
     ├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
     │   └── PolicyTypeError  TypeError    a choice of the wrong type
     ├── StateError      RuntimeError  a call at a moment when it cannot be served
@@ -17,6 +18,7 @@
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
     ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
+        └── RanksDifferError          ranks have changed a model in different ways
 
 Every message names what was found, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
 as ValueError, TypeError or RuntimeError are also that here, so `except` clauses keep working after a port.
@@ -37,9 +39,11 @@ __all__ = [
     "PlacementError",
     "PolicyError",
     "PolicyTypeError",
+    "RanksDifferError",
     "ShardedAccessError",
     "SherdError",
     "StateError",
+    "UnmanagedParameterError",
     "UnsupportedError",
     "WrapperStateError",
     "WriteBackError",
@@ -75,6 +79,10 @@ class WriteBackError(PlacementError, RuntimeError):
 
 class OwnershipError(SherdError, ValueError):
     """A parameter that two units would own, or none."""
+
+
+class UnmanagedParameterError(OwnershipError):
+    """A trainable parameter that was added after sharding: no unit has it, and every rank would train its own."""
 
 
 class PolicyError(SherdError, ValueError):
@@ -123,3 +131,9 @@ class EquivalenceError(SherdError, AssertionError):
 
 class CommError(SherdError, RuntimeError):
     """A collective that cannot be finished: a rank has died, or ranks asked for different things."""
+
+
+class RanksDifferError(CommError):
+    """Ranks have changed a model in different ways. All of them raise it, with one text."""
+
+    names_rank: ClassVar[bool] = False

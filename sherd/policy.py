@@ -2,102 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from sherd.errors import PolicyError, PolicyTypeError
+from sherd.errors import PolicyError
+from sherd.requirements import require_bool, require_floating_dtype, require_int
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-
-Number = TypeVar("Number", int, float)
-
-
-def require_bool(where: str, value: object) -> None:
-    """Raise `PolicyTypeError` if `value` is no bool. `where` says where it was given, as "function(argument={})"."""
-    if not isinstance(value, bool):
-        raise PolicyTypeError(f"{where.format(repr(value))}: expected a bool")
-
-
-def require_int(where: str, value: object, least: int) -> None:
-    """Raise `PolicyTypeError` if `value` is no int, `PolicyError` if it is below `least`."""
-    if not _is_number(value, int):
-        raise PolicyTypeError(f"{where.format(repr(value))}: expected an int")
-    if value < least:
-        raise PolicyError(f"{where.format(value)}: expected {least} or more")
-
-
-def require_factor(where: str, value: object) -> None:
-    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` if it is not finite or not above 0."""
-    if not _is_number(value, float):
-        raise PolicyTypeError(f"{where.format(repr(value))}: expected a number")
-    if not 0 < value < math.inf:
-        raise PolicyError(f"{where.format(repr(value))}: expected a finite number above 0")
-
-
-def _is_number(value: object, kind: type[Number]) -> TypeGuard[Number]:
-    """Returns whether `value` is an int, or a float if `kind` is float. A bool is no number here."""
-    return isinstance(value, kind | int) and not isinstance(value, bool)
-
-
-def require_type(expectation: str, value: object, kind: Any) -> None:
-    """Raise `PolicyTypeError` if `value` is no instance of `kind`, a class or a union of classes.
-
-    `expectation` begins the error, as "function(argument=...): expected a Mesh".
-    """
-    if not isinstance(value, kind):
-        raise PolicyTypeError(f"{expectation}, got a {type(value).__module__}.{type(value).__name__}")
-
-
-def require_floating_dtype(where: str, value: object) -> None:
-    """Raise `PolicyTypeError` if `value` is neither None nor a torch.dtype, `PolicyError` if it is an integer or bool
-    dtype. `where` says where it was given, as "Policy(argument={})"."""
-    if value is None:
-        return
-    if not _is_dtype(value):
-        meant = _DTYPES.get(value.lower()) if isinstance(value, str) else None
-        raise PolicyTypeError(
-            f"{where.format(repr(value))}: expected a torch.dtype or None, got a {type(value).__name__}; write "
-            f"torch.{meant or 'bfloat16'}"
-        )
-    if not (value.is_floating_point or value.is_complex):
-        raise PolicyError(
-            f"{where.format(value)}: expected a floating-point dtype; parameters, gradients and outputs would be "
-            "rounded to integers. Write torch.bfloat16, torch.float16 or torch.float32"
-        )
-
-
-def _is_dtype(value: object) -> TypeGuard[torch.dtype]:
-    """Returns whether `value` is a `torch.dtype`. It goes by the name of the class, as this file does without torch."""
-    return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
-
-
-_DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-    "float16": "float16",
-    "torch.float16": "float16",
-    "fp32": "float32",
-    "f32": "float32",
-    "float": "float32",
-    "float32": "float32",
-    "torch.float32": "float32",
-    "fp64": "float64",
-    "double": "float64",
-    "float64": "float64",
-    "torch.float64": "float64",
-}
-"""The dtypes that users name by strings."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +146,10 @@ class CommPolicy:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
         if self.part_bytes is not None:
             require_int("CommPolicy(part_bytes={})", self.part_bytes, 1)
+
+
+Unmanaged = Literal["error", "replicate", "ignore"]
+"""What is done about trainable parameters that were added to a model after it was sharded, and that no unit has."""
 
 
 class Level(IntEnum):
@@ -379,6 +299,7 @@ class UnitPolicy:
         when_reduced: called when reduced gradients were added to the shards', with CPU offload in host memory.
         notices_replaced: before a gather, look for parameters that the user has put in the place of shards, and take
             their values.
+        unmanaged: of the root: what is done about trainable parameters that no unit has.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -403,3 +324,8 @@ class UnitPolicy:
     all_reduce: Callable[[torch.Tensor], None] | None = None
     when_reduced: Callable[[], None] | None = None
     notices_replaced: bool = True
+    unmanaged: Unmanaged = "error"
+
+    def __post_init__(self) -> None:
+        if self.unmanaged not in get_args(Unmanaged):
+            raise PolicyError(f"unmanaged={self.unmanaged!r}: expected one of {', '.join(get_args(Unmanaged))}")

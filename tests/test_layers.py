@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
 # `sherd` is the package's own __init__, `_public` the public names.
 RULE = """
-errors, policy, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
+errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
 < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < _public, sherd
 < interop, train, doctor, __main__
 """

@@ -42,6 +42,7 @@ OURS = {
     "RaggedDTensor",
     "ShardedForm",
     "ShardedGradScaler",
+    "Refreshed",
     "SherdError",
     "__version__",
     "accumulate",
@@ -52,6 +53,7 @@ OURS = {
     "StepsInBackward",
     "step_in_backward",
     "memory_report",
+    "refresh",
     "replicate",
     "track_memory",
     "unsharded",
@@ -79,8 +81,8 @@ OF_THE_WRAPPER = {
 
 # Parameters that sherd adds, all optional.
 EXTRA = {
-    "FullyShardedDataParallel": {"extensions"},
-    "fully_shard": {"comm_policy", "placement", "placements", "prefetch_policy"},
+    "FullyShardedDataParallel": {"extensions", "unmanaged"},
+    "fully_shard": {"comm_policy", "placement", "placements", "prefetch_policy", "unmanaged"},
     "MixedPrecisionPolicy": {"cast_root_forward_inputs", "full_precision_in_eval", "keep_low_precision_grads"},
     "ShardedStateDictConfig": {"form"},
 }

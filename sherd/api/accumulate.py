@@ -10,7 +10,7 @@ from torch import nn
 from sherd.engine.run.accumulation import Accumulation
 from sherd.engine.run.seal import units_below
 from sherd.errors import ModuleError, StateError
-from sherd.policy import require_int
+from sherd.requirements import require_int
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.engine.state.tensor_parallel import beside, own_spec
 from sherd.errors import PlacementError, UnsupportedError
 from sherd.layout import placement
-from sherd.policy import require_type
+from sherd.requirements import require_type
 from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import local_part

@@ -37,10 +37,9 @@ from sherd.policy import (
     OffloadPolicy,
     PrefetchPolicy,
     UnitPolicy,
-    require_bool,
-    require_floating_dtype,
-    require_type,
+    Unmanaged,
 )
+from sherd.requirements import require_bool, require_floating_dtype, require_type
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
@@ -150,10 +149,12 @@ class Choices:
     limit_all_gathers: bool = True
     use_orig_params: bool = False
     device_mesh: DeviceMesh | None = None
+    unmanaged: Unmanaged = "error"
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Choices)
         del kinds["process_group"]  # whether it fits depends on the strategy, so `mesh` looks at it
+        del kinds["unmanaged"]  # `UnitPolicy` looks at it
         for name, kind in kinds.items():
             value = getattr(self, name)
             wanted = " or ".join(each.__name__ for each in get_args(kind) or (kind,) if each is not type(None))
@@ -200,7 +201,7 @@ class Choices:
         """Returns the policy of the unit: what it does, and when."""
         levels = None if self.placements is None else self.placements.levels
         chosen = Strategy(levels, None).policy(self.reshard_after_forward, self.prefetch)
-        return replace(chosen, notices_replaced=self.notices_replaced)
+        return replace(chosen, notices_replaced=self.notices_replaced, unmanaged=self.unmanaged)
 
     @property
     def reshard_after_forward(self) -> bool | None:

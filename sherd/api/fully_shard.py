@@ -6,6 +6,7 @@ Its signature and its meaning are those of torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict, overload
 
 from torch import nn
@@ -30,8 +31,9 @@ from sherd.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
-    require_type,
+    Unmanaged,
 )
+from sherd.requirements import require_type
 from sherd.wrap import is_container
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class Options(TypedDict, total=False):
     placement: ShardSpec | RunPlacement | None
     comm_policy: CommPolicy
     placements: Placements | str | None
+    unmanaged: Unmanaged
 
 
 @overload
@@ -78,6 +81,7 @@ def fully_shard(
     placement: ShardSpec | RunPlacement | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     placements: Placements | str | None = None,
+    unmanaged: Unmanaged = "error",
 ) -> nn.Module | Sequence[nn.Module]:
     """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
     right after.
@@ -114,6 +118,10 @@ def fully_shard(
         placements: what of parameters, gradients and optimizer state is sharded over which axis of the mesh, as
             `Placements(...)` or by name, cut as `placement`: "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp" and
             others (`Placements.preset`). None: "zero3" over one axis, "hsdp" over two. Beyond torch.
+        unmanaged: what is done about trainable parameters that are added below the model later, and that
+            `sherd.refresh` has not made a unit's: "error" raises before they are trained, "replicate" takes rank 0's
+            values and averages their gradients over all ranks, "ignore" leaves them to the program. The root's holds
+            for the model. Beyond torch.
 
     Returns:
         `module`, changed in place.
@@ -156,7 +164,7 @@ def fully_shard(
         wishes,
         mp_policy,
         offload_policy,
-        strategy.policy(reshard_after_forward, prefetch_policy),
+        replace(strategy.policy(reshard_after_forward, prefetch_policy), unmanaged=unmanaged),
     )
     for each in modules:
         swap_class(each)

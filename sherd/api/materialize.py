@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sherd._torch import attributes_of, give_attributes
 from sherd.api import advice
 from sherd.api.fsdp1 import Choices
 from sherd.api.ignored import Ignored
-from sherd.comm.failures import named
+from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.structures import map_tensors
@@ -106,21 +105,10 @@ def _reset(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
-    """Send the parameters and buffers of rank 0 to all ranks: along the replicate axis, then along the shard axis.
-
-    Of a DTensor only this rank's part is sent, as ranks along the other axes of its mesh have other parts.
-    """
+    """Send the parameters and buffers of rank 0 to all ranks."""
     tensors = {id(each): each for module in _modules(root, ignored) for each in _own(module, ignored)}
-    for group in (mesh.replicate_group, mesh.shard_group):
-        if group is None or dist.get_world_size(group) == 1:
-            continue
-        for tensor in tensors.values():
-            here = local_part(tensor)
-            sent = here.detach().contiguous()
-            with named("rank 0's broadcast of parameters and buffers (sync_module_states)", group):
-                dist.broadcast(sent, group_src=0, group=group)
-            if sent.data_ptr() != here.data_ptr():
-                here.copy_(sent)
+    values = [local_part(each) for each in tensors.values()]
+    broadcast_from_rank0(values, mesh, "rank 0's broadcast of parameters and buffers (sync_module_states)")
 
 
 def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tuple[nn.Module, str], torch.dtype]:

@@ -15,7 +15,8 @@ from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import runtime_of, unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
-from sherd.policy import AllGather, ReduceScatter, require_bool, require_factor, require_int
+from sherd.policy import AllGather, ReduceScatter
+from sherd.requirements import require_bool, require_factor, require_int
 
 
 class UnshardHandle:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sherd.api.fully_shard import fully_shard
 from sherd.api.module import FSDPModule
 from sherd.errors import PolicyError
-from sherd.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from sherd.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Unmanaged
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     comm_policy: CommPolicy
+    unmanaged: Unmanaged
 
 
 @overload
@@ -46,6 +47,7 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy = CommPolicy(),
+    unmanaged: Unmanaged = "error",
 ) -> nn.Module | Sequence[nn.Module]:
     """Keep a copy of the parameters below `module` on every rank and all-reduce their gradients in backward.
 
@@ -62,6 +64,7 @@ def replicate(
         ignored_params: parameters that are left alone, their gradients too.
         dp_mesh_dims: which axes of a larger `mesh` are data parallel.
         comm_policy: how bytes travel. Beyond torch.
+        unmanaged: as for `fully_shard`. Beyond torch.
 
     Returns:
         `module`, changed in place: an `FSDPModule`.
@@ -84,4 +87,5 @@ def replicate(
         dp_mesh_dims=dp_mesh_dims,
         comm_policy=comm_policy,
         placements="ddp",
+        unmanaged=unmanaged,
     )

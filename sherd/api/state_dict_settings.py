@@ -17,7 +17,7 @@ from sherd.api.state_dict_type import (
 )
 from sherd.api.wrapper_state import WrapperState, find_state
 from sherd.errors import WrapperStateError
-from sherd.policy import require_type
+from sherd.requirements import require_type
 
 
 def set_state_dict_type(

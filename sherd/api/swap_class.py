@@ -9,6 +9,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
+from sherd.api.copying import deep_copy
 from sherd.api.module import FSDPModule
 from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, ShardedAccessError, StateError
@@ -26,7 +27,7 @@ def swap_class(module: nn.Module) -> None:
     if original not in _classes:
         members: dict[str, object] = {
             "__new__": _new_of_the_original,
-            "__deepcopy__": _refuse_copy,
+            "__deepcopy__": deep_copy,
             "__reduce_ex__": _refuse_copy,
             "__module__": original.__module__,
         }
@@ -43,11 +44,10 @@ def _new_of_the_original(cls: type[nn.Module], *args: object, **kwargs: object) 
     return plain
 
 
-def _refuse_copy(self: nn.Module, memo_or_protocol: object) -> NoReturn:
+def _refuse_copy(self: nn.Module, protocol: object) -> NoReturn:
     raise ModuleError(
-        f"{type(self).__name__} is sharded and cannot be deep-copied or pickled (torch.save): it would be of process "
-        "groups, and of one rank's shards. Save its state_dict(); for a copy, copy the module before fully_shard, or "
-        "build a second one and load this one's state_dict()"
+        f"{type(self).__name__} is sharded and cannot be pickled (torch.save) or copied by copy.copy: it would be of "
+        "process groups, and of one rank's shards. Save its state_dict(); for a copy call copy.deepcopy"
     )
 
 

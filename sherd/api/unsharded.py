@@ -13,7 +13,8 @@ from sherd.engine.between.unsharded import UnshardedCopies, require_covers, requ
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import UnsupportedError
-from sherd.policy import UnshardTerms, require_bool
+from sherd.policy import UnshardTerms
+from sherd.requirements import require_bool
 
 
 @contextmanager

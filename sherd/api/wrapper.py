@@ -22,6 +22,7 @@ from sherd._torch import (
     in_functional_call,
 )
 from sherd.api import advice, comm_hook, materialize, optim_states, state_dict_settings, state_dicts
+from sherd.api.copying import deep_copy
 from sherd.api.extensions import FSDPExtensions, extensions_given
 from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.ignored import Ignored
@@ -31,9 +32,11 @@ from sherd.api.unsharded import unsharded
 from sherd.api.wrapper_state import before_forward, find_state
 from sherd.api.wrapping import make_wrappers_unit, wrap_below
 from sherd.clip import clip_grad_norm_
+from sherd.engine.build.copying import Memo
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
+from sherd.policy import Unmanaged
 from sherd.wrap import WrapPolicy
 
 
@@ -68,6 +71,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         device_mesh: instead of `process_group`: a 1-D mesh, or for hybrid strategies a 2-D one `(replicate, shard)`.
             Beside tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
         extensions: what is done with parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
+        unmanaged: what is done about trainable parameters that are added later, as for `fully_shard`. Beyond torch.
 
     Raises:
         MeshError: groups or a mesh that do not fit the strategy, or a DTensor among the parameters.
@@ -95,6 +99,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         extensions: FSDPExtensions | None = None,
+        unmanaged: Unmanaged = "error",
     ) -> None:
         super().__init__()
         require_module("FullyShardedDataParallel expects a module", module)
@@ -109,6 +114,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             limit_all_gathers,
             use_orig_params,
             device_mesh,
+            unmanaged,
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
@@ -138,11 +144,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self._sherd_prepare = dynamo_disabled(before_forward)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise, as a deep copy or a pickle would be of process groups, and of one rank's shards."""
+        """Raise, as a pickle would be of process groups, and of one rank's shards."""
         raise ModuleError(
-            f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be deep-copied or pickled; copy or "
-            "pickle the module before it is wrapped, or build a second one and load this one's state_dict()"
+            f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be pickled; save its state_dict()"
         )
+
+    def __deepcopy__(self, memo: Memo) -> nn.Module:
+        return deep_copy(self, memo)
 
     # The wrapped module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,21 @@ class WrapperState:
         group = mesh.replicate_group if copies else mesh.shard_group
         assert group is not None, "NO_SHARD has a replicate axis, the others a shard axis"
         return group
+
+    def of_copy(self, unit: Unit, copies: Mapping[int, Any]) -> WrapperState:
+        """Returns the record of a copy of the wrapper, whose unit is `unit`. `copies` are keyed by the id of what was
+        copied."""
+        records = dict(zip(self.unit.parameters, unit.parameters, strict=True))
+        return WrapperState(
+            unit,
+            self.choices,
+            self.extensions,
+            {records[record]: extension for record, extension in self.extended.items()},
+            {(copies[id(module)], name): dtype for (module, name), dtype in self.buffer_dtypes.items()},
+            [copies[id(module)] for module in self.undistributed],
+            self.settings,
+            self._has_run,
+        )
 
     def use(self, settings: StateDictSettings) -> None:
         """Give state dicts of another kind from now on."""

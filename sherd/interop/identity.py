@@ -24,7 +24,7 @@ from torch import nn
 from sherd.api.module import FSDPModule
 from sherd.engine.run.seal import unit_of
 from sherd.interop.step import StageUnits
-from sherd.policy import require_bool
+from sherd.requirements import require_bool
 
 
 class torch_fsdp_identity:

@@ -9,6 +9,7 @@ from torch import nn
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit
+from sherd.engine.run.unmanaged import Unmanaged
 from sherd.memory.sizes import sizes_of, trainable
 from sherd.memory.watch import last_step, sealed_runtime
 from sherd.schedule.actions import AfterForward, BeforeForward
@@ -23,7 +24,7 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
     or else were registered.
     """
     # A Runtime into which no unit is sealed: it reads the policies as the next step will.
-    state = Runtime(units).schedule.state
+    state = Runtime(units, Unmanaged(root, units)).schedule.state
     sizes = [sizes_of(unit) for unit in units]
     lived = sealed_runtime(units)
     step = None if lived is None else last_step(lived)

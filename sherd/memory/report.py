@@ -16,7 +16,7 @@ from sherd.errors import ModuleError
 from sherd.memory.held import bytes_of, held_by, optimizer_bytes, staging_bytes
 from sherd.memory.predict import forecast_for
 from sherd.memory.watch import Watch, last_peak, watched
-from sherd.policy import require_int
+from sherd.requirements import require_int
 from sherd.schedule.actions import (
     AfterBackward,
     AfterForward,

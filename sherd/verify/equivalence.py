@@ -22,7 +22,7 @@ from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import PolicyError, SherdError, StateError
-from sherd.policy import require_factor, require_floating_dtype, require_int, require_type
+from sherd.requirements import require_factor, require_floating_dtype, require_int, require_type
 from sherd.verify.reference import WIDTHS, ExpectedStep, save, stored_steps, train_plain
 from sherd.verify.report import KINDS, Difference, EquivalenceReport, difference
 from sherd.verify.training import (

@@ -11,16 +11,17 @@ from torch import nn
 
 from sherd._torch import attributes_of, is_replicated, manage, move_hooks, trace_nothing_in
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Streams, streams_for
+from sherd.comm.streams import streams_for
 from sherd.engine.between import load
-from sherd.engine.build.sharding import ShardingRequest, in_short, sharding_plans
+from sherd.engine.build.sharding import ShardingPlan, ShardingRequest, in_short, sharding_plans
 from sherd.engine.run import hooks
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
+from sherd.engine.run.unmanaged import registrations
 from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import Belongings, Found
+from sherd.engine.state.ownership import Belongings, Borrowed, Found
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter
 from sherd.errors import ModuleError, OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
@@ -51,7 +52,7 @@ def make_unit(
         PlacementError: a parameter cannot be cut as asked.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
-    owners = _owners(found, mesh)
+    owners = owners_of(found.borrowed, mesh)
     _require_something_left(modules, found, owners)
     streams = streams_for(mesh.device)
     surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
@@ -60,22 +61,43 @@ def make_unit(
     # (test_a_model_made_alike_has_the_same_owners).
     closes = surrounds and loads_balance(mesh)
     place = RestingPlace.under(offload, mesh.device)
-    records = _shard(found, streams, request_of, surrounds, place)
+    records = shard(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), place)
     if closes:
         forget_loads(mesh)
-    _borrow(found)
+    borrow(found.borrowed)
     unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found)
-    _bring_buffers(found.modules, mesh.device)
     hooks.install(unit, modules)
-    load.install(unit, [each for each in found.modules if any(p is not None for p in each._parameters.values())])
     for each in modules:
         attach(each, unit)
-    for each in found.modules:
-        manage(each)
+    makings[unit] = making = Making(request_of)
+    making.look_after(unit, found.modules)
     _hide_from_dynamo()
+    registrations.install()
     watcher.install()
     watcher.sharded_again()
     return unit
+
+
+class Making:
+    """What a unit was made by, for parameters and modules that come later: the wishes for each parameter, and the
+    modules that are hooked already."""
+
+    def __init__(self, request_of: Callable[[Found], ShardingRequest]) -> None:
+        self.request_of = request_of
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def look_after(self, unit: Unit, modules: Sequence[nn.Module]) -> None:
+        """Do for those of `modules`, all of the unit's, that are new what a unit does for its modules: bring their
+        buffers, hook their loads, tell Dynamo."""
+        _bring_buffers(modules, unit.mesh.device)
+        holders = [each for each in modules if any(p is not None for p in each._parameters.values())]
+        load.install(unit, [each for each in holders if each not in self._hooked])
+        self._hooked.update(holders)
+        for each in modules:
+            manage(each)
+
+
+makings: weakref.WeakKeyDictionary[Unit, Making] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -88,20 +110,14 @@ def _hide_from_dynamo() -> None:
 
 
 @torch.no_grad()
-def _shard(
-    found: Belongings,
-    streams: Streams,
-    request_of: Callable[[Found], ShardingRequest],
-    surrounds: bool,
-    place: RestingPlace,
-) -> list[ShardedParameter]:
-    """Plan the sharding of every parameter, then replace them: an error in a plan leaves the model unchanged.
+def shard(found: Sequence[Found], plans: Sequence[ShardingPlan], place: RestingPlace) -> list[ShardedParameter]:
+    """Replace every parameter by its shard, as planned: an error in a plan has left the model unchanged.
 
     Each shard is brought to its resting `place` before a DTensor is made of it, for a DTensor keeps the device that it
     was made on, and takes gradients on no other.
     """
     records = []
-    for each, plan in zip(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), strict=True):
+    for each, plan in zip(found, plans, strict=True):
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
         local = place.copy_of(shard_of(plan.data.detach(), plan.cut, plan.mesh.piece))
@@ -127,14 +143,14 @@ def _shard(
     return records
 
 
-def _owners(found: Belongings, mesh: DataMesh) -> list[Unit]:
-    """Returns the units whose parameters this unit's modules use too.
+def owners_of(borrowed: Sequence[Borrowed], mesh: DataMesh) -> list[Unit]:
+    """Returns the units whose parameters the modules of a unit on `mesh` use too.
 
     Raises:
         OwnershipError: such a unit no longer exists, or is on another mesh, where one shard cannot serve both.
     """
     owners: dict[int, Unit] = {}
-    for each in found.borrowed:
+    for each in borrowed:
         owner = each.record.owner
         if not isinstance(owner, Unit):
             raise OwnershipError(
@@ -168,9 +184,9 @@ def _require_something_left(modules: Sequence[nn.Module], found: Belongings, own
             )
 
 
-def _borrow(found: Belongings) -> None:
+def borrow(borrowed: Sequence[Borrowed]) -> None:
     """Hang other units' parameters on the places where this unit's modules use them too."""
-    for each in found.borrowed:
+    for each in borrowed:
         if any(place.key == each.place.key for place in each.record.places):
             continue  # a module that both units have: it hangs there
         each.record.places.append(each.place)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 from sherd._torch import MODULE_CALL
+from sherd.engine.run.unit import Unit
 
 
 class UnderWay:
@@ -27,6 +29,24 @@ class UnderWay:
         if self._call is None or self._thread != threading.get_ident():
             return False
         return all(each is not self._call for each in _from(sys._getframe()))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward under way. `opens_run`: it is the first of its unit's modules to run in this pass.
+
+    `handling` is the exception that was being handled when it began, to tell a new one from. `under_way`: of the first
+    of the calls under way, whether it still is. `watches`: what `end_watching` is to be told.
+    """
+
+    unit: Unit
+    module: int
+    outermost: bool
+    opens_run: bool
+    recomputing: bool
+    handling: BaseException | None
+    under_way: UnderWay | None
+    watches: bool
 
 
 def _from(frame: FrameType | None) -> Iterator[FrameType]:

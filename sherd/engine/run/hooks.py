@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +58,19 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
         module.register_forward_hook(eager(_after_forward, unit), always_call=True)
 
 
+_ours: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+
+
 def eager(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
     """`function` of `unit` as a hook that Dynamo does not trace."""
-    return dynamo_disabled(functools.partial(function, unit))
+    hook: Callable[..., Any] = dynamo_disabled(functools.partial(function, unit))
+    _ours.add(hook)
+    return hook
+
+
+def is_ours(hook: Callable[..., object]) -> bool:
+    """Returns whether `eager` made `hook`."""
+    return hook in _ours
 
 
 def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,10 @@ class BoundForward:
         self._function: Any = getattr(method, "__func__", method) if self._takes_module else method
         functools.update_wrapper(self, self._function)
 
+    def of_copy(self, unit: Unit, module: nn.Module) -> BoundForward:
+        """Returns the same for `module`, a copy of this one's module, and its `unit`."""
+        return BoundForward(unit, module, self._function.__get__(module) if self._takes_module else self._function)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the method returns. The unit is unsharded while it runs."""
         module = self._module()

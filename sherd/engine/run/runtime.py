@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import nn
 
 from sherd._torch import are_transforms_active, at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
-from sherd.engine.run.call_stack import UnderWay
+from sherd.engine.run.call_stack import Call, UnderWay
 from sherd.engine.run.carry_out import DO
 from sherd.engine.run.guard import guarded, guards_of
 from sherd.engine.run.observer import Observer
 from sherd.engine.run.unit import Unit
+from sherd.engine.run.unmanaged import Unmanaged, registrations
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import (
@@ -45,24 +46,6 @@ from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A forward under way. `opens_run`: it is the first of its unit's modules to run in this pass.
-
-    `handling` is the exception that was being handled when it began, to tell a new one from. `under_way`: of the first
-    of the calls under way, whether it still is. `watches`: what `end_watching` is to be told.
-    """
-
-    unit: Unit
-    module: int
-    outermost: bool
-    opens_run: bool
-    recomputing: bool
-    handling: BaseException | None
-    under_way: UnderWay | None
-    watches: bool
-
-
 def runtime_over(unit: Unit) -> Runtime | None:
     """Returns the runtime that `unit` is sealed into, if that still exists."""
     conductor = unit.sealed_into()
@@ -78,8 +61,9 @@ class Runtime:
     `_brings_gradients`: whether it does for any unit; None until somebody has asked.
     """
 
-    def __init__(self, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
+    def __init__(self, units: Sequence[Unit], unmanaged: Unmanaged, guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
+        self.unmanaged = unmanaged
         self.guests = frozenset(guests)
         self.in_backward = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
@@ -200,6 +184,7 @@ class Runtime:
                 "sherd.interop.pipelining.PipelineStage; or fully_shard the stage's module itself, and call "
                 "sherd.interop.torch_fsdp_identity() first"
             )
+        self._look_for_unmanaged(in_backward=False)
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.root.id):
             for member in self.units:
@@ -212,6 +197,10 @@ class Runtime:
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)
+
+    def _look_for_unmanaged(self, in_backward: bool) -> None:
+        if self.unmanaged.seen != registrations.count or any(each.requires_grad for each in self.unmanaged.frozen):
+            self.unmanaged.look(in_backward)
 
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
@@ -231,6 +220,7 @@ class Runtime:
                 f"the parameters of unit {lender.name}; call backward before or after it"
             )
         if not self.in_backward:
+            self._look_for_unmanaged(in_backward=True)
             self.is_in_last_backward = self._is_last_backward
             if (counted := self.root.policy.accumulation) is not None:
                 self.is_in_last_backward = counted.begin_backward(self.root.id, self.root.name)
@@ -277,7 +267,8 @@ class Runtime:
             if unit.backward.awaits_reduction(unit.policy, self._has_gradients):
                 self.on(AfterBackward(index, unreduced=True))
         if (counted := self.root.policy.accumulation) is not None:
-            counted.end_backward(self.root.id, any(unit.backward.has_received for unit in self.units))
+            has_received = any(unit.backward.has_received for unit in self.units)
+            counted.end_backward(self.root.id, has_received or self.unmanaged.has_gradients)
         for unit in self.units:
             unit.backward.end()
         self.on(EndBackward(self._is_last_backward))
@@ -285,6 +276,8 @@ class Runtime:
             if unit.place.is_elsewhere:
                 unit.land_gradients()
         self.in_backward, self._brings_gradients = False, None
+        if self.unmanaged.replicated and self.root.policy.reduce_gradients:
+            self.unmanaged.average_gradients()
 
     def expect_last_backward(self, is_last: bool) -> None:
         """Set whether the next backward is the last one before a step. Reductions stay in flight till then."""

@@ -5,18 +5,17 @@ On a module there is one private key for its unit and, on a root, one for its ru
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import is_replicated, outside_transforms, say_fully_sharded, write_into
+from sherd._torch import outside_transforms, say_fully_sharded, write_into
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.unit import Unit
+from sherd.engine.run.unmanaged import Unmanaged
 from sherd.engine.state.loads import forget_loads
 from sherd.engine.state.ownership import require_not_torchs
-from sherd.engine.state.parameter import plain_name, record_of
+from sherd.engine.state.parameter import plain_name
 from sherd.errors import OwnershipError, StateError
 
 UNIT = "_sherd_unit"
@@ -43,6 +42,11 @@ def attach(module: nn.Module, unit: Unit) -> None:
     say_fully_sharded(module)
 
 
+def attached_to(module: nn.Module) -> list[object]:
+    """Returns what sherd has hung on `module`: its unit, its runtime, its front end's record."""
+    return [module.__dict__[key] for key in (UNIT, RUNTIME, FRONT_END) if key in module.__dict__]
+
+
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
     """The runtime that `unit` is sealed into; if there is none yet, `module`, one of its modules, becomes a root."""
     runtime = runtime_over(unit)
@@ -61,6 +65,42 @@ def seal(root: nn.Module) -> Runtime:
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
         OwnershipError: a parameter was made tensor parallel after it was sharded.
     """
+    below = name_units(root)
+    ids = {unit.id for unit in below}
+    owners = {owner.id: owner for unit in below for owner in unit.companions if owner.id not in ids}
+    units = [*below, *owners.values()]
+    for unit in units:
+        earlier = runtime_over(unit)
+        if earlier is not None and not earlier.is_idle:
+            raise StateError(
+                f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
+                f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
+            )
+    for unit in units:
+        if unit.shards.on_meta:
+            unit.notice_replaced()
+            unit.rebind()  # `to_empty` may have been called on each module by itself
+    _require_data(units)
+    _require_own_meshes(units)
+    _require_shards_can_gather_themselves(units)
+    runtime = Runtime(units, Unmanaged(root, units), guests=owners)
+    for unit in units:
+        unit.notice_moved()
+        if not unit.shards.are_in_buffer:
+            unit.regroup()
+        unit.join(runtime)
+        forget_loads(unit.mesh)
+    write_into(root, RUNTIME, runtime)
+    return runtime
+
+
+def name_units(root: nn.Module) -> list[Unit]:
+    """Give every unit below `root`, and the parameters that are used there, names as seen from there. Returns the
+    units, each once.
+
+    Raises:
+        ModuleError: torch's own FSDP has a module below `root`.
+    """
     names: dict[int, tuple[Unit, list[str]]] = {}
     module_names: dict[int, str] = {}
     for path, module in root.named_modules():
@@ -71,34 +111,12 @@ def seal(root: nn.Module) -> Runtime:
         else:
             names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
         module_names[id(module)] = name
-    owners = {owner.id: owner for unit, _ in names.values() for owner in unit.companions if owner.id not in names}
-    names.update({owner.id: (owner, [owner.name]) for owner in owners.values()})
-    units = [unit for unit, _ in names.values()]
     for unit, unit_names in names.values():
-        earlier = runtime_over(unit)
-        if earlier is not None and not earlier.is_idle:
-            raise StateError(
-                f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
-                f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
-            )
         unit.rename(", ".join(unit_names), module_names)
-    for unit in units:
-        if unit.shards.on_meta:
-            unit.notice_replaced()
-            unit.rebind()  # `to_empty` may have been called on each module by itself
-    _require_data(units)
-    _require_own_meshes(units)
-    _require_shards_can_gather_themselves(units)
-    _warn_of_late_parameters(root, units)
-    runtime = Runtime(units, guests=owners)
-    for unit in units:
-        unit.notice_moved()
-        if not unit.shards.are_in_buffer:
-            unit.regroup()
-        unit.join(runtime)
-        forget_loads(unit.mesh)
-    write_into(root, RUNTIME, runtime)
-    return runtime
+    below = [unit for unit, _ in names.values()]
+    for owner in {owner for unit in below for owner in unit.companions}.difference(below):
+        owner.rename(owner.name, module_names)
+    return below
 
 
 def _require_data(units: list[Unit]) -> None:
@@ -115,34 +133,6 @@ def _require_shards_can_gather_themselves(units: list[Unit]) -> None:
     """Raise if a shard was given an all-gather of its own, after it was cut in a way that does not allow for one."""
     for record in (each for unit in units for each in unit.parameters):
         require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
-
-
-def _warn_of_late_parameters(root: nn.Module, units: list[Unit]) -> None:
-    """Say which trainable parameters have come after their module was sharded: each rank would train its own."""
-    if units[0].mesh.num_pieces * units[0].mesh.num_replicas == 1:
-        return
-    ignored = {each for unit in units for each in unit.ignored}
-    others = {id(each) for module in root.modules() if is_replicated(module) for each in module.modules()}
-    places = {(place.module_id, place.attribute) for unit in units for each in unit.parameters for place in each.places}
-    late = [
-        plain_name(f"{path}.{attribute}" if path else attribute)
-        for path, module in root.named_modules()
-        for attribute, parameter in module._parameters.items()
-        if parameter is not None
-        and parameter.requires_grad
-        and id(module) not in others
-        and (id(module), attribute) not in places
-        and record_of(parameter) is None
-        and id(parameter) not in ignored
-    ]
-    if late:
-        shown = ", ".join(late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
-        warnings.warn(
-            f"parameters were added after {type(root).__name__} was sharded: {shown}. They are not sharded and their "
-            "gradients are not reduced, so every rank trains its own. Add them (adapters, a new head) before "
-            "fully_shard, or call fully_shard on their module; name them in ignored_params if you reduce them yourself",
-            stacklevel=2,
-        )
 
 
 def _require_own_meshes(units: list[Unit]) -> None:

@@ -88,7 +88,7 @@ class Unit:
         self.precision = precision
         self.policy = policy
         self.ignored = found.ignored
-        self._surrounds = surrounds
+        self.surrounds = surrounds
         self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
         self.sealed_into: Callable[[], Conductor | None] = _nowhere
@@ -124,9 +124,17 @@ class Unit:
         """Bytes of its gathered parameters."""
         return sum(weights.group.unsharded_bytes for weights in self.weights)
 
-    def join(self, conductor: Conductor) -> None:
-        """Be sealed into a runtime, which holds the unit; the unit holds it weakly."""
-        self.sealed_into = weakref.ref(conductor)
+    def join(self, conductor: Conductor | None) -> None:
+        """Be sealed into a runtime, which holds the unit; the unit holds it weakly. None: into none, as at first."""
+        self.sealed_into = _nowhere if conductor is None else weakref.ref(conductor)
+
+    def have(self, parameters: Sequence[ShardedParameter], companions: Sequence[Unit], found: Belongings) -> None:
+        """Be made of these from now on, in new groups. The shards that it had stay the same Parameters."""
+        self.parameters, self.companions, self.ignored = list(parameters), tuple(companions), found.ignored
+        self.shards = UnitShards(self.parameters)
+        for parameter in self.parameters:
+            parameter.belong_to(self)
+        self.regroup()
 
     def rename(self, unit_name: str, module_names: dict[int, str]) -> None:
         """Use names as seen from the root module; `module_names` are keyed by the id of the module."""
@@ -166,7 +174,7 @@ class Unit:
         this = weakref.ref(self)
         self.weights, self.gradients = [], []
         part_bytes = self.mesh.comm.part_bytes
-        for batch in batches_of(self.parameters, self.streams, self._surrounds, self._gathers_as_one, part_bytes):
+        for batch in batches_of(self.parameters, self.streams, self.surrounds, self.gathers_as_one, part_bytes):
             group = Group(batch.parameters, self.precision, self.place, batch.is_part)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
@@ -183,7 +191,7 @@ class Unit:
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
 
     @property
-    def _gathers_as_one(self) -> bool:
+    def gathers_as_one(self) -> bool:
         """Whether the user has put something in the way of each collective, which then is to see the unit as one."""
         return any((self.policy.all_gather, self.policy.reduce_scatter, self.policy.all_reduce_hook))
 
@@ -354,7 +362,7 @@ class Unit:
 
 def _grouping(unit: Unit) -> tuple[bool, bool]:
     """Returns what the groups and their buffers depend on, of a policy that may change."""
-    return unit._gathers_as_one, unit.streams.in_host_order or unit.reduce_buffers <= 1
+    return unit.gathers_as_one, unit.streams.in_host_order or unit.reduce_buffers <= 1
 
 
 def _enter_backward(unit: Unit) -> None:

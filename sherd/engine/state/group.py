@@ -143,6 +143,7 @@ class Group:
         num_flags: flags that travel with the gradients: one for each tensor, none for a large one that is alone, which
             is sent from where autograd has left its gradient. A part of a unit (`is_part`) has them: its tensors may
             lack gradients as if the unit were one group.
+        trainable: its parameters were trained when the group was made.
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
     """
 
@@ -161,6 +162,7 @@ class Group:
         self.sizes = Sizes(self.packing.shard_numels)
         self.shard_sizes = self.sizes.together(mesh.num_owners)
         self.dtype = self.parameters[0].resting.dtype
+        self.trainable = self.parameters[0].requires_grad
         floating = self.dtype.is_floating_point
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype

@@ -7,8 +7,10 @@ before the optimizer steps. If the optimizer has state for one of them already, 
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,36 @@ from sherd.engine.state.steppable import require_steppable
 from sherd.errors import OptimizerError
 
 
+@dataclass(eq=False)
+class News:
+    """What a model has got and lost, for optimizers that do not know of it yet.
+
+    Args:
+        units: the ids of the model's units.
+        adopted: the new parameters.
+        dropped: the names of parameters that it has no more, by their ids. No reference is held: torch refuses to move
+            a tensor that has a weak one, and a strong one would keep the memory.
+    """
+
+    units: frozenset[int]
+    adopted: list[weakref.ref[ShardedParameter]]
+    dropped: dict[int, str]
+
+    def missing_from(self, present: Mapping[int, nn.Parameter], stepped: Collection[int]) -> list[str]:
+        """Returns the names of those adopted that are not `present` in an optimizer that steps the units `stepped`.
+        What was told, or is in an optimizer, is no news any more."""
+        alive = [record for ref in self.adopted if (record := ref()) is not None]
+        absent = [each for each in alive if id(each.optimizer_param) not in present]
+        is_told = not self.units.isdisjoint(stepped)
+        self.adopted = [] if is_told else [weakref.ref(each) for each in absent]
+        return [each.name for each in absent if is_told and each.requires_grad]
+
+    def left_in(self, present: Mapping[int, nn.Parameter]) -> list[str]:
+        """Returns the names of those dropped that an optimizer still has."""
+        left = [key for key in self.dropped if key in present and record_of(present[key]) is None]
+        return [self.dropped.pop(key) for key in left]
+
+
 class _Watcher:
     """The two global optimizer hooks, and the units whose shards each optimizer steps."""
 
@@ -28,6 +60,12 @@ class _Watcher:
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[weakref.ref[Owner]]]]
         self._known = weakref.WeakKeyDictionary()
         self._installed = False
+        self._news: list[News] = []
+
+    def announce(self, news: News) -> None:
+        """Tell every optimizer of it, at its next step."""
+        self._news.append(news)
+        self.sharded_again()
 
     def install(self) -> None:
         """Watch every optimizer's steps from now on."""
@@ -50,8 +88,31 @@ class _Watcher:
         known = self._known.get(optimizer)
         if known is None or known[0] != _sizes(optimizer):
             owners = _adopt(optimizer)
+            self._tell(optimizer, owners)
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
+
+    def _tell(self, optimizer: Optimizer, owners: list[weakref.ref[Owner]]) -> None:
+        """Warn of what a model has got, or has no more, where `optimizer` does not know of it."""
+        present = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {owner.id for ref in owners if (owner := ref()) is not None}
+        missing = [name for each in self._news for name in each.missing_from(present, stepped)]
+        gone = [name for each in self._news for name in each.left_in(present)]
+        self._news = [each for each in self._news if each.adopted or each.dropped]
+        kind = type(optimizer).__name__
+        if missing:
+            warnings.warn(
+                f"{kind} steps a model that has got parameters since, and has none of these: {_in_short(missing)}. "
+                "Nothing trains them unless another optimizer does; pass it to sherd.refresh(model, optimizer), or "
+                "call its add_param_group()",
+                stacklevel=2,
+            )
+        if gone:
+            warnings.warn(
+                f"{kind} holds parameters that its model has no more: {_in_short(gone)}. They get no gradients; pass "
+                "it to sherd.refresh(model, optimizer), which takes them out",
+                stacklevel=2,
+            )
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         for ref in self.adopt(optimizer):
@@ -67,6 +128,34 @@ class _Watcher:
             owner = ref()
             if owner is not None:
                 owner.shards_written()
+
+
+def _in_short(names: Collection[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+def bring_up_to_date(
+    optimizer: Optimizer, adopted: Collection[ShardedParameter], dropped: Collection[nn.Parameter]
+) -> None:
+    """Add a group of the trainable ones of `adopted`, with the optimizer's defaults, and take out `dropped`, with their
+    state."""
+    watcher.adopt(optimizer)
+    gone = {id(parameter) for parameter in dropped}
+    for group in optimizer.param_groups:
+        kept = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in gone]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key][:] = [group[key][at] for at in kept]
+    for parameter in dropped:
+        optimizer.state.pop(parameter, None)
+    present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    new = [each for each in adopted if each.requires_grad and id(each.optimizer_param) not in present]
+    if new:
+        named = any("param_names" in group for group in optimizer.param_groups)
+        optimizer.add_param_group(
+            {"params": [(each.name, each.optimizer_param) if named else each.optimizer_param for each in new]}
+        )
 
 
 def _sizes(optimizer: Optimizer) -> tuple[int, ...]:

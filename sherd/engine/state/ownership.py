@@ -38,13 +38,13 @@ class Borrowed:
 
 @dataclass(frozen=True)
 class Belongings:
-    """The modules and parameters of a unit. `modules`: every module below it that no nested unit has. `ignored`: the
-    ids of those parameters to leave alone that were found."""
+    """The modules and parameters of a unit. `modules`: every module below it that no nested unit has. `ignored`: where
+    the parameters to leave alone hang; a place outlives the Parameter in it, which `to_empty()` may exchange."""
 
     modules: list[nn.Module]
     owned: list[Found]
     borrowed: list[Borrowed]
-    ignored: frozenset[int] = frozenset()
+    ignored: list[Place] = field(default_factory=list)
 
 
 def belongings(
@@ -59,7 +59,7 @@ def belongings(
     modules: dict[int, nn.Module] = {}
     owned: dict[int, Found] = {}
     borrowed: list[Borrowed] = []
-    met: set[int] = set()
+    met: list[Place] = []
     for prefix, module in _walk(roots, is_taken):
         require_not_torchs(prefix, module)
         modules[id(module)] = module
@@ -70,7 +70,7 @@ def belongings(
                     borrowed.append(Borrowed(hidden, Place(module, attribute)))
                 continue
             if id(parameter) in ignored_ids:
-                met.add(id(parameter))
+                met.append(Place(module, attribute))
                 continue
             place = Place(module, attribute)
             record = record_of(parameter)
@@ -79,7 +79,7 @@ def belongings(
                 continue
             name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
             owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
-    return Belongings(list(modules.values()), list(owned.values()), borrowed, frozenset(met))
+    return Belongings(list(modules.values()), list(owned.values()), borrowed, met)
 
 
 def require_not_torchs(path: str, module: nn.Module) -> None:

@@ -211,6 +211,10 @@ class ShardedParameter:
         for place in self.places:
             place.register(registered)
 
+    def hang_on(self, places: Sequence[Place]) -> None:
+        """Hang on these places from now on."""
+        self.places = list(places)
+
     def rename(self, module_names: dict[int, str]) -> None:
         """Take the name from the first of its modules that is in `module_names`: names of modules by id."""
         for place in self.places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,11 @@ class Place:
         return id(self.parameters), self.attribute
 
     @property
+    def is_there(self) -> bool:
+        """Whether the module still exists. If not, another one may have got its ids."""
+        return self._module() is not None
+
+    @property
     def module_id(self) -> int:
         """The id of the module, or of None if the module is gone."""
         return id(self._module())
@@ -39,6 +45,13 @@ class Place:
         """The module's attribute now: the parameter, what a user has put in its place, or None if it was deleted."""
         registered = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
         return self._shown_in.get(self.attribute) if registered is None else registered
+
+    def on_copy(self, copies: Mapping[int, Any]) -> Place | None:
+        """Returns the place on the copy of the module, by `copies`, which are keyed by the id of what was copied; None
+        if there is none."""
+        module = self._module()
+        copied = None if module is None else copies.get(id(module))
+        return None if copied is None else Place(copied, self.attribute)
 
     def shows(self, parameter: nn.Parameter) -> bool:
         """Returns whether the module has `parameter` there now."""

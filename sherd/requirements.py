@@ -1,0 +1,90 @@
+"""The checks of arguments that users give. No torch at run time, as in `policy`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+from sherd.errors import PolicyError, PolicyTypeError
+
+if TYPE_CHECKING:
+    import torch
+
+Number = TypeVar("Number", int, float)
+
+
+def require_bool(where: str, value: object) -> None:
+    """Raise `PolicyTypeError` if `value` is no bool. `where` says where it was given, as "function(argument={})"."""
+    if not isinstance(value, bool):
+        raise PolicyTypeError(f"{where.format(repr(value))}: expected a bool")
+
+
+def require_int(where: str, value: object, least: int) -> None:
+    """Raise `PolicyTypeError` if `value` is no int, `PolicyError` if it is below `least`."""
+    if not _is_number(value, int):
+        raise PolicyTypeError(f"{where.format(repr(value))}: expected an int")
+    if value < least:
+        raise PolicyError(f"{where.format(value)}: expected {least} or more")
+
+
+def require_factor(where: str, value: object) -> None:
+    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` if it is not finite or not above 0."""
+    if not _is_number(value, float):
+        raise PolicyTypeError(f"{where.format(repr(value))}: expected a number")
+    if not 0 < value < math.inf:
+        raise PolicyError(f"{where.format(repr(value))}: expected a finite number above 0")
+
+
+def _is_number(value: object, kind: type[Number]) -> TypeGuard[Number]:
+    """Returns whether `value` is an int, or a float if `kind` is float. A bool is no number here."""
+    return isinstance(value, kind | int) and not isinstance(value, bool)
+
+
+def require_type(expectation: str, value: object, kind: Any) -> None:
+    """Raise `PolicyTypeError` if `value` is no instance of `kind`, a class or a union of classes.
+
+    `expectation` begins the error, as "function(argument=...): expected a Mesh".
+    """
+    if not isinstance(value, kind):
+        raise PolicyTypeError(f"{expectation}, got a {type(value).__module__}.{type(value).__name__}")
+
+
+def require_floating_dtype(where: str, value: object) -> None:
+    """Raise `PolicyTypeError` if `value` is neither None nor a torch.dtype, `PolicyError` if it is an integer or bool
+    dtype. `where` says where it was given, as "Policy(argument={})"."""
+    if value is None:
+        return
+    if not _is_dtype(value):
+        meant = _DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
+        raise PolicyTypeError(
+            f"{where.format(repr(value))}: expected a torch.dtype or None, got a {type(value).__name__}; write "
+            f"torch.{meant or 'bfloat16'}"
+        )
+    if not (value.is_floating_point or value.is_complex):
+        raise PolicyError(
+            f"{where.format(value)}: expected a floating-point dtype; parameters, gradients and outputs would be "
+            "rounded to integers. Write torch.bfloat16, torch.float16 or torch.float32"
+        )
+
+
+def _is_dtype(value: object) -> TypeGuard[torch.dtype]:
+    """Returns whether `value` is a `torch.dtype`. It goes by the name of the class, as this file does without torch."""
+    return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
+
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "float32": "float32",
+    "fp64": "float64",
+    "double": "float64",
+    "float64": "float64",
+}
+"""The dtypes that users name by strings."""
