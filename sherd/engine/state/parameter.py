@@ -357,7 +357,7 @@ def notice_replaced(records: Sequence[ShardedParameter]) -> bool:
     noticed = False
     for record in records:
         for place in record.places:
-            if not place.registered or place.parameters.get(place.attribute) is not record.shard:
+            if not place.shows(record.shard):
                 noticed |= record.notice_replaced()
                 break
     return noticed
