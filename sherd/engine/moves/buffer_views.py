@@ -49,10 +49,10 @@ class RowViews:
             return [tensor]
         if not tensor.is_contiguous():
             return sources_for(targets, tensor, self._packing.slots[index].cut)
-        start, parts = tensor.storage_offset(), self._parts.get(index)
+        start, parts = int(tensor.storage_offset()), self._parts.get(index)
         if parts is None:
             made = sources_for(targets, tensor, self._packing.slots[index].cut)
-            self._parts[index] = [(each.shape, each.stride(), each.storage_offset() - start) for each in made]
+            self._parts[index] = [(each.shape, each.stride(), int(each.storage_offset()) - start) for each in made]
             return made
         return [tensor.as_strided(shape, strides, start + offset) for shape, strides, offset in parts]
 

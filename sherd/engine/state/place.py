@@ -56,8 +56,7 @@ class Place:
             self.parameters[self.attribute] = parameter
         else:
             self.parameters[self.attribute] = None
-            if (module := self._module()) is not None:
-                module.__dict__[self.attribute] = parameter
+            self._shown_in[self.attribute] = parameter
 
     def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
         """Show `new`. Returns the Parameter that was there, if it is neither `old` nor `new`."""
