@@ -13,10 +13,11 @@ from sherd.schedule.state import Live
 
 def gather(unit: Unit) -> None:
     """Start the all-gathers."""
-    user, in_full_precision = unit.policy.all_gather, unit.in_full_precision
+    user = unit.policy.all_gather
     for weights in unit.weights:
         if weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
+        in_full_precision = unit.in_full_precision
         unit.notice_replaced(weights.group.parameters)
         mesh = weights.group.mesh
         transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
