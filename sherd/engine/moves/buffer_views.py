@@ -16,6 +16,9 @@ from sherd.layout.packing import Packing, Slot
 from sherd.layout.placement import Cut
 from sherd.tensor.gather import shard_of
 
+_Strided = tuple[tuple[int, ...], tuple[int, ...], int]
+"""A view of a contiguous tensor: its shape, its strides, and where in the tensor's elements it begins."""
+
 
 class RowViews:
     """The places of every tensor's elements in `rows`: as few strided views as can be.
@@ -36,6 +39,22 @@ class RowViews:
             for slot in packing.slots
         ]
         self.flags = self._flags(by_rank) if num_flags else []
+        self._parts: dict[int, list[_Strided]] = {}
+
+    def sources(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the parts of `tensor`, of the shape of slot `index`, that belong at `tensors[index]`, uncopied where
+        `tensor` is contiguous. Where the parts of such a tensor lie is worked out once."""
+        targets = self.tensors[index]
+        if len(targets) == 1 and targets[0].shape == tensor.shape:
+            return [tensor]
+        if not tensor.is_contiguous():
+            return sources_for(targets, tensor, self._packing.slots[index].cut)
+        start, parts = int(tensor.storage_offset()), self._parts.get(index)
+        if parts is None:
+            made = sources_for(targets, tensor, self._packing.slots[index].cut)
+            self._parts[index] = [(each.shape, each.stride(), int(each.storage_offset()) - start) for each in made]
+            return made
+        return [tensor.as_strided(shape, strides, start + offset) for shape, strides, offset in parts]
 
     def _flags(self, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
         if by_rank is not None:

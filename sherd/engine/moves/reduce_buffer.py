@@ -10,7 +10,7 @@ import torch
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Lane
 from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.buffer_views import RowViews, sources_for
+from sherd.engine.moves.buffer_views import RowViews
 from sherd.engine.state.group import Group
 
 
@@ -67,11 +67,11 @@ class ReduceBuffer:
             self._allocate()
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        views, slots = self.views, self._packing.slots
+        places = self._places
         for index, gradient in gradients.items():
             targets, sources = again if index in self.filled else fresh
-            targets.extend(views[index])
-            sources.extend(sources_for(views[index], gradient, slots[index].cut))
+            targets.extend(places.tensors[index])
+            sources.extend(places.sources(index, gradient))
             self.filled.add(index)
         if again[0]:
             torch._foreach_add_(*again, alpha=scale)

@@ -19,7 +19,7 @@ import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -119,37 +119,13 @@ _running = _Running()
 # What is saved
 
 
-class _Saved:
-    """A tensor that was saved. `kept`: what is kept of it, itself at `version`, or what other hooks have made of it.
-    `unit`: whose forward was running."""
+class _Part:
+    """A parameter that was saved, or a view of one, which lies in the memory of `source`."""
 
-    __slots__ = ("kept", "unit", "version")
+    __slots__ = ("_counts", "_shape", "_source", "_was_read")
 
-    def __init__(self, kept: Any, version: int, unit: Reader | None) -> None:
-        self.kept = kept
-        self.version = version
-        self.unit = unit
-
-    def read(self) -> Any:
-        """Returns what was kept, now that a node is about to read it."""
-        unit = self.unit
-        if unit is not None and not unit.is_entered and in_backward():
-            unit.enter_backward()
-        if torch.is_grad_enabled() and in_backward() and saving_hooks() is None:
-            # With `create_graph` a backward saves what the next one will read. The engine restores the stack of hooks
-            # after each node, so what is pushed here ends with the node that reads.
-            push_saving_hooks((functools.partial(_pack_for, unit), _unpack))
-        return self.kept
-
-
-class _SavedPart(_Saved):
-    """A parameter that was saved, or a view of one."""
-
-    __slots__ = ("_counts", "_source", "_was_read", "shape")
-
-    def __init__(self, tensor: torch.Tensor, kept: Any, unit: Reader | None, source: weakref.ref[Source]) -> None:
-        super().__init__(kept, tensor._version, unit)
-        self.shape = tensor.shape
+    def __init__(self, tensor: torch.Tensor, source: weakref.ref[Source]) -> None:
+        self._shape = tensor.shape
         self._source = source
         self._was_read = False
         owner = source()
@@ -159,71 +135,89 @@ class _SavedPart(_Saved):
             owner.num_unread_views += 1
 
     def __del__(self) -> None:
-        owner = self._source()
-        if owner is not None and self._counts:
+        owner = self._source() if self._counts else None
+        if owner is not None:
             owner.num_saved_views -= 1
 
-    def read(self) -> Any:
-        """Returns what was kept, once the parameter is there to be read."""
+    def owner(self) -> Source:
+        """Returns the unit's parameters, of which this is one. Raises `GradientError` if they are gone."""
         owner = self._source()
         if owner is None:
             raise GradientError(
-                f"backward needs a parameter of shape {tuple(self.shape)} of a sharded model that was deleted, moved "
+                f"backward needs a parameter of shape {tuple(self._shape)} of a sharded model that was deleted, moved "
                 "or cast since its forward; keep the model as it is until backward is done"
             )
-        kept = super().read()
+        return owner
+
+    def read(self, owner: Source) -> None:
+        """A node is about to read it: have it there."""
         owner.require_unsharded()
         if self._counts and not self._was_read:
             self._was_read = True
             owner.num_unread_views -= 1
-        return kept
 
 
-def _pack_for(unit: Reader | None, tensor: torch.Tensor) -> _Saved:
+_Saved = tuple[Any, int | None, Reader | None, _Part | None]
+"""A tensor that was saved: what is kept of it, itself or what other hooks have made of it; the version of the first;
+the unit whose forward was running; and of a parameter, which part that is. No class: there are hundreds in a step."""
+
+
+def _pack(running: Sequence[Reader | None], tensor: torch.Tensor) -> _Saved:
+    """Keep `tensor`. The last one in `running` is the unit whose forward runs."""
     source = source_of(tensor)
     if source is not None:
-        return _SavedPart(tensor, tensor, unit, source)
+        return tensor, tensor._version, running[-1], _Part(tensor, source)
     # Not itself, unless it is a leaf: it may be the result of the very node that saves it, and the two would keep each
     # other alive. test_a_graph_without_a_backward_is_freed_at_once.
     kept = tensor if tensor.is_leaf else tensor.detach()
-    return _Saved(kept, kept._version, unit)
+    return kept, kept._version, running[-1], None
 
 
-def _pack(tensor: torch.Tensor) -> _Saved:
-    return _pack_for(_running.units[-1], tensor)
-
-
-def _unpack(saved: _Saved) -> torch.Tensor:
-    tensor: torch.Tensor = saved.read()
-    if tensor._version != saved.version:
+def _unpack(saved: _Saved) -> Any:
+    """Returns what was kept, now that a node is about to read it, once a parameter is there to be read."""
+    kept, version, unit, part = saved
+    owner = None if part is None else part.owner()
+    if unit is not None and not unit.is_entered and in_backward():
+        unit.enter_backward()
+    if torch.is_grad_enabled() and in_backward() and saving_hooks() is None:
+        # With `create_graph` a backward saves what the next one will read. The engine restores the stack of hooks
+        # after each node, so what is pushed here ends with the node that reads.
+        push_saving_hooks(_hooks([unit]))
+    if part is not None and owner is not None:
+        part.read(owner)
+    if version is not None and kept._version != version:
         raise GradientError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs has been modified by an inplace operation "
-            f"since it was saved in forward: it is at version {tensor._version} instead of {saved.version}"
+            f"a tensor of shape {tuple(kept.shape)} that backward needs has been modified by an inplace operation "
+            f"since it was saved in forward: it is at version {kept._version} instead of {version}"
         )
-    return tensor
+    return kept
 
 
-def _pack_through(other: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> _Saved:
-    unit, source, kept = _running.units[-1], source_of(tensor), other(tensor)
-    return _Saved(kept, 0, unit) if source is None else _SavedPart(tensor, kept, unit, source)
+def _pack_through(
+    running: Sequence[Reader | None], other: Callable[[torch.Tensor], Any], tensor: torch.Tensor
+) -> _Saved:
+    source, kept = source_of(tensor), other(tensor)
+    return kept, None, running[-1], None if source is None else _Part(tensor, source)
 
 
 def _unpack_through(other: Callable[[Any], torch.Tensor], saved: _Saved) -> torch.Tensor:
-    return other(saved.read())
+    return other(_unpack(saved))
 
 
-_HOOKS: SavingHooks = (_pack, _unpack)
-
-
-def _is_ours(hooks: SavingHooks) -> bool:
-    pack = hooks[0]
-    return pack is _pack or (isinstance(pack, functools.partial) and pack.func in (_pack_for, _pack_through))
+def _hooks(running: Sequence[Reader | None]) -> SavingHooks:
+    """Hooks of ours, for forwards of the units `running`."""
+    return functools.partial(_pack, running), _unpack
 
 
 def _around(hooks: SavingHooks) -> SavingHooks:
     """Hooks of ours that call others."""
     pack, unpack = hooks
-    return functools.partial(_pack_through, pack), functools.partial(_unpack_through, unpack)
+    return functools.partial(_pack_through, _running.units, pack), functools.partial(_unpack_through, unpack)
+
+
+def _is_ours(hooks: SavingHooks) -> bool:
+    pack = hooks[0]
+    return isinstance(pack, functools.partial) and pack.func in (_pack, _pack_through)
 
 
 @functools.cache
@@ -242,7 +236,7 @@ def begin_watching(unit: Reader) -> bool:
     outer = saving_hooks()
     if outer is not None and _is_ours(outer):
         return False
-    push_saving_hooks(_HOOKS if outer is None else _around(outer))
+    push_saving_hooks(_hooks(_running.units) if outer is None else _around(outer))
     return True
 
 

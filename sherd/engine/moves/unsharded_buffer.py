@@ -81,7 +81,7 @@ class Unsharded:
 
 
 class UnshardedBuffer(Unsharded):
-    """The unsharded buffer, and the parameters cut from it, in one dtype."""
+    """The unsharded buffer, and the parameters cut from it, in one dtype. An all-gather in place fills `rows`."""
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         unsharded_memory = group.unsharded_memory
@@ -92,6 +92,7 @@ class UnshardedBuffer(Unsharded):
         )
         super().__init__(group.parameters, (self.buffer,))
         flat = self.buffer.tensor
+        self.rows = flat[: group.packing.gathered_numel]
         self.copy_out = copy_out(group.packing, flat)
         for parameter, slot in zip(group.parameters, group.packing.slots, strict=True):
             # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an

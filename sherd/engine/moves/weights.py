@@ -226,7 +226,7 @@ class Weights(Position, saved.Source):
 
     def _gather_rows(self, transport: Transport, made: UnshardedBuffer) -> Flight:
         """Start to gather rows that are copied out later, or the unsharded buffer itself where it needs no rows."""
-        group, numel = self.group, self.group.packing.gathered_numel
+        group = self.group
         in_place = self._fill is not Fill.FROM_ROWS
         is_copied = group.fetched is None and (group.is_offloaded or group.dtype != self._dtype)
         self._lane_owns_buffer = in_place
@@ -236,9 +236,9 @@ class Weights(Position, saved.Source):
             source = None if is_copied else group.source(self._dtype)
             if in_place:
                 made.buffer.allocate()
-                rows = made.buffer.tensor[:numel]
+                rows = made.rows
             else:
-                rows = transport.empty(numel, self._dtype, group.device)
+                rows = transport.empty(group.packing.gathered_numel, self._dtype, group.device)
             flight.append(rows)
             if self._fill is Fill.TENSOR_BY_TENSOR:
                 return transport.all_gather_each(*self._strips(made, source), async_op)

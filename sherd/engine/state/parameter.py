@@ -361,7 +361,9 @@ def notice_replaced(records: Sequence[ShardedParameter]) -> bool:
     noticed = False
     for record in records:
         for place in record.places:
-            if not place.registered or place.parameters.get(place.attribute) is not record.shard:
+            if place.registered and place.parameters.get(place.attribute) is record.shard:
+                continue  # as nearly all are, which is seen without a call
+            if not place.shows(record.shard):
                 noticed |= record.notice_replaced()
                 break
     return noticed

@@ -43,8 +43,10 @@ class Place:
     @property
     def shown(self) -> Any:
         """The module's attribute now: the parameter, what a user has put in its place, or None if it was deleted."""
-        registered = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
-        return self._shown_in.get(self.attribute) if registered is None else registered
+        shown = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
+        if shown is None and not self.registered and (module := self._module()) is not None:
+            return module.__dict__.get(self.attribute)
+        return shown
 
     def on_copy(self, copies: Mapping[int, Any]) -> Place | None:
         """Returns the place on the copy of the module, by `copies`, which are keyed by the id of what was copied; None
@@ -55,7 +57,11 @@ class Place:
 
     def shows(self, parameter: nn.Parameter) -> bool:
         """Returns whether the module has `parameter` there now."""
-        return (self.parameters.get(self.attribute) if self.registered else self.shown) is parameter
+        # As `shown`, without a call: this is asked for each parameter in each gather.
+        shown = self.parameters.get(self.attribute)
+        if shown is None and not self.registered and (module := self._module()) is not None:
+            shown = module.__dict__.get(self.attribute)
+        return shown is parameter
 
     def show(self, parameter: nn.Parameter) -> None:
         # Past nn.Module.__setattr__, which would cost ten times as much, four times a step.
@@ -67,7 +73,8 @@ class Place:
 
     def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
         """Show `new`. Returns the Parameter that was there, if it is neither `old` nor `new`."""
-        shown = self._shown_in if not self.registered else self.parameters
+        module = None if self.registered else self._module()
+        shown = self.parameters if module is None else module.__dict__
         found = shown.get(self.attribute)
         if found is old:
             shown[self.attribute] = new
