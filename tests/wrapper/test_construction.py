@@ -147,10 +147,10 @@ def wrap_oddly():
     return outputs, list(twice.state_dict()), len(list(twice.parameters()))
 
 
-def test_lists_empty_modules_and_wrappers_may_be_wrapped(threads):
+def test_lists_empty_modules_and_wrappers_may_be_wrapped(world):  # threads share the list of what was warned of
     model, x = build("mlp"), noise(0, 0)
     expected = [model.blocks[2](model.blocks[1](model.blocks[0](x))), x.relu(), model(x)]
-    for outputs, names, num_flat in threads(2).run(wrap_oddly):
+    for outputs, names, num_flat in world(2).run(wrap_oddly):
         torch.testing.assert_close(outputs, [each.detach() for each in expected])
         assert names == list(plain_values())
         assert num_flat == 1
