@@ -62,7 +62,8 @@ class Guard:
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
         self._path: Path[tuple[type[Action], int, bool]] = Path()
         self._position = Position()
-        self._recent: deque[tuple[Position, type[Action], weakref.ref[Unit]]] = deque(maxlen=NUM_RECENT)
+        self._recent: deque[tuple[int, int, bool, int]] = deque(maxlen=NUM_RECENT)
+        """Position, whether it was a gather, and the unit's id: numbers, which the garbage collector leaves alone."""
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._is_asking, self._entered, self._thread = False, 0.0, 0
         self._failure: Failure | None = None
@@ -88,8 +89,9 @@ class Guard:
         self._path.take((action, unit.id, unit.in_full_precision))
         if not self._path.is_sure or _is_detailed():
             self._ask(planned(action, unit, _users_line(sys._getframe())), do)
-        self._recent.append((self._position, action, weakref.ref(unit)))
-        self._position = Position(self._position.agreements, self._position.issued + 1)
+        here = self._position
+        self._recent.append((here.agreements, here.issued, action is Gather, unit.id))
+        self._position = Position(here.agreements, here.issued + 1)
         self.waits(action, unit, do)
 
     def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
@@ -201,9 +203,11 @@ class Guard:
             return None
         if here.issued <= position.issued:
             return Answer(here.issued) if self._is_asking else None
-        for where, action, of in self._recent:
-            if where == position and (unit := of()) is not None:
-                collective = planned(action, unit, _users_line(sys._current_frames().get(self._thread)))
+        for agreements, issued, is_gather, unit_id in list(self._recent):
+            unit = self._units.get(unit_id)
+            if Position(agreements, issued) == position and unit is not None:
+                line = _users_line(sys._current_frames().get(self._thread))
+                collective = planned(Gather if is_gather else Reduce, unit, line)
                 return Answer(here.issued, (collective.what, collective.parameters, collective.line))
         return None
 

@@ -65,7 +65,7 @@ def seal(root: nn.Module) -> Runtime:
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
         OwnershipError: a parameter was made tensor parallel after it was sharded.
     """
-    below = name_units(root)
+    below = units_below(root)
     ids = {unit.id for unit in below}
     owners = {owner.id: owner for unit in below for owner in unit.companions if owner.id not in ids}
     units = [*below, *owners.values()]
@@ -76,6 +76,7 @@ def seal(root: nn.Module) -> Runtime:
                 f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
                 f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
             )
+    name_units(root)
     for unit in units:
         if unit.shards.on_meta:
             unit.notice_replaced()
