@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import adopt_timeout
-from sherd.comm.board import LOOK_EVERY_S, Answer, Failure, Inquiry, Position, board_of
+from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position, board_of
 from sherd.comm.failures import named
 from sherd.comm.groups import group_beside, group_of
 from sherd.comm.mesh import DataMesh
@@ -56,7 +56,7 @@ _LIBRARIES = tuple(str(File(module.__file__ or "").parent) for module in (torch,
 class Guard:
     """The guard of one mesh's ranks, as one rank sees it; for all units on that mesh, of any model."""
 
-    def __init__(self, parent: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, parent: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, board: Board) -> None:
         self.key = f"{parent.group_name} {ranks}"
         self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
@@ -67,9 +67,8 @@ class Guard:
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._is_asking, self._entered, self._thread = False, 0.0, 0
         self._failure: Failure | None = None
-        self._board = board_of(_world())
-        if self._board is not None:
-            self._board.join(self)
+        self._board = board
+        board.join(self)
 
     def watch(self, unit: Unit) -> None:
         """Know `unit`, one of the mesh's."""
@@ -126,7 +125,7 @@ class Guard:
                 time.sleep(pause)
                 self._raise_if_failed(do)
                 pause = min(2 * pause, 2e-3 if inquiry is None else LOOK_EVERY_S)
-                if self._board is None or time.monotonic() - begun < INQUIRE_AFTER_S:
+                if time.monotonic() - begun < INQUIRE_AFTER_S:
                     continue
                 if inquiry is None:
                     inquiry = self._board.inquire(self.key, self._position)
@@ -255,12 +254,13 @@ def _guard_of(mesh: DataMesh) -> Guard | None:
     sends = not (mesh.comm.fake_all_gather or mesh.comm.fake_reduce)
     if len(ranks) == 1 or mesh.comm.divergence == "trust" or not sends:
         return None
-    if dist.get_backend(_world()) == "fake":
-        return None
+    board = board_of(_world())
+    if board is None or dist.get_backend(_world()) == "fake":
+        return None  # a rank that alone takes another way could not say so
     parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else _world()
     by_ranks = _guards.setdefault(parent, {})
     if ranks not in by_ranks:
-        by_ranks[ranks] = Guard(parent, ranks, mesh.device)
+        by_ranks[ranks] = Guard(parent, ranks, mesh.device, board)
     return by_ranks[ranks]
 
 

@@ -117,7 +117,7 @@ def _started(digests: Sequence[bytearray], own: bytes, group: dist.ProcessGroup)
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     try:
         backend = backend_of(group, sent.device)
-    except RuntimeError:  # a group of threads has none
+    except RuntimeError:  # not every group has one
         work: dist.Work = dist.all_gather(into, sent, group=group, async_op=True)
         return work
     started: dist.Work = backend.allgather([into], [sent])  # type: ignore[attr-defined]
