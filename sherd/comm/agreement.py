@@ -1,4 +1,4 @@
-"""What ranks say of a change of their models must be the same on all of them; and what all take from rank 0."""
+"""The agreement of ranks on a change of their models: the same is said on all of them, and values are rank 0's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MOST_SHOWN = 8
 """Parameters that a message names."""
 
 
-def in_short(names: Sequence[str]) -> str:
-    """Returns the first of `names` for a message, and how many more there are."""
-    return ", ".join(names[:MOST_SHOWN]) + (f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
+def in_short(names: Sequence[str], most: int = MOST_SHOWN) -> str:
+    """Returns the first `most` of `names` for a message, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def groups_of(mesh: DataMesh) -> list[dist.ProcessGroup]:

@@ -66,7 +66,7 @@ class Path(Generic[Step]):
 
     def _take(self, step: Step | _Pass) -> None:
         place = self._place
-        if place.last is not step and place.last != step:
+        if place.last != step:
             if self.is_sure:
                 self.is_sure = False
                 self._left_at = place, place.last, self._pass

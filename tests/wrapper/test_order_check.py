@@ -11,8 +11,9 @@ from torch import nn
 
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from sherd._torch import named_group
+from sherd.comm.agreement import MOST_SHOWN
 from sherd.engine.run import guard
-from sherd.engine.run.order_check import MOST_SHOWN, PlannedCollective
+from sherd.engine.run.order_check import PlannedCollective
 from sherd.errors import CommError
 from tests.ranks import RanksFailed
 

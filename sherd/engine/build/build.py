@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from sherd._torch import attributes_of, is_replicated, manage, move_hooks, trace_nothing_in
+from sherd.comm.agreement import in_short
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
-from sherd.engine.build.sharding import ShardingPlan, ShardingRequest, in_short, sharding_plans
+from sherd.engine.build.sharding import ShardingPlan, ShardingRequest, sharding_plans
 from sherd.engine.run import hooks
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
@@ -179,7 +180,7 @@ def _require_something_left(modules: Sequence[nn.Module], found: Belongings, own
             taken = [each.record.name for each in found.borrowed if each.record.owner is owner]
             raise ModuleError(
                 f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
-                f"taken all of its parameters ({in_short(taken)}). Go from the inside out: fully_shard, or the "
+                f"taken all of its parameters ({in_short(taken, 4)}). Go from the inside out: fully_shard, or the "
                 "wrapper, on the blocks first and on the model last; build the model anew"
             )
 

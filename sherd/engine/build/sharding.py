@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from sherd._torch import DTensorSpec, local_tensor, spec_of
+from sherd.comm.agreement import in_short
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.moves.selfgather import require_can_gather_itself
@@ -138,16 +139,11 @@ def _require_memory(found: Sequence[Found]) -> None:
         others = [each.name for each in members if not each.parameter.is_meta]
         if on_meta and others:
             raise ModuleError(
-                f"parameters of one unit are partly on the meta device: {in_short(on_meta)} are, {in_short(others)} "
-                "are not, and they are to share a buffer. Give the former memory and values before (to_empty(device="
-                "...) and reset_parameters() on their modules), or have all on the meta device, and fill them after "
-                "fully_shard"
+                f"parameters of one unit are partly on the meta device: {in_short(on_meta, 4)} are, "
+                f"{in_short(others, 4)} are not, and they are to share a buffer. Give the former memory and values "
+                'before (to_empty(device="...") and reset_parameters() on their modules), or have all on the meta '
+                "device, and fill them after fully_shard"
             )
-
-
-def in_short(names: Sequence[str]) -> str:
-    """Returns the first four of `names` for a message, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _planned(

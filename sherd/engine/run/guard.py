@@ -32,7 +32,7 @@ import torch.distributed as dist
 from sherd._torch import adopt_timeout
 from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position, board_of
 from sherd.comm.failures import named
-from sherd.comm.groups import group_beside, group_of
+from sherd.comm.groups import default_group, group_beside, group_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.order_check import PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
@@ -232,12 +232,6 @@ _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Guar
 """By group and ranks: by the group of a mesh of one axis, else by the default one."""
 
 
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup), "there is a mesh, so it was initialized"
-    return world
-
-
 def guards_of(units: Iterable[Unit]) -> dict[int, Guard]:
     """Returns the guards of `units`, by their ids, of those that are to have one."""
     guards = {}
@@ -254,10 +248,11 @@ def _guard_of(mesh: DataMesh) -> Guard | None:
     sends = not (mesh.comm.fake_all_gather or mesh.comm.fake_reduce)
     if len(ranks) == 1 or mesh.comm.divergence == "trust" or not sends:
         return None
-    board = board_of(_world())
-    if board is None or dist.get_backend(_world()) == "fake":
+    world = default_group()
+    board = board_of(world)
+    if board is None or dist.get_backend(world) == "fake":
         return None  # a rank that alone takes another way could not say so
-    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else _world()
+    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
     by_ranks = _guards.setdefault(parent, {})
     if ranks not in by_ranks:
         by_ranks[ranks] = Guard(parent, ranks, mesh.device, board)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import backend_of
-from sherd.comm.failures import in_short, unfinished
+from sherd.comm import failures
+from sherd.comm.agreement import in_short
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter
@@ -22,9 +23,6 @@ from sherd.errors import CommError
 from sherd.schedule.actions import Action, Gather
 
 DIGEST_BYTES = 8
-MOST_SHOWN = 8
-"""Parameters that a message names."""
-
 REMEDY = (
     "All ranks must run the same units, made alike, in the same order: look for a branch on the rank or on the data, "
     "in forward or around it; then restart all ranks"
@@ -49,8 +47,7 @@ class PlannedCollective:
     def describe(self, known: set[str]) -> str:
         """Returns it in words, with its parameters. Those that are `known` are left out, unless all are."""
         named = [parameter for parameter in self.parameters if parameter not in known] or self.parameters
-        more = f" and {len(named) - MOST_SHOWN} more" if len(named) > MOST_SHOWN else ""
-        return f"{self.what} ({', '.join(named[:MOST_SHOWN])}{more})"
+        return f"{self.what} ({in_short(named)})"
 
 
 def planned(action: type[Action], unit: Unit, line: str = "") -> PlannedCollective:
@@ -87,8 +84,8 @@ def agree(
     except CommError:
         raise
     except RuntimeError as error:
-        what = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {in_short(ranks)} to say what "
-        raise unfinished(f"{what}they do; this comparison", group, error) from error
+        waiting = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {failures.in_short(ranks)}"
+        raise failures.unfinished(f"{waiting} to say what they do; this comparison", group, error) from error
     if len({each for each, _ in found}) == 1:
         counts = ", ".join(f"rank {rank} {number}" for rank, (_, number) in zip(ranks, found, strict=True))
         raise CommError(
@@ -115,10 +112,5 @@ def _started(digests: Sequence[bytearray], own: bytes, group: dist.ProcessGroup)
     collectives."""
     into = [torch.frombuffer(digest, dtype=torch.uint8) for digest in digests]
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    try:
-        backend = backend_of(group, sent.device)
-    except RuntimeError:  # not every group has one
-        work: dist.Work = dist.all_gather(into, sent, group=group, async_op=True)
-        return work
-    started: dist.Work = backend.allgather([into], [sent])  # type: ignore[attr-defined]
+    started: dist.Work = backend_of(group, sent.device).allgather([into], [sent])  # type: ignore[attr-defined]
     return started

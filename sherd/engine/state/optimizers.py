@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, record_of
 from sherd.engine.state.steppable import require_steppable
 from sherd.errors import OptimizerError
@@ -102,15 +103,15 @@ class _Watcher:
         kind = type(optimizer).__name__
         if missing:
             warnings.warn(
-                f"{kind} steps a model that has got parameters since, and has none of these: {_in_short(missing)}. "
+                f"{kind} steps a model that has got parameters since, and has none of these: {in_short(missing)}. "
                 "Nothing trains them unless another optimizer does; pass it to sherd.refresh(model, optimizer), or "
                 "call its add_param_group()",
                 stacklevel=2,
             )
         if gone:
             warnings.warn(
-                f"{kind} holds parameters that its model has no more: {_in_short(gone)}. They get no gradients; pass "
-                "it to sherd.refresh(model, optimizer), which takes them out",
+                f"{kind} holds parameters that its model has no more: {in_short(gone)}. They get no gradients; "
+                "pass it to sherd.refresh(model, optimizer), which takes them out",
                 stacklevel=2,
             )
 
@@ -128,11 +129,6 @@ class _Watcher:
             owner = ref()
             if owner is not None:
                 owner.shards_written()
-
-
-def _in_short(names: Collection[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
 
 def bring_up_to_date(
