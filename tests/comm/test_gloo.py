@@ -390,7 +390,9 @@ def live_until_rank_1_dies(rank: int, port: int, collective: str, pipe: Connecti
     gloo, numel = Gloo(dist.group.WORLD), 1 << 20
     rows, rest, sizes = torch.ones(3 * numel), torch.ones(numel), [numel] * 3
     gloo.all_gather(rows, rest, sizes, False)
+    store.set(f"connected {rank}", "")
     if rank == 1:
+        store.wait(["connected 0", "connected 2"])  # the gather before is not what is to fail
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if collective == "all-gather":
