@@ -5,6 +5,7 @@ from sherd.api.auto_shard import auto_shard
 from sherd.api.extensions import DTensorExtensions, FSDPExtensions
 from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
+from sherd.api.joining import join
 from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from sherd.api.placements import OnMesh, Placements
 from sherd.api.refreshing import Refreshed, refresh
@@ -98,6 +99,7 @@ __all__ = [
     "explain_migration",
     "flatten_optimizer",
     "fully_shard",
+    "join",
     "memory_report",
     "refresh",
     "register_fsdp_forward_method",

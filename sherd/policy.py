@@ -107,7 +107,7 @@ class PrefetchPolicy:
 
 
 TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
-DIVERGENCES = ("error", "trust")
+DIVERGENCES = ("error", "join", "trust")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,10 @@ class CommPolicy:
             wrong.
         fake_reduce: send nothing when gradients are reduced, likewise.
         divergence: "error" has ranks compare what they are about to send wherever a step takes another way than the
-            last one, and raise on all of them, before bytes are mixed, if they differ. "trust" compares nothing.
+            last one, and raise on all of them, before bytes are mixed, if they differ. "join" has all ranks issue the
+            same collectives, in an order that they agree on: a rank that skips a unit takes part with zero gradients,
+            and `sherd.join` serves one that has no batch left. All units of a model should ask for it. "trust" compares
+            nothing.
 
     Raises:
         PolicyError: `transport` or `divergence` is none of these, or `part_bytes` is less than 1.
@@ -292,6 +295,7 @@ class UnitPolicy:
         accumulation: the counter of an open `sherd.accumulate`; None outside.
         reduce_buffers: the number of reductions that may be in flight. None means 1 with streams, and 0 without, where
             a reduction takes its time from compute anyway.
+        contributes: gradients of the next backwards count. If not, the unit takes part in reductions with nothing.
         divide_factor: the divisor of summed gradients; None means the number of data-parallel ranks.
         forward_prefetch: the ids (`Unit.id`) of the units to gather behind this one's forward; None means the order
             learnt. `backward_prefetch` likewise.
@@ -307,6 +311,7 @@ class UnitPolicy:
     unshard_in_backward: bool = True
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
+    contributes: bool = True
     accumulates_unsharded: bool = False
     accumulates_copies: bool = True
     accumulation: CountsBackwards | None = None

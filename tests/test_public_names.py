@@ -52,6 +52,7 @@ OURS = {
     "flatten_optimizer",
     "StepsInBackward",
     "step_in_backward",
+    "join",
     "memory_report",
     "refresh",
     "replicate",
@@ -81,7 +82,7 @@ OF_THE_WRAPPER = {
 
 # Parameters that sherd adds, all optional.
 EXTRA = {
-    "FullyShardedDataParallel": {"extensions", "unmanaged"},
+    "FullyShardedDataParallel": {"comm_policy", "extensions", "unmanaged"},
     "fully_shard": {"comm_policy", "placement", "placements", "prefetch_policy", "unmanaged"},
     "MixedPrecisionPolicy": {"cast_root_forward_inputs", "full_precision_in_eval", "keep_low_precision_grads"},
     "ShardedStateDictConfig": {"form"},

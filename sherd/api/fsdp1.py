@@ -150,6 +150,7 @@ class Choices:
     use_orig_params: bool = False
     device_mesh: DeviceMesh | None = None
     unmanaged: Unmanaged = "error"
+    comm_policy: CommPolicy | None = None
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Choices)
@@ -249,6 +250,8 @@ class Choices:
     @property
     def comm(self) -> CommPolicy:
         """Returns how bytes are sent. The switches of the environment leave collectives out, for ablations."""
+        if self.comm_policy is not None:
+            return self.comm_policy
         return CommPolicy(fake_all_gather=_is_on(FAKE_ALL_GATHER), fake_reduce=_is_on(FAKE_REDUCE))
 
     @property

@@ -36,7 +36,7 @@ from sherd.engine.build.copying import Memo
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
-from sherd.policy import Unmanaged
+from sherd.policy import CommPolicy, Unmanaged
 from sherd.wrap import WrapPolicy
 
 
@@ -72,6 +72,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             Beside tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
         extensions: what is done with parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
         unmanaged: what is done about trainable parameters that are added later, as for `fully_shard`. Beyond torch.
+        comm_policy: how bytes travel, and what is done about ranks that go different ways, as for `fully_shard`. Beyond
+            torch.
 
     Raises:
         MeshError: groups or a mesh that do not fit the strategy, or a DTensor among the parameters.
@@ -100,6 +102,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         device_mesh: DeviceMesh | None = None,
         extensions: FSDPExtensions | None = None,
         unmanaged: Unmanaged = "error",
+        comm_policy: CommPolicy | None = None,
     ) -> None:
         super().__init__()
         require_module("FullyShardedDataParallel expects a module", module)
@@ -115,6 +118,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             use_orig_params,
             device_mesh,
             unmanaged,
+            comm_policy,
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
@@ -129,11 +133,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self.limit_all_gathers = choices.limit_all_gathers
         extended_by = extensions_given(extensions)
         if auto_wrap_policy is not None:
-            more = {
-                "param_init_fn": param_init_fn,
-                "sync_module_states": sync_module_states,
-                "extensions": extended_by,
-            }
+            more = {"param_init_fn": param_init_fn, "sync_module_states": sync_module_states, "extensions": extended_by}
             # Before the module itself is touched: an error for what no unit can have leaves it as it was.
             wrap_below(module, auto_wrap_policy, FullyShardedDataParallel, choices, mesh, ignored, more)
         materialize.prepare(module, mesh, ignored, param_init_fn, device_id, sync_module_states)

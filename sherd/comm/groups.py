@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sherd._torch import named_group, timeout_of
+from sherd._torch import adopt_timeout, named_group, timeout_of
 from sherd.errors import MeshError
 
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
@@ -43,6 +43,17 @@ def group_beside(
         name = f"sherd/{parent.group_name}/{purpose}/{digest}"
         groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
     return groups[key]
+
+
+def host_group_beside(
+    parent: dist.ProcessGroup, purpose: str, ranks: Sequence[int], device: torch.device
+) -> dist.ProcessGroup:
+    """Returns a group of the host, for `ranks` that work on `device`: as `group_beside`, over gloo if that is an
+    accelerator."""
+    is_host = device.type == "cpu"
+    if is_host:
+        adopt_timeout(parent)
+    return group_beside(parent, purpose, ranks, device, None if is_host else "gloo")
 
 
 def default_group() -> dist.ProcessGroup:

@@ -6,12 +6,13 @@ torch's own calls for objects (`all_gather_object` and its kin) need numpy, whic
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sherd._torch import read_objects_with
+from sherd._torch import backend_of, read_objects_with
 from sherd.comm.failures import named
 
 
@@ -33,6 +34,15 @@ def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None 
         padded = torch.cat((sent, sent.new_zeros(longest - sent.numel())))
         arrived = _all_gather(padded, group)
     return [_object_of(pickled[: int(length)]) for pickled, length in zip(arrived, lengths, strict=True)]
+
+
+def start_all_gather(own: bytes, into: Sequence[bytearray], group: dist.ProcessGroup) -> dist.Work:
+    """Returns the all-gather of `own` into `into`, under way: as many bytes from each rank of `group`, one of the host.
+    It goes past the dispatcher, where users count collectives."""
+    received = [torch.frombuffer(each, dtype=torch.uint8) for each in into]
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    started: dist.Work = backend_of(group, sent.device).allgather([received], [sent])  # type: ignore[attr-defined]
+    return started
 
 
 def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None = None) -> Any:

@@ -240,5 +240,39 @@ def test_one_rank_has_nobody_to_compare_with(world):
 
 
 def test_other_words_are_refused():
-    with pytest.raises(PolicyError, match=r"divergence='join'\): expected one of error, trust"):
-        sherd.CommPolicy(divergence="join")
+    with pytest.raises(PolicyError, match=r"divergence='skip'\): expected one of error, join, trust"):
+        sherd.CommPolicy(divergence="skip")
+
+
+class WithALarge(torch.nn.Module):
+    """Rank 0 alone uses a parameter that is large enough to travel alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = torch.nn.Linear(1024, 1024, bias=False), torch.nn.Linear(1024, 8)
+
+    def forward(self, x: torch.Tensor, uses_large: bool) -> torch.Tensor:
+        return self.small(self.large(x) if uses_large else x)
+
+
+def one_rank_uses_a_large_tensor(first: int) -> None:
+    model: Any = sherd.fully_shard(WithALarge())
+    for number in range(4):
+        model(torch.ones(2, 1024), dist.get_rank() == 0 or number < first).sum().backward()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_rank_that_lacks_the_gradient_of_a_tensor_that_travels_alone_is_named(world, first):
+    for text in assert_all_name_both(world, 2, one_rank_uses_a_large_tensor, first):
+        assert "rank 0 reduces the gradients of unit WithALarge (" in text
+        assert "rank 1 reduces the gradients of unit WithALarge without large.weight" in text
+
+
+def all_leave_out_a_large_tensor() -> None:
+    model: Any = sherd.fully_shard(WithALarge())
+    for number in range(6):
+        model(torch.ones(2, 1024), number % 2 == 0).sum().backward()
+
+
+def test_ranks_that_all_lack_it_go_on(world):
+    world(2).run(all_leave_out_a_large_tensor)

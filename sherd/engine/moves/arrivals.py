@@ -8,7 +8,7 @@ autograd ──arrived──▶ waiting, as they came ──1 MiB, or all──�
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from sherd.engine.moves.dense_gradient import as_dense
 from sherd.engine.moves.reduce_buffer import ReduceBuffer
 from sherd.engine.moves.scale import Scale
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import num_trainable
+from sherd.engine.state.parameter import ShardedParameter, num_trainable
 from sherd.schedule.moments import MemoryKind
 
 
@@ -65,7 +65,7 @@ class Arrivals:
         self._came: set[int] = set()
         self.came_twice = self.was_taken = False
         self._num_expected = 0
-        self._is_expecting = False
+        self.is_expecting, self._contributes = False, True
         self._borrows = False
         self._waits_for_reduction = plan.collects_late
         self._dtype = group.reduce_dtype
@@ -89,7 +89,9 @@ class Arrivals:
 
     # A backward
 
-    def expect(self, divide_by: float, may_borrow: bool, reduces: bool, is_one_of_many: bool) -> bool:
+    def expect(
+        self, divide_by: float, may_borrow: bool, reduces: bool, is_one_of_many: bool, contributes: bool
+    ) -> bool:
         """Prepare for a backward. Returns whether the group has a trainable parameter.
 
         Args:
@@ -97,8 +99,10 @@ class Arrivals:
             may_borrow: a large gradient may be sent from where autograd left it; nobody writes to it then.
             reduces: this backward ends with a reduction.
             is_one_of_many: it is inside `accumulate`.
+            contributes: its gradients count. If not, they are dropped as they come.
         """
-        self._is_expecting = True
+        self._contributes = contributes
+        self.is_expecting = True
         self._num_expected = num_trainable(self._group.parameters)
         self._waits_for_reduction = self._plan.collects_late and reduces
         self._dtype = self.summed_in if is_one_of_many and not reduces else self._group.reduce_dtype
@@ -121,7 +125,7 @@ class Arrivals:
         if self._observer is not None:
             self._observer.arrives(index, unsharded)
         unsharded.grad = None
-        if not self._is_expecting:
+        if not self.is_expecting:
             self._begin()
         if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
             gradient = as_dense(gradient, self._group.parameters[index])
@@ -129,11 +133,13 @@ class Arrivals:
             # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
             # be in the rows for that.
             self.collect()
-        self.has_any = True
         self.came_twice |= index in self._came
         self._came.add(index)
         self._arrived.add(index)
-        if self._rows is None and self._borrows and self._can_be_rows(gradient):
+        self.has_any |= self._contributes
+        if not self._contributes:
+            pass
+        elif self._rows is None and self._borrows and self._can_be_rows(gradient):
             self._rows = ReduceBuffer.borrowed(self._group, gradient)
         else:
             self._waiting[index] = gradient
@@ -179,7 +185,7 @@ class Arrivals:
     def end_backward(self) -> None:
         """Note that the backward is over: gradients that did not come will not come. Those that no reduction has taken
         wait in the rows, where the next backward's are added to them."""
-        self._is_expecting = self.came_twice = self.was_taken = False
+        self.is_expecting = self.came_twice = self.was_taken = False
         self.collect()
         self._arrived.clear()
         self._came.clear()
@@ -195,6 +201,10 @@ class Arrivals:
         self._rows, self.has_any = None, False
         return rows
 
+    def have_zeros(self) -> None:
+        """Have rows for the next reduction, of zeros if nothing has come."""
+        self._rows = self._rows_to_fill()
+
     def give_back(self, rows: ReduceBuffer) -> None:
         """Note that a reduction has read `rows`, or is queued on the lane that owns them: their memory is freed, their
         views are kept for the next one."""
@@ -206,6 +216,11 @@ class Arrivals:
             self._spare.append(rows)
 
     # What is here
+
+    @property
+    def parameters(self) -> Sequence[ShardedParameter]:
+        """The parameters whose gradients come here."""
+        return self._group.parameters
 
     @property
     def has_received(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
+from sherd.engine.moves.arrivals import Arrivals
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
@@ -22,7 +24,8 @@ class Backward:
     """One unit's part in the present backward, and what the last one has taught.
 
     It `is_entered` once backward has reached the unit. `enter()` tells the runtime that backward is there. Sums of
-    gradients are divided by `num_ranks`, unless the policy says otherwise.
+    gradients are divided by `num_ranks`, unless the policy says otherwise. The groups that are `unflagged` are left out
+    of a reduction where they have no gradients, which the other ranks are not told.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
@@ -31,6 +34,7 @@ class Backward:
         self._num_ranks = float(num_ranks)
         self._weights: Sequence[Weights] = ()
         self._gradients: Sequence[Gradients] = ()
+        self.unflagged: list[Arrivals] = []
         self._when_complete: WhenComplete | None = None
         self._num_expected = self._num_completed = 0
         self._seen: list[int] = []
@@ -39,6 +43,7 @@ class Backward:
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
         """Have these groups from now on. What was learnt of the former ones is forgotten."""
         self._weights, self._gradients = weights, gradients
+        self.unflagged = [each.arrivals for each in gradients if not each.group.num_flags]
         self._seen = []
         self._is_gone_through_once = False
 
@@ -62,13 +67,30 @@ class Backward:
         """
         self.is_entered = True
         self._when_complete = when_complete
-        self._num_completed = self._num_expected = 0
+        self._num_completed = 0
+        self._num_expected = self._expect_of(self._gradients, policy)
+
+    def _expect_of(self, expected: Sequence[Gradients], policy: UnitPolicy) -> int:
+        """Prepare the groups `expected`. Returns how many of them have a trainable parameter."""
         divide_by = self._num_ranks if policy.divide_factor is None else policy.divide_factor
         may_borrow, is_one_of_many = policy.reduce_scatter is None, policy.accumulation is not None
-        for gradients in self._gradients:
-            self._num_expected += gradients.arrivals.expect(
-                divide_by, may_borrow, policy.reduce_gradients, is_one_of_many
+        num_expected = 0
+        for gradients in expected:
+            num_expected += gradients.arrivals.expect(
+                divide_by, may_borrow, policy.reduce_gradients, is_one_of_many, policy.contributes
             )
+        return num_expected
+
+    @contextmanager
+    def reducing_for_others(self, policy: UnitPolicy) -> Iterator[None]:
+        """Inside, a reduction finds everything as in a backward, also where none has come to the unit."""
+        idle = [gradients for gradients in self._gradients if not gradients.arrivals.is_expecting]
+        self._expect_of(idle, policy)
+        try:
+            yield
+        finally:
+            for gradients in idle:
+                gradients.arrivals.end_backward()
 
     def recompute_begins(self) -> None:
         """Note that a forward of the unit begins inside backward: activation checkpointing."""
@@ -132,6 +154,19 @@ class Backward:
         if was_reduced or not self.is_entered or not policy.reduce_gradients:
             return False
         return any(gradients.may_lack(policy) for gradients in self._gradients) and brings_gradients()
+
+    def lacking(self, present: int) -> list[str]:
+        """Returns the parameters of the `unflagged` groups that have no gradients. `present` has a bit for each group,
+        the last one's lowest, which is 1 if it has."""
+        absent = [at for at in range(len(self.unflagged)) if not present >> (len(self.unflagged) - 1 - at) & 1]
+        return [parameter.name for at in absent for parameter in self.unflagged[at].parameters]
+
+    def lack_nothing(self, present: int) -> None:
+        """Have gradients, of zeros, for those `unflagged` groups that have them on another rank: it says so with
+        `present`, as above."""
+        for at, arrivals in enumerate(reversed(self.unflagged)):
+            if present >> at & 1:
+                arrivals.have_zeros()
 
     @property
     def has_received(self) -> bool:

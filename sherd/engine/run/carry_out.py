@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
 from sherd.engine.run.unit import Unit
+from sherd.errors import StateError
+from sherd.policy import UnitPolicy
 from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce, Shrink
 from sherd.schedule.state import Live
 
 
-def gather(unit: Unit) -> None:
-    """Start the all-gathers."""
+def gather(unit: Unit, in_full_precision: bool | None = None) -> None:
+    """Start the all-gathers, in the precision that the unit computes in now if none is given."""
     user = unit.policy.all_gather
     for weights in unit.weights:
         if weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
-        in_full_precision = unit.in_full_precision
+        precisely = unit.in_full_precision if in_full_precision is None else in_full_precision
         unit.notice_replaced(weights.group.parameters)
         mesh = weights.group.mesh
         transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
-        weights.gather(transport, in_full_precision)
+        weights.gather(transport, precisely)
 
 
 def wait(unit: Unit) -> None:
@@ -39,9 +42,11 @@ def shrink(unit: Unit) -> None:
         weights.shrink(size)
 
 
-def reduce(unit: Unit) -> None:
-    """Start the reductions of what has been collected."""
-    user, apart = unit.policy.reduce_scatter, unit.policy.separate_reduce_group
+def reduce(unit: Unit, policy: UnitPolicy | None = None) -> None:
+    """Start the reductions of what has been collected, by the unit's policy if none is given."""
+    if policy is None:
+        policy = unit.policy
+    user, apart = policy.reduce_scatter, policy.separate_reduce_group
     # All rows are taken before the first reduction is queued, or compute would wait for that to take the second's.
     for gradients in unit.gradients if len(unit.gradients) > 1 else ():
         gradients.collect()
@@ -51,7 +56,35 @@ def reduce(unit: Unit) -> None:
             transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
         else:
             transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
-        gradients.reduce(unit.policy, transport)
+        gradients.reduce(policy, transport)
+
+
+def gather_for_others(unit: Unit, in_full_precision: bool) -> None:
+    """Take part in all-gathers that other ranks want. Afterwards the unit is as it was."""
+    live = unit.live
+    if live is not Live.SHARDED and in_full_precision != unit.in_full_precision:
+        raise StateError(
+            f"another rank gathers unit {unit.name} in {'full' if in_full_precision else 'low'} precision while it is "
+            "unsharded here in the other one; call train() and eval() at the same places on all ranks"
+        )
+    unit.free()
+    gather(unit, in_full_precision)
+    if live is Live.SHARDED:
+        unit.free()
+    elif live is not Live.GATHERING:
+        wait(unit)
+        if live is Live.SHRUNK:
+            shrink(unit)
+
+
+def reduce_for_others(unit: Unit, over_replicas: bool) -> None:
+    """Take part in a reduction that other ranks want, with what has been collected here, be it nothing."""
+    for gradients in unit.gradients:
+        gradients.finish_reduce(unit.policy)
+    policy = replace(unit.policy, reduce_gradients=True, all_reduce_gradients=over_replicas)
+    with unit.backward.reducing_for_others(policy):
+        reduce(unit, policy)
+    finish_reduce(unit)
 
 
 def finish_reduce(unit: Unit) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path as File
 from types import FrameType
@@ -29,21 +29,18 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from sherd._torch import adopt_timeout
-from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position, board_of
+from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.comm.failures import named
-from sherd.comm.groups import default_group, group_beside, group_of
-from sherd.comm.mesh import DataMesh
+from sherd.comm.groups import host_group_beside
 from sherd.engine.run.order_check import PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
-from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce
+from sherd.schedule.actions import Action, Await, Discard, Free, Gather, Reduce
 from sherd.schedule.path import Path
 from sherd.schedule.state import Live
 
-Carry = Callable[[Unit], None]
-"""Carries out an action on a unit."""
-Table = dict[type[Action], Carry]
+Table = dict[type[Action], Callable[[Unit], None]]
+"""By kind of action: the function that carries it out on a unit."""
 
 NUM_RECENT = 64
 """Collectives that a rank remembers: more than it starts before it waits for one."""
@@ -60,10 +57,11 @@ class Guard:
         self.key = f"{parent.group_name} {ranks}"
         self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
-        self._path: Path[tuple[type[Action], int, bool]] = Path()
+        self._path: Path[tuple[type[Action], int, int]] = Path()
         self._position = Position()
-        self._recent: deque[tuple[int, int, bool, int]] = deque(maxlen=NUM_RECENT)
-        """Position, whether it was a gather, and the unit's id: numbers, which the garbage collector leaves alone."""
+        self._recent: deque[tuple[int, int, bool, int, int]] = deque(maxlen=NUM_RECENT)
+        """Position, whether it was a gather, the unit's id, and which of its collectives: numbers, which the garbage
+        collector leaves alone."""
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._is_asking, self._entered, self._thread = False, 0.0, 0
         self._failure: Failure | None = None
@@ -74,9 +72,12 @@ class Guard:
         """Know `unit`, one of the mesh's."""
         self._units[unit.id] = unit
 
-    def begin(self) -> None:
-        """A pass begins: the forward of a root."""
+    def begin(self, unit: Unit) -> None:
+        """A pass begins: the forward of `unit`, a root."""
         self._path.begin()
+
+    def end_backward(self, unit: Unit) -> None:
+        """A backward of the model of `unit`, a root, has ended."""
 
     def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
         """Carry out `action`, a collective of `unit`, as all ranks do.
@@ -85,11 +86,17 @@ class Guard:
             CommError: not all ranks do, or one has died.
         """
         self._raise_if_failed(do)
-        self._path.take((action, unit.id, unit.in_full_precision))
+        which = 0
+        if action is Gather:
+            which = int(unit.in_full_precision)
+        else:
+            for arrivals in unit.backward.unflagged:
+                which = 2 * which + (arrivals.has_any or unit.policy.reduce_unused)
+        self._path.take((action, unit.id, which))
         if not self._path.is_sure or _is_detailed():
-            self._ask(planned(action, unit, _users_line(sys._getframe())), do)
+            self._ask(planned(action, unit, which, _users_line(sys._getframe())), do)
         here = self._position
-        self._recent.append((here.agreements, here.issued, action is Gather, unit.id))
+        self._recent.append((here.agreements, here.issued, action is Gather, unit.id, which))
         self._position = Position(here.agreements, here.issued + 1)
         self.waits(action, unit, do)
 
@@ -145,14 +152,12 @@ class Guard:
     def _group(self) -> dist.ProcessGroup:
         """Returns the group that ranks compare over. It is used for nothing else, so that a comparison meets only other
         comparisons, and it is one of the host, which is what waits."""
-        parent, is_host = self._parent(), self._device.type == "cpu"
+        parent = self._parent()
         assert parent is not None, "the mesh of a unit holds it"
-        if is_host:
-            adopt_timeout(parent)
         # One that was made at DETAIL keeps the host waiting from the call on, when the level is no longer that.
         purpose = "order-detail" if _is_detailed() else "order"
         with named("the first comparison of what ranks are about to do", parent):
-            return group_beside(parent, purpose, self._ranks, self._device, None if is_host else "gloo")
+            return host_group_beside(parent, purpose, self._ranks, self._device)
 
     def _give_up_if_alone(self, inquiry: Inquiry, collective: PlannedCollective) -> None:
         """Declare a failure, if all other ranks have said where they are and some will not come."""
@@ -169,12 +174,13 @@ class Guard:
         """Take part in the next `number` collectives, which others have started, so that they do not wait for ever."""
         number = max(number, 0)
         self._position = Position(self._position.agreements, self._position.issued + number)
-        for action, unit_id, _ in islice(self._path.expected(), number):
+        for action, unit_id, which in islice(self._path.expected(), number):
             unit = self._units.get(unit_id)
             if unit is None:
                 return
             if action is Reduce:
                 do[Discard](unit)
+                unit.backward.lack_nothing(which)
                 do[Reduce](unit)
                 do[Discard](unit)
             else:
@@ -202,11 +208,11 @@ class Guard:
             return None
         if here.issued <= position.issued:
             return Answer(here.issued) if self._is_asking else None
-        for agreements, issued, is_gather, unit_id in list(self._recent):
+        for agreements, issued, is_gather, unit_id, which in list(self._recent):
             unit = self._units.get(unit_id)
             if Position(agreements, issued) == position and unit is not None:
                 line = _users_line(sys._current_frames().get(self._thread))
-                collective = planned(Gather if is_gather else Reduce, unit, line)
+                collective = planned(Gather if is_gather else Reduce, unit, which, line)
                 return Answer(here.issued, (collective.what, collective.parameters, collective.line))
         return None
 
@@ -226,64 +232,3 @@ def _users_line(frame: FrameType | None) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-_guards: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Guard]] = weakref.WeakKeyDictionary()
-"""By group and ranks: by the group of a mesh of one axis, else by the default one."""
-
-
-def guards_of(units: Iterable[Unit]) -> dict[int, Guard]:
-    """Returns the guards of `units`, by their ids, of those that are to have one."""
-    guards = {}
-    for unit in units:
-        guard = _guard_of(unit.mesh)
-        if guard is not None:
-            guard.watch(unit)
-            guards[unit.id] = guard
-    return guards
-
-
-def _guard_of(mesh: DataMesh) -> Guard | None:
-    ranks = tuple(mesh.mesh.mesh.flatten().tolist())
-    sends = not (mesh.comm.fake_all_gather or mesh.comm.fake_reduce)
-    if len(ranks) == 1 or mesh.comm.divergence == "trust" or not sends:
-        return None
-    world = default_group()
-    board = board_of(world)
-    if board is None or dist.get_backend(world) == "fake":
-        return None  # a rank that alone takes another way could not say so
-    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
-    by_ranks = _guards.setdefault(parent, {})
-    if ranks not in by_ranks:
-        by_ranks[ranks] = Guard(parent, ranks, mesh.device, board)
-    return by_ranks[ranks]
-
-
-def guarded(do: Table, guards: dict[int, Guard]) -> Table:
-    """Returns `do`, the table by which a runtime carries out its actions, with the units' `guards` looking on."""
-    if not guards:
-        return do
-
-    def starting(action: type[Action]) -> Carry:
-        def run(unit: Unit) -> None:
-            guard = guards.get(unit.id)
-            if guard is None or not unit.parameters or (action is Gather and unit.mesh.num_shards == 1):
-                do[action](unit)
-            else:
-                guard.starts(action, unit, do)
-
-        return run
-
-    def waiting(action: type[Action]) -> Carry:
-        def run(unit: Unit) -> None:
-            guard = guards.get(unit.id)
-            if guard is None:
-                do[action](unit)
-            else:
-                guard.waits(action, unit, do)
-
-        return run
-
-    starts: Sequence[type[Action]] = (Gather, Reduce)
-    waits: Sequence[type[Action]] = (Await, FinishReduce)
-    return {**do, **{each: starting(each) for each in starts}, **{each: waiting(each) for each in waits}}

@@ -10,13 +10,11 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
-from sherd._torch import backend_of
 from sherd.comm import failures
 from sherd.comm.agreement import in_short
-from sherd.comm.objects import all_gather_objects
+from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import CommError
@@ -50,12 +48,17 @@ class PlannedCollective:
         return f"{self.what} ({in_short(named)})"
 
 
-def planned(action: type[Action], unit: Unit, line: str = "") -> PlannedCollective:
-    """Returns the collective that `action`, a `Gather` or a `Reduce`, starts for `unit`."""
+def planned(action: type[Action], unit: Unit, which: int, line: str = "") -> PlannedCollective:
+    """Returns the collective that `action`, a `Gather` or a `Reduce`, starts for `unit`.
+
+    `which` of its collectives: 1 for a `Gather` in full precision; what `Backward.lacking` reads for a `Reduce`.
+    """
     parameters = tuple(_description(parameter) for parameter in unit.parameters)
     if action is not Gather:
-        return PlannedCollective(f"reduces the gradients of unit {unit.name}", parameters, line)
-    precisely = " in full precision" if unit.in_full_precision else ""
+        lacking = unit.backward.lacking(which)
+        without = f" without {in_short(lacking)}" if lacking else ""
+        return PlannedCollective(f"reduces the gradients of unit {unit.name}{without}", parameters, line)
+    precisely = " in full precision" if which else ""
     return PlannedCollective(f"gathers unit {unit.name}{precisely}", parameters, line)
 
 
@@ -77,7 +80,7 @@ def agree(
     ranks = dist.get_process_group_ranks(group)
     own, found_digests = collective.digest(issued), [bytearray(DIGEST_BYTES) for _ in ranks]
     try:
-        wait(_started(found_digests, own, group))
+        wait(start_all_gather(own, found_digests, group))
         if all(digest == own for digest in found_digests):
             return
         found = all_gather_objects((collective, issued), "the comparison of what ranks do", group)
@@ -105,12 +108,3 @@ def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) ->
     lines = [f"rank {rank} at {each.line}" for rank, each in zip(ranks, collectives, strict=True) if each.line]
     where = f" In your code: {', '.join(lines)}." if lines else ""
     return f"ranks are about to start different collectives: {'; '.join(described)}.{where} {REMEDY}"
-
-
-def _started(digests: Sequence[bytearray], own: bytes, group: dist.ProcessGroup) -> dist.Work:
-    """Returns the all-gather of `own` into `digests`, under way. It goes past the dispatcher, where users count
-    collectives."""
-    into = [torch.frombuffer(digest, dtype=torch.uint8) for digest in digests]
-    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    started: dist.Work = backend_of(group, sent.device).allgather([into], [sent])  # type: ignore[attr-defined]
-    return started

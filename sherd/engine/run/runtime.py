@@ -20,7 +20,7 @@ from sherd._torch import are_transforms_active, at_end_of_backward, in_backward,
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
 from sherd.engine.run.carry_out import DO
-from sherd.engine.run.guard import guarded, guards_of
+from sherd.engine.run.divergence import overseen, overseers_of
 from sherd.engine.run.observer import Observer
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import Unmanaged, registrations
@@ -73,8 +73,8 @@ class Runtime:
         self.observer: Observer | None = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
-        guards = guards_of(self.units)
-        self._guards, self._do = set(guards.values()), guarded(DO, guards)
+        overseers = overseers_of(self.units)
+        self.overseers, self._do = set(overseers.values()), overseen(DO, overseers)
         self.schedule = Schedule(())
         self.revise()
 
@@ -192,8 +192,8 @@ class Runtime:
                 if member.keeps_copies or member.shards.have_moved:
                     member.may_be_written()
         self.revise()
-        for guard in self._guards:
-            guard.begin()
+        for overseer in self.overseers:
+            overseer.begin(self.root)
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)
@@ -272,6 +272,8 @@ class Runtime:
         for unit in self.units:
             unit.backward.end()
         self.on(EndBackward(self._is_last_backward))
+        for overseer in self.overseers:
+            overseer.end_backward(self.root)
         for unit in self.units:
             if unit.place.is_elsewhere:
                 unit.land_gradients()

@@ -141,8 +141,8 @@ class Group:
         is_offloaded: the shards rest in another memory than that of the device that computes.
         unsharded_memory: the unsharded buffer where that is not given up; the shard buffer is a part of it then.
         num_flags: flags that travel with the gradients: one for each tensor, none for a large one that is alone, which
-            is sent from where autograd has left its gradient. A part of a unit (`is_part`) has them: its tensors may
-            lack gradients as if the unit were one group.
+            is sent from where autograd has left its gradient. It has one where it may lack a gradient on some ranks:
+            under `divergence="join"`, and in a part of a unit (`is_part`).
         trainable: its parameters were trained when the group was made.
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
     """
@@ -174,7 +174,8 @@ class Group:
         self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
-        self.num_flags = 0 if is_one_large and not is_part else len(self.parameters)
+        may_lack = is_part or mesh.comm.divergence == "join"
+        self.num_flags = 0 if is_one_large and not may_lack else len(self.parameters)
         owned = self.sizes.of(mesh.pieces_of(mesh.shard_rank)) if mesh.shards_replicas else None
         self.fetched = None if owned is None else FetchedShard(owned, mesh)
         self.keeps_copies = mesh.keeps_unsharded or self.fetched is not None

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -54,12 +54,20 @@ class News:
         return [self.dropped.pop(key) for key in left]
 
 
+class StepListener(Protocol):
+    """Hears of each optimizer step before it is made."""
+
+    def before_step(self, optimizer: Optimizer, unit_ids: Sequence[int]) -> None:
+        """`optimizer` is about to step the shards of these units."""
+
+
 class _Watcher:
     """The two global optimizer hooks, and the units whose shards each optimizer steps."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[weakref.ref[Owner]]]]
         self._known = weakref.WeakKeyDictionary()
+        self._listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
         self._installed = False
         self._news: list[News] = []
 
@@ -115,11 +123,16 @@ class _Watcher:
                 stacklevel=2,
             )
 
+    def listen(self, listener: StepListener) -> None:
+        """Tell `listener` of each step that is about to be, as long as it exists."""
+        self._listeners.add(listener)
+
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for ref in self.adopt(optimizer):
-            owner = ref()
-            if owner is not None:
-                owner.before_step()
+        owners = [owner for ref in self.adopt(optimizer) if (owner := ref()) is not None]
+        for owner in owners:
+            owner.before_step()
+        for listener in list(self._listeners):
+            listener.before_step(optimizer, [owner.id for owner in owners])
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         known = self._known.get(optimizer)

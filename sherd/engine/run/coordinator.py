@@ -1,0 +1,250 @@
+"""The coordinator: all ranks issue the same collectives, also those that want others (`divergence="join"`).
+
+What all take next is the `AgreedOrder`'s to say. This file asks the other ranks where that says so, and takes part in
+what this rank did not want: it gathers a unit and frees it, it reduces a unit's gradients with none of its own. Its
+shards still get what the other ranks have, so the result is the mean in which this rank counts as zero.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from sherd._torch import in_backward
+from sherd.comm.failures import named
+from sherd.comm.groups import host_group_beside
+from sherd.comm.objects import all_gather_objects, start_all_gather
+from sherd.engine.run.carry_out import gather_for_others, reduce_for_others
+from sherd.engine.run.guard import Table
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.optimizers import watcher
+from sherd.errors import CommError
+from sherd.schedule.actions import Action, Gather
+from sherd.schedule.agreed import AgreedOrder, Kind, Step, Wish, choose
+from sherd.schedule.state import Live
+
+VOTE = struct.Struct("<5q")
+"""The kind of the step that a rank wants, of what, its detail, whether in backward, and how many units the rank has."""
+LEAVE = Step(Kind.LEAVE)
+
+
+class Coordinator:
+    """The ranks of one mesh as one of them sees them; for all models whose roots are on that mesh.
+
+    Units and optimizers are known by numbers, in the order in which they were first used; that is the same on all
+    ranks.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device) -> None:
+        self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
+        self._order = AgreedOrder()
+        self._units: list[weakref.ref[Unit]] = []
+        self._numbers: dict[int, int] = {}
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._is_away = False
+        watcher.listen(self)
+
+    # What this rank wants
+
+    def watch(self, unit: Unit) -> None:
+        """Know `unit`, one of the mesh's."""
+        if unit.id not in self._numbers:
+            self._numbers[unit.id] = len(self._units)
+            self._units.append(weakref.ref(unit))
+
+    def begin(self, unit: Unit) -> None:
+        """A forward of `unit`, a root, begins, on all ranks that have a batch left.
+
+        Raises:
+            CommError: a rank has died, does not come before the timeout, or wants what cannot be joined.
+        """
+        is_training = any(module.training for module in unit.modules)
+        self._reach(Step(Kind.BEGIN, self._numbers[unit.id], 2 * torch.is_grad_enabled() + is_training))
+
+    def end_backward(self, unit: Unit) -> None:
+        """A backward of the model of `unit`, a root, has ended: go on when all ranks have reduced what they have.
+
+        Raises:
+            CommError: as `begin`.
+        """
+        if unit.policy.reduce_gradients:
+            self._reach(Step(Kind.END, self._numbers[unit.id]))
+
+    def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
+        """Carry out `action`, a collective of `unit`, when it is its turn on all ranks.
+
+        Raises:
+            CommError: as `begin`.
+        """
+        number, is_in_backward = self._numbers[unit.id], in_backward()
+        if action is Gather:
+            self._reach(Step(Kind.GATHER, number, int(unit.in_full_precision)), is_in_backward)
+            if unit.live is not Live.SHARDED:
+                unit.free()  # other ranks gather all of it, and from shards
+        else:
+            self._reach(Step(Kind.REDUCE, number, int(unit.policy.all_reduce_gradients)), is_in_backward)
+        do[action](unit)
+
+    def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
+        """Carry out `action`."""
+        do[action](unit)
+
+    def before_step(self, optimizer: Optimizer, unit_ids: Sequence[int]) -> None:
+        """`optimizer` is about to step the shards of these units: go on when all ranks that are not away do.
+
+        Raises:
+            CommError: as `begin`; or ranks step different optimizers, or only some of them do.
+        """
+        if self._is_away or in_backward() or not any(each in self._numbers for each in unit_ids):
+            return
+        number = self.know(optimizer)
+        wishes = self._reach(Step(Kind.STEP, number))
+        if any(wish.step == LEAVE for wish in wishes):
+            self._exchange_settings(_settings_of(optimizer))
+
+    def know(self, optimizer: Optimizer) -> int:
+        """Returns the number of `optimizer`, and gives it one if it has none."""
+        for number, known in enumerate(self._optimizers):
+            if known() is optimizer:
+                return number
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def agree_on_batch(self, has_one: bool) -> bool:
+        """Returns whether any rank has a batch left, this one or another, once all that have not left ask.
+
+        Raises:
+            CommError: as `begin`.
+        """
+        wishes = self._reach(Step(Kind.BATCH, detail=int(not has_one)))
+        return any(wish.step == Step(Kind.BATCH) for wish in wishes)
+
+    def leave(self) -> None:
+        """Take part in what the other ranks do, and want nothing, until none of them wants anything.
+
+        Raises:
+            CommError: as `begin`; or the others step an optimizer that this rank has never seen.
+        """
+        self._is_away = True
+        try:
+            self._reach(LEAVE)
+        finally:
+            self._is_away = False
+
+    # What all do
+
+    def _reach(self, wanted: Step, is_in_backward: bool = False) -> Sequence[Wish]:
+        """Go along with the others until it is the turn of `wanted`. Returns what all ranks wanted at the last vote."""
+        wishes: Sequence[Wish] = ()
+        while True:
+            step = self._order.expected()
+            if step is None:
+                wishes = self._vote(Wish(wanted, is_in_backward))
+                step = choose(wishes)
+                self._require_possible(step, wishes)
+            self._order.take(step)
+            if wanted.is_served_by(step):
+                return wishes
+            self._go_along(step)
+
+    def _vote(self, wish: Wish) -> list[Wish]:
+        """Returns what all ranks want. All of them must call this."""
+        own = VOTE.pack(*wish.step, wish.in_backward, len(self._units))
+        votes = [bytearray(VOTE.size) for _ in self._ranks]
+        with named(f"the vote of ranks, of which rank {dist.get_rank()} {self._in_words(wish.step)},", self._group()):
+            start_all_gather(own, votes, self._group()).wait()
+        unpacked = [VOTE.unpack(vote) for vote in votes]
+        self._fewest_units = min(units for *_, units in unpacked)
+        return [Wish(Step(Kind(kind), which, detail), bool(flag)) for kind, which, detail, flag, _ in unpacked]
+
+    def _group(self) -> dist.ProcessGroup:
+        parent = self._parent()
+        assert parent is not None, "the mesh of a unit holds it"
+        return host_group_beside(parent, "votes", self._ranks, self._device)
+
+    def _require_possible(self, step: Step, wishes: Sequence[Wish]) -> None:
+        """Raise, on all ranks alike, if some of them cannot go along with `step`."""
+        if step.kind <= Kind.END and step.which >= self._fewest_units:
+            raise CommError(
+                f"ranks {self._wanting(step, wishes)} run a model whose forward other ranks have not begun yet; under "
+                "divergence='join' all ranks must run each model once before any of them may skip it"
+            )
+        if step.kind is Kind.STEP and any(wish.step not in (step, LEAVE) for wish in wishes):
+            others = [rank for rank, wish in zip(self._ranks, wishes, strict=True) if wish.step not in (step, LEAVE)]
+            raise CommError(
+                f"ranks {self._wanting(step, wishes)} step an optimizer ({self._kind_of(step.which)}, number "
+                f"{step.which} in the order of their first steps) that ranks {others} skip; under divergence='join' "
+                "all ranks must step the same optimizers, also those that have skipped all of its parameters"
+            )
+
+    def _kind_of(self, number: int) -> str:
+        optimizer = self._optimizers[number]() if number < len(self._optimizers) else None
+        return "not seen on this rank" if optimizer is None else type(optimizer).__name__
+
+    def _wanting(self, step: Step, wishes: Sequence[Wish]) -> list[int]:
+        return [rank for rank, wish in zip(self._ranks, wishes, strict=True) if wish.step == step]
+
+    def _in_words(self, step: Step) -> str:
+        unit = self._units[step.which]() if step.kind <= Kind.END and step.which < len(self._units) else None
+        name = unit.name if unit is not None else ""
+        return {
+            Kind.GATHER: f"gathers unit {name}",
+            Kind.REDUCE: f"reduces the gradients of unit {name}",
+            Kind.BEGIN: f"begins a forward of {name}",
+            Kind.END: f"has ended a backward of {name}",
+            Kind.STEP: f"steps optimizer {step.which}",
+            Kind.BATCH: "asks for its next batch",
+            Kind.LEAVE: "has no batch left",
+        }[step.kind]
+
+    def _go_along(self, step: Step) -> None:
+        """Take part in what this rank did not want."""
+        if step.kind is Kind.STEP:
+            self._step_along(step.which)
+        if step.kind > Kind.REDUCE:
+            return
+        unit = self._units[step.which]()
+        if unit is None:
+            raise CommError(
+                f"rank {dist.get_rank()} has deleted a model that other ranks still run ({self._in_words(step)}); "
+                "delete it on all ranks"
+            )
+        with torch.no_grad():
+            if step.kind is Kind.GATHER:
+                gather_for_others(unit, bool(step.detail))
+            else:
+                reduce_for_others(unit, bool(step.detail))
+
+    def _step_along(self, number: int) -> None:
+        """Step the optimizer as the ranks do that still train, with their learning rates; then drop its gradients."""
+        settings = self._exchange_settings(None)
+        optimizer = self._optimizers[number]() if number < len(self._optimizers) else None
+        if optimizer is None:
+            raise CommError(
+                f"rank {dist.get_rank()} has no batch left, and does not know optimizer {number}, which the other "
+                "ranks step; pass it: sherd.join(model, optimizer)"
+            )
+        for group, chosen in zip(optimizer.param_groups, settings, strict=True):
+            group.update(chosen)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _exchange_settings(self, mine: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Returns the settings that the first rank has which steps. All ranks must call this."""
+        found = all_gather_objects(mine, "the optimizers' settings, for ranks without a batch", self._group())
+        return next(settings for settings in found if settings is not None)
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns what each group of parameters is stepped with: all but the parameters."""
+    return [_without_parameters(group) for group in optimizer.param_groups]
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,135 @@
+"""The choice of what is done about ranks that go different ways.
+
+CommPolicy(divergence="error")    Guard          ranks compare where they leave the known path; all raise
+CommPolicy(divergence="join")     Coordinator    ranks issue the same collectives, also those that want others
+CommPolicy(divergence="trust")    none           nothing is compared
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+
+from sherd.comm.board import board_of
+from sherd.comm.groups import default_group, group_of
+from sherd.comm.mesh import DataMesh
+from sherd.engine.run.coordinator import Coordinator
+from sherd.engine.run.guard import Guard, Table
+from sherd.engine.run.unit import Unit
+from sherd.errors import PolicyError
+from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
+
+
+class Overseer(Protocol):
+    """Sees each collective of a unit before it is started."""
+
+    def watch(self, unit: Unit) -> None:
+        """Know `unit`, one of the mesh's."""
+
+    def begin(self, unit: Unit) -> None:
+        """A forward of `unit`, a root, begins."""
+
+    def end_backward(self, unit: Unit) -> None:
+        """A backward of the model of `unit`, a root, has ended."""
+
+    def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
+        """Carry out `action`, a collective of `unit`, when all ranks do."""
+
+    def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
+        """Carry out `action`, which may wait for the other ranks."""
+
+
+_overseers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Overseer]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By group, policy and ranks: by the group of a mesh of one axis, else by the default one."""
+
+
+def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
+    """Returns who sees the collectives of `units`, those of one model, the root first: by the ids of those of which
+    somebody does.
+
+    Raises:
+        PolicyError: some units are to be joined and others are not, or a unit has ranks that the root lacks.
+    """
+    _require_one_policy(units)
+    overseers: dict[int, Overseer] = {}
+    for unit in units:
+        # A rank that skips a unit of a smaller mesh has to hear of it, so all units have one order, the root's ranks'.
+        joins = units[0].mesh.comm.divergence == "join"
+        overseer = _overseer_of(units[0].mesh if joins else unit.mesh)
+        if overseer is not None:
+            overseer.watch(unit)
+            overseers[unit.id] = overseer
+    return overseers
+
+
+def _require_one_policy(units: Sequence[Unit]) -> None:
+    root = units[0]
+    for unit in units:
+        chosen = {root.mesh.comm.divergence, unit.mesh.comm.divergence}
+        if "join" in chosen and len(chosen) > 1:
+            raise PolicyError(
+                f"unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}), its root {root.name} "
+                f"{root.mesh.comm.divergence!r}: give all units of a model divergence='join', or none"
+            )
+        if "join" in chosen and not _ranks_of(unit.mesh) <= _ranks_of(root.mesh):
+            raise PolicyError(
+                f"unit {unit.name} is sharded over ranks that its root {root.name} is not sharded over; under "
+                "divergence='join' the root's mesh must hold all ranks of its units"
+            )
+
+
+def _ranks_of(mesh: DataMesh) -> set[int]:
+    return set(mesh.mesh.mesh.flatten().tolist())
+
+
+def _overseer_of(mesh: DataMesh) -> Overseer | None:
+    policy, ranks = mesh.comm.divergence, tuple(mesh.mesh.mesh.flatten().tolist())
+    sends = not (mesh.comm.fake_all_gather or mesh.comm.fake_reduce)
+    world = default_group()
+    if len(ranks) == 1 or policy == "trust" or not sends or dist.get_backend(world) == "fake":
+        return None
+    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
+    known = _overseers.setdefault(parent, {})
+    if (policy, ranks) not in known:
+        if policy == "join":
+            known[policy, ranks] = Coordinator(parent, ranks, mesh.device)
+        elif (board := board_of(world)) is not None:
+            known[policy, ranks] = Guard(parent, ranks, mesh.device, board)
+        else:
+            return None  # a rank that alone takes another way could not say so
+    return known[policy, ranks]
+
+
+def overseen(do: Table, overseers: dict[int, Overseer]) -> Table:
+    """Returns `do`, the table by which a runtime carries out its actions, with `overseers` of units looking on."""
+    if not overseers:
+        return do
+
+    def starting(action: type[Action]) -> Callable[[Unit], None]:
+        def run(unit: Unit) -> None:
+            overseer = overseers.get(unit.id)
+            if overseer is None or not unit.parameters or (action is Gather and unit.mesh.num_shards == 1):
+                do[action](unit)
+            else:
+                overseer.starts(action, unit, do)
+
+        return run
+
+    def waiting(action: type[Action]) -> Callable[[Unit], None]:
+        def run(unit: Unit) -> None:
+            overseer = overseers.get(unit.id)
+            if overseer is None:
+                do[action](unit)
+            else:
+                overseer.waits(action, unit, do)
+
+        return run
+
+    starts: Sequence[type[Action]] = (Gather, Reduce)
+    waits: Sequence[type[Action]] = (Await, FinishReduce)
+    return {**do, **{each: starting(each) for each in starts}, **{each: waiting(each) for each in waits}}

@@ -1,0 +1,448 @@
+"""Ranks that skip units, run others, or have fewer batches train as one, with zero for what they skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import sherd
+from sherd.errors import CommError, ModuleError, PolicyError
+from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain
+from tests.ranks import RanksFailed
+
+JOIN = sherd.CommPolicy(divergence="join")
+ALL = tuple(range(NUM_BLOCKS))
+Way = tuple[int, ...]
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def reference(of_ranks: list[list[Way]], make: Any = torch.optim.SGD, lr: float = 0.1) -> dict[str, Tensor]:
+    """The parameters of a plain model that each step gets the mean over ranks, of which a rank without a batch gives
+    zero. A parameter that no rank has used keeps no gradient."""
+    model = Chain()
+    optimizer = make(model.parameters(), lr=lr)
+    for step in range(max(len(ways) for ways in of_ranks)):
+        for rank, ways in enumerate(of_ranks):
+            if step < len(ways):
+                (model(batch(rank, step), ways[step]).square().sum() / len(of_ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.detach() for name, each in model.named_parameters()}
+
+
+def sharded(placement: Any = None, mesh: Any = None, **more: Any) -> Any:
+    model: Any = Chain()
+    more |= {} if placement is None else {"placement": placement}
+    for block in model.blocks:
+        sherd.fully_shard(block, mesh=mesh, comm_policy=JOIN, **more)
+    return sherd.fully_shard(model, mesh=mesh, comm_policy=JOIN, **more)
+
+
+def wrapped(use_orig_params: bool = True) -> Any:
+    model: Any = Chain()
+    options: Any = {"use_orig_params": use_orig_params, "comm_policy": JOIN}
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = sherd.FullyShardedDataParallel(block, **options)
+    return sherd.FullyShardedDataParallel(model, **options)
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    with sherd.unsharded(model):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): each.detach().clone() for name, each in model.named_parameters()
+        }
+
+
+def trained(make: Any, of_ranks: list[list[Way]], optimizer_of: Any = torch.optim.SGD) -> dict[str, Tensor]:
+    """The parameters after this rank's ways, one a step; with `join` if ranks have different numbers."""
+    model = make()
+    rank = dist.get_rank()
+    optimizer = optimizer_of(model.parameters(), lr=0.1)
+    with sherd.join(model, optimizer):
+        for step, way in enumerate(of_ranks[rank]):
+            model(batch(rank, step), way).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+def assert_as_reference(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for of_rank in found:
+        assert of_rank.keys() == expected.keys()
+        for name, value in of_rank.items():
+            torch.testing.assert_close(
+                value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda said, n=name: f"{n} {said}"
+            )
+
+
+SKIPS = {
+    "never alike": [[(0, 1), (0, 1), (0, 1)], [(1, 2), (1, 2), (1, 2)]],
+    "in the first step": [[ALL, ALL, ALL], [(0, 2), ALL, ALL]],
+    "in a later step": [[ALL, ALL, ALL, ALL], [ALL, ALL, (1,), ALL]],
+    "each another one": [[(0,), (1,), (2,), (0,)], [(1,), (2,), (0,), (0,)]],
+    "none of them": [[ALL, ALL, ALL], [ALL, (), ()]],
+    "in another order": [[(0, 1, 2)] * 4, [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)]],
+    "more than once": [[(0, 1, 2)] * 3, [(0, 0, 1), (1, 2, 1), (0, 1, 2)]],
+    "fewer batches": [[ALL] * 4, [ALL] * 2],
+    "no batch": [[ALL] * 3, []],
+    "fewer and others": [[(0, 1), (1, 2), ALL, (2,)], [(1, 2), (0,)]],
+}
+
+MAKERS: dict[str, Any] = {
+    "fully_shard": sharded,
+    "Flat": lambda: sharded(sherd.Flat()),
+    "Blocks": lambda: sharded(sherd.Blocks(2)),
+    "Owned": lambda: sharded(sherd.Owned()),
+    "kept": lambda: sharded(reshard_after_forward=False),
+    "wrapper": wrapped,
+    "flat parameters": lambda: wrapped(use_orig_params=False),
+}
+
+
+def made(maker: str, of_ranks: list[list[Way]], optimizer_of: Any = torch.optim.SGD) -> dict[str, Tensor]:
+    return trained(MAKERS[maker], of_ranks, optimizer_of)
+
+
+@pytest.mark.parametrize("skips", SKIPS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_rank_that_skips_counts_as_zero(world, maker, skips):
+    assert_as_reference(world(2).run(made, maker, SKIPS[skips]), reference(SKIPS[skips]))
+
+
+def test_adam_steps_the_same_parts_on_all_ranks(world):
+    skips = SKIPS["fewer and others"]
+    found = world(2).run(made, "fully_shard", skips, torch.optim.Adam)
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name])
+    assert_as_reference(found, reference(skips, torch.optim.Adam))
+
+
+# Everything else that a step may have
+
+
+def on_four(kind: str, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+    if kind == "HSDP":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        return trained(lambda: sharded(mesh=mesh), of_ranks)
+    return trained(MAKERS[kind], of_ranks)
+
+
+FOUR = [[(0, 1), (0, 1), ALL], [(1, 2)], [(0,), (2,), (2, 0)], [ALL, (), (1,), (1, 0)]]
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "HSDP", "Flat", "flat parameters"])
+def test_four_ranks_that_all_go_their_own_ways_train_as_one(world, kind):
+    assert_as_reference(world(4).run(on_four, kind, FOUR), reference(FOUR))
+
+
+class Recomputed(Chain):
+    """Its blocks are checkpointed."""
+
+    def forward(self, x: Tensor, order: Way = ALL) -> Tensor:
+        for number in order:
+            x = checkpoint(self.blocks[number], x, use_reentrant=False)
+        return self.head(x)
+
+
+class Large(Chain):
+    """With a parameter that is alone in its message, and that only some ranks use, and one that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.full((WIDTH, 1 << 17), 1e-3))
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor, order: Way = ALL) -> Tensor:
+        x = super().forward(x, order)
+        return x + self.large.mean() if 1 in order else x
+
+
+def reference_of(model: nn.Module, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(max(len(ways) for ways in of_ranks)):
+        for rank, ways in enumerate(of_ranks):
+            if step < len(ways):
+                (model(batch(rank, step), ways[step]).square().sum() / len(of_ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.detach() for name, each in model.named_parameters()}
+
+
+def of_kind(kind: str, transport: str, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+    model: Any = {"recomputed": Recomputed, "large": Large}[kind]()
+    policy = sherd.CommPolicy(transport=transport, divergence="join")
+    for block in model.blocks:
+        sherd.fully_shard(block, comm_policy=policy, prefetch_policy=sherd.PrefetchPolicy(forward_depth=2))
+    sherd.fully_shard(model, comm_policy=policy)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with sherd.join(model, optimizer):
+        for step, way in enumerate(of_ranks[dist.get_rank()]):
+            model(batch(dist.get_rank(), step), way).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+@pytest.mark.parametrize(("kind", "model"), [("recomputed", Recomputed), ("large", Large)], ids=["recomputed", "large"])
+def test_recomputation_ties_and_large_tensors_join_over_each_transport(world, kind, model, transport):
+    ways = [[(0, 2), (0, 1), (2,), (0, 2)], [(0,), (1,), (0, 2), (2,)]]
+    assert_as_reference(world(2).run(of_kind, kind, transport, ways), reference_of(model(), ways))
+
+
+def accumulated(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+    """All ways of a rank are micro-batches of one step, the last of which reduces; two steps."""
+    model = sharded()
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for number, way in enumerate(of_ranks[rank]):
+            model.set_requires_gradient_sync(number == len(of_ranks[rank]) - 1)
+            model(batch(rank, 10 * step + number), way).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def test_ranks_may_have_different_numbers_of_micro_batches(world):
+    of_ranks: list[list[Way]] = [[ALL, (0,), (2,), ALL], [(0, 2), ALL], [(1,)]]
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for rank, ways in enumerate(of_ranks):
+            for number, way in enumerate(ways):
+                (model(batch(rank, 10 * step + number), way).square().sum() / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: each.detach() for name, each in model.named_parameters()}
+    assert_as_reference(world(3).run(accumulated, of_ranks), expected)
+
+
+def clipped(numbers: list[int]) -> tuple[dict[str, Tensor], int]:
+    """With everything in the loop that only the loop knows of: clipping, a schedule, a scaler."""
+    model = sharded()
+    rank, optimizer = dist.get_rank(), torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    num_seen = 0
+    with sherd.join(model, optimizer) as ranks:
+        for x in ranks.batches(batch(rank, step) for step in range(numbers[rank])):
+            model(x).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            num_seen += 1
+    return whole(model), num_seen
+
+
+def test_a_loop_that_clips_asks_for_its_batches(world):
+    found = world(2).run(clipped, [4, 2])
+    assert [num_seen for _, num_seen in found] == [4, 4]
+    model = Chain()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        for rank, number in enumerate([4, 2]):
+            if step < number:
+                (model(batch(rank, step)).square().sum() / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    expected = {name: each.detach() for name, each in model.named_parameters()}
+    assert_as_reference([values for values, _ in found], expected)
+
+
+def with_a_schedule() -> tuple[dict[str, Tensor], float]:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with sherd.join(model):
+        for step in range(3 if dist.get_rank() == 0 else 1):
+            model(batch(dist.get_rank(), step)).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return whole(model), optimizer.param_groups[0]["lr"]
+
+
+def test_a_rank_without_batches_steps_with_the_others_learning_rate(world):
+    (first, _), (second, rate) = world(2).run(with_a_schedule)
+    assert rate == 0.25
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name])
+
+
+def evaluated_alone() -> dict[str, Tensor]:
+    model = sharded()
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if rank == 1 and step % 2:
+            with torch.no_grad():
+                model(batch(rank, step), (0, 2))
+        model(batch(rank, step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def test_a_rank_may_evaluate_alone(world):
+    assert_as_reference(world(2).run(evaluated_alone), reference([[ALL] * 4] * 2))
+
+
+def gradients_that_nobody_has() -> list[str]:
+    model = sharded()
+    for _ in range(3):
+        model(batch(dist.get_rank(), 0), (0,) if dist.get_rank() else (0, 2)).square().sum().backward()
+    return [name for name, each in model.named_parameters() if each.grad is None]
+
+
+def test_what_no_rank_uses_has_no_gradient(world):
+    assert world(2).run(gradients_that_nobody_has) == [["blocks.1.weight", "blocks.1.bias"]] * 2
+
+
+def two_models() -> list[dict[str, Tensor]]:
+    """Rank 1 does not train the second one in each step."""
+    models = [sharded(), sharded()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(4):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if number == 0 or dist.get_rank() == 0 or step % 2 == 0:
+                model(batch(dist.get_rank(), step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [whole(model) for model in models]
+
+
+def test_a_rank_may_skip_a_whole_model(world):
+    found = world(2).run(two_models)
+    assert_as_reference([models[0] for models in found], reference([[ALL] * 4] * 2))
+    second, optimizer = Chain(), torch.optim.SGD
+    steps = optimizer(second.parameters(), lr=0.1)
+    for step in range(4):
+        for rank in range(2 if step % 2 == 0 else 1):
+            (second(batch(rank, step)).square().sum() / 2).backward()
+        steps.step()
+        steps.zero_grad()
+    assert_as_reference([models[1] for models in found], {n: p.detach() for n, p in second.named_parameters()})
+
+
+# A settled step
+
+
+def votes_of_each_step() -> list[int]:
+    from sherd.engine.run.coordinator import Coordinator
+
+    counts, vote = [0], Coordinator._vote
+
+    def counted(self: Coordinator, wish: Any) -> Any:
+        counts[-1] += 1
+        return vote(self, wish)
+
+    Coordinator._vote = counted  # type: ignore[method-assign]
+    try:
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            model(batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(0)
+    finally:
+        Coordinator._vote = vote  # type: ignore[method-assign]
+    return counts[:-1]
+
+
+def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the_optimizer(world):
+    for counts in world(2).run(votes_of_each_step):
+        assert counts[2:] == [3, 3, 3]
+
+
+# What cannot be joined
+
+
+def steps_one_optimizer_less() -> None:
+    model = sharded()
+    halves = [torch.optim.SGD(model.blocks.parameters(), lr=0.1), torch.optim.SGD(model.head.parameters(), lr=0.1)]
+    for step in range(2):
+        model(batch(dist.get_rank(), step)).square().sum().backward()
+        for number, optimizer in enumerate(halves):
+            if not (dist.get_rank() and step and number == 0):
+                optimizer.step()
+
+
+def test_a_rank_that_does_not_step_is_named_on_all_ranks(world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(steps_one_optimizer_less)
+    for rank in range(2):
+        kind, text = failed.value.errors[rank]
+        assert kind == "CommError"
+        assert "ranks [0] step an optimizer (SGD, " in text
+        assert "that ranks [1] skip" in text
+
+
+def has_no_batch_and_does_not_know_the_optimizer() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sherd.join(model):
+        if dist.get_rank() == 0:
+            model(batch(0, 0)).square().sum().backward()
+            optimizer.step()
+
+
+def test_a_rank_without_any_batch_is_told_to_pass_its_optimizer(world):
+    with pytest.raises(RanksFailed, match=r"pass it: sherd.join\(model, optimizer\)"):
+        world(2).run(has_no_batch_and_does_not_know_the_optimizer)
+
+
+def refused(kind: str) -> str:
+    model: Any = Chain()
+    if kind == "plain":
+        expected: type[Exception] = ModuleError
+    elif kind == "error":
+        sherd.fully_shard(model)
+        expected = PolicyError
+    else:
+        sherd.fully_shard(model.blocks[0])
+        sherd.fully_shard(model, comm_policy=JOIN)
+        expected = PolicyError
+    with pytest.raises(expected) as raised, sherd.join(model):
+        pass
+    if kind == "mixed":
+        with pytest.raises(PolicyError):
+            model(batch(0, 0))
+    return str(raised.value)
+
+
+def test_join_is_refused_where_not_all_units_ask_for_it(world):
+    assert "call fully_shard first" in world(2).run(refused, "plain")[0]
+    assert "divergence='error'" in world(2).run(refused, "error")[0]
+    assert "divergence='error'" in world(2).run(refused, "mixed")[0]
+
+
+def dies_before_its_second_step() -> str:
+    import os
+
+    model = sharded()
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            os._exit(3)
+        try:
+            model(batch(dist.get_rank(), step)).square().sum().backward()
+        except CommError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_dies_ends_the_vote_of_the_others(world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(dies_before_its_second_step)
+    assert 1 in failed.value.errors

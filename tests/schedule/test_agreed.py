@@ -1,0 +1,156 @@
+"""Do ranks that want different collectives issue the same ones, in one order, until each has had what it wants?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sherd.schedule import agreed
+from sherd.schedule.agreed import AgreedOrder, Kind, Step, Wish
+
+TRAIN, EVAL = 0, 1
+LEAVE = Step(Kind.LEAVE)
+
+units = st.integers(0, 4)
+ways = st.lists(units, max_size=6)
+steps = st.lists(st.tuples(st.sampled_from([TRAIN, EVAL]), ways), max_size=3)
+programs = st.lists(steps, max_size=5)
+
+
+def a_pass(way: Sequence[int], mode: int = TRAIN, syncs: bool = True) -> Iterator[Wish]:
+    """What a rank wants in a forward through the units of `way`, and in the backward."""
+    yield Wish(Step(Kind.BEGIN, 0, mode))
+    for unit in way:
+        yield Wish(Step(Kind.GATHER, unit))
+    if mode == EVAL:
+        return
+    for unit in reversed(way):
+        yield Wish(Step(Kind.GATHER, unit), True)
+        if syncs:
+            yield Wish(Step(Kind.REDUCE, unit), True)
+    if syncs:
+        yield Wish(Step(Kind.END), True)
+
+
+def a_step(passes: Sequence[tuple[int, Sequence[int]]]) -> Iterator[Wish]:
+    for number, (mode, way) in enumerate(passes):
+        yield from a_pass(way, mode, syncs=number == len(passes) - 1)
+    yield Wish(Step(Kind.STEP))
+
+
+def to_the_end(wishes: Iterator[Wish]) -> Iterator[Wish]:
+    yield from wishes
+    yield Wish(LEAVE)
+
+
+class Ranks:
+    """Ranks in lockstep: what they issue, and how often they vote."""
+
+    def __init__(self, number: int) -> None:
+        self.orders = [AgreedOrder() for _ in range(number)]
+        self.issued: list[Step] = []
+        self.num_votes = 0
+
+    def run(self, wanted: Sequence[Iterator[Wish]]) -> list[list[Step]]:
+        """Let each rank have what it wants, then leave. Returns what each got, in its order."""
+        wishing = [to_the_end(wishes) for wishes in wanted]
+        wishes, got = [next(each) for each in wishing], [list[Step]() for _ in wanted]
+        while True:
+            (step,) = {order.expected() for order in self.orders}
+            if step is None:
+                self.num_votes += 1
+                step = agreed.choose(wishes)
+            for order in self.orders:
+                order.take(step)
+            self.issued.append(step)
+            for rank, wish in enumerate(wishes):
+                if wish.step == step:
+                    got[rank].append(step)
+                    wishes[rank] = next(wishing[rank], wish)
+            if step == LEAVE:
+                return got
+
+
+def collectives(issued: Sequence[Step]) -> list[str]:
+    return ["gr"[step.kind] + str(step.which) for step in issued if not step.is_vote]
+
+
+@given(st.lists(programs, min_size=2, max_size=8))
+def test_each_rank_has_what_it_wants_in_its_order_and_all_issue_the_same(of_ranks):
+    ranks = Ranks(len(of_ranks))
+    wanted = [[wish for step in program for wish in a_step(step)] for program in of_ranks]
+    got = ranks.run([iter(each) for each in wanted])
+    assert got == [[*(wish.step for wish in each), LEAVE] for each in wanted]
+
+
+@given(st.lists(ways, min_size=2, max_size=4), st.integers(3, 5))
+def test_what_repeats_itself_is_settled_in_its_third_step(of_ranks, num_steps):
+    ranks = Ranks(len(of_ranks))
+    for number in range(num_steps):
+        before = ranks.num_votes
+        ranks.run([a_step([(TRAIN, way)]) for way in of_ranks])
+        if number >= 2:
+            assert ranks.num_votes - before == 4  # it begins, its backward ends, the optimizer steps, all leave
+
+
+def test_a_skipped_unit_costs_nothing_but_its_own_collectives():
+    ranks = Ranks(2)
+    ranks.run([a_pass([0, 1, 2]), a_pass([0, 2])])
+    assert collectives(ranks.issued) == ["g0", "g1", "g2", "g2", "r2", "g1", "r1", "g0", "r0"]
+
+
+def test_a_unit_that_nobody_has_run_before_finds_its_place_the_next_time():
+    ranks = Ranks(2)
+    for _ in range(2):
+        ranks.run([a_step([(TRAIN, [0, 2])]), a_step([(TRAIN, [0, 2])])])
+    for way in ([0, 1, 2], [0, 1, 2], [0, 2], [0, 1, 2]):
+        ranks.issued.clear()
+        before = ranks.num_votes
+        ranks.run([a_step([(TRAIN, [0, 2])]), a_step([(TRAIN, way)])])
+    assert collectives(ranks.issued) == ["g0", "g1", "g2", "g2", "r2", "g1", "r1", "g0", "r0"]
+    assert ranks.num_votes - before == 4
+
+
+def test_an_evaluation_is_not_taken_for_a_step():
+    ranks = Ranks(2)
+    for _ in range(3):
+        ranks.run([a_step([(TRAIN, [0, 1])]), a_step([(TRAIN, [0, 1])])])
+    ranks.issued.clear()
+    ranks.run([a_pass([0, 1], EVAL), a_pass([0, 1], EVAL)])
+    assert collectives(ranks.issued) == ["g0", "g1"]
+
+
+def test_a_rank_with_fewer_batches_steps_when_the_others_do():
+    ranks = Ranks(2)
+    many = [(TRAIN, [0, 1])] * 3
+    got = ranks.run([a_step(many), a_step(many[:1])])
+    assert [each.count(Step(Kind.STEP)) for each in got] == [1, 1]
+    assert [step.kind for step in ranks.issued if step.is_vote][-3:] == [Kind.END, Kind.STEP, Kind.LEAVE]
+
+
+@given(st.lists(st.permutations(range(5)), min_size=4, max_size=12))
+def test_orders_that_never_repeat_do_not_make_steps_ever_longer(of_steps):
+    ranks = Ranks(2)
+    for way in of_steps:
+        ranks.issued.clear()
+        ranks.run([a_step([(TRAIN, range(5))]), a_step([(TRAIN, way)])])
+        assert len(collectives(ranks.issued)) <= 100
+
+
+def test_what_is_known_has_a_bound(monkeypatch):
+    monkeypatch.setattr(agreed, "MOST_STRETCHES", 4)
+    ranks = Ranks(2)
+    for mode in range(50):
+        ranks.run([a_pass([0, 1], mode + 2), a_pass([1], mode + 2)])
+    assert len(ranks.orders[0]._known) <= 4
+
+
+def test_when_one_rank_fails_all_give_up_at_the_next_vote():
+    orders = [AgreedOrder(), AgreedOrder()]
+    fail, begin = Step(Kind.FAIL), Step(Kind.BEGIN)
+    assert agreed.choose([Wish(begin), Wish(fail)]) == fail
+    for order in orders:
+        order.give_up()
+        assert order.expected() is None
