@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sherd
@@ -104,6 +105,22 @@ def test_decay_may_follow_the_number_of_updates(threads):
         expected, _ = plain_averages(2, decay)
         for _, inside, _, _ in threads(2).run(averaged, decay):
             assert_named_close(inside, expected, "average", 1e-5, 1e-6)
+
+
+def beside_an_averaged_model():
+    """torch's class, which copies the model, and begins with the parameters at the first update."""
+    model = made()
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    ours, optimizer = sherd.Ema(model, lambda n: DECAY if n else 0.0), sgd(model)
+    for step in range(3):
+        steps(model, optimizer, first=step, num=1)
+        theirs.update_parameters(model)
+        ours.update()
+    assert_named_close(whole(theirs.module), whole_averages(ours), "average", 1e-6, 1e-7)
+
+
+def test_averages_are_those_of_torchs_averaged_model(threads):
+    threads(2).run(beside_an_averaged_model)
 
 
 # Dtypes, devices
