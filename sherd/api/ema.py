@@ -122,7 +122,7 @@ class Ema:
             StateError: as `update`.
         """
         found = self._follow("Ema.applied()")
-        own = {name: _copied(found.by_name[name]) for name in self._averages}
+        own = {name: _copied(tensor) for name, tensor in found.by_name.items() if name in self._averages}
         self._is_applied = True
         try:
             found.take(self._averages)
@@ -130,7 +130,8 @@ class Ema:
         finally:
             self._is_applied = False
             now = _Tensors(self._model)  # which may have changed inside
-            now.take({name: own[name] for name in now.by_name.keys() & own.keys()})
+            shapes = {name: tensor.shape for name, tensor in now.by_name.items()}
+            now.take({name: value for name, value in own.items() if shapes.get(name) == value.shape})
 
     def copy_to(self, model: nn.Module) -> None:
         """Make `model` what the averaged one is inside `applied`. What has no average, such as a buffer, gets the
@@ -164,7 +165,7 @@ class Ema:
             StateError: as `update`.
         """
         self._follow("Ema.load_state_dict()")
-        _put(self._averages, _matched("Ema.load_state_dict()", state_dict["averages"], self._averages))
+        _put(self._averages, _matched("Ema.load_state_dict()", state_dict.get("averages", {}), self._averages))
         self.num_updates = int(state_dict["num_updates"])
 
     @torch.no_grad()

@@ -292,6 +292,29 @@ def test_calls_at_wrong_moments_are_refused(threads):
         assert "forward" in said["forward"]
 
 
+def changed_inside():
+    """The head is swapped, and the model loaded by assignment, while averages stand in."""
+    model = made()
+    ema = sherd.Ema(model, DECAY)
+    stepped(model, ema)
+    own = whole(model)
+    with ema.applied():
+        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+        model[2] = nn.Linear(WIDTH, 3)
+        sherd.refresh(model)
+    found = whole(model)
+    for name in own:
+        if not name.startswith("2."):
+            assert torch.equal(found[name], own[name])
+    assert found["2.weight"].shape == (3, WIDTH)
+    ema.update()
+    assert ema.state_dict()["averages"]["2.weight"].shape == (3, WIDTH)
+
+
+def test_a_model_may_change_while_averages_stand_in(threads):
+    threads(2).run(changed_inside)
+
+
 # Other models
 
 
@@ -407,6 +430,7 @@ def given_by_hand():
     third.load_state_dict(torch.load(file))
     assert third.num_updates == 4
     assert_named_close(whole_averages(third), whole_averages(ema), "average", 0, 0)
+    assert "0.0.weight" in text_of(lambda: ema.load_state_dict(made().state_dict()), ModuleError)
     less = ema.state_dict()
     del less["averages"]["1.0.bias"]
     return text_of(lambda: ema.load_state_dict(less), ModuleError)
