@@ -2,6 +2,7 @@
 
 from sherd.api.accumulate import accumulate
 from sherd.api.auto_shard import auto_shard
+from sherd.api.ema import Ema
 from sherd.api.extensions import DTensorExtensions, FSDPExtensions
 from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
@@ -60,6 +61,7 @@ __all__ = [
     "CommPolicy",
     "DTensorExtensions",
     "DataParallelMeshDims",
+    "Ema",
     "EquivalenceReport",
     "FSDPExtensions",
     "FSDPModule",

@@ -35,6 +35,14 @@ def require_factor(where: str, value: object) -> None:
         raise PolicyError(f"{where.format(repr(value))}: expected a finite number above 0")
 
 
+def require_number(where: str, value: object, least: float, most: float) -> None:
+    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` if it is not from `least` to `most`."""
+    if not _is_number(value, float):
+        raise PolicyTypeError(f"{where.format(repr(value))}: expected a number")
+    if not least <= value <= most:
+        raise PolicyError(f"{where.format(repr(value))}: expected a number from {least} to {most}")
+
+
 def _is_number(value: object, kind: type[Number]) -> TypeGuard[Number]:
     """Returns whether `value` is an int, or a float if `kind` is float. A bool is no number here."""
     return isinstance(value, kind | int) and not isinstance(value, bool)

@@ -32,6 +32,7 @@ OURS = {
     "Blocks",
     "CommPolicy",
     "DTensorExtensions",
+    "Ema",
     "EquivalenceReport",
     "FSDPExtensions",
     "Flat",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.structures import map_tensors
+from sherd.engine.state.parameter import record_of
 from sherd.errors import ModuleError, PolicyTypeError
 from sherd.tensor.ragged import local_part
 
@@ -44,13 +45,22 @@ def prepare(
     param_init_fn: Callable[[nn.Module], None] | None,
     device_id: int | str | torch.device | None,
     sync_module_states: bool,
-) -> None:
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Give what is to be one unit, at and below `root`, memory and values, the device, and rank 0's values.
+
+    Returns:
+        Parameters on the meta device, each with the one that has taken its place.
 
     Raises:
         PolicyTypeError: `param_init_fn` cannot be called.
         ModuleError: a module on the meta device stays there, or has no `reset_parameters()`.
     """
+    on_meta = [
+        (module, name, parameter)
+        for module in _modules(root, ignored)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
     _give_memory(root, mesh.device, param_init_fn, ignored)
     tensors = [tensor for module in _modules(root, ignored) for tensor in _own(module, ignored)]
     if device_id is None:
@@ -61,6 +71,17 @@ def prepare(
                 module._apply(lambda tensor: tensor.to(device_id), recurse=False)
     if sync_module_states:
         _take_from_rank0(root, mesh, ignored)
+    successors = ((before, module._parameters.get(name)) for module, name, before in on_meta)
+    return [(before, successor) for before, successor in successors if successor is not None]
+
+
+def remember(replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Know the Parameters that `prepare` has returned, now that their successors are sharded: an optimizer may have
+    been built from them."""
+    for before, successor in replaced:
+        record = record_of(successor)
+        if record is not None:
+            record.claim(before)
 
 
 def _give_memory(

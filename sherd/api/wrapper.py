@@ -136,9 +136,10 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             more = {"param_init_fn": param_init_fn, "sync_module_states": sync_module_states, "extensions": extended_by}
             # Before the module itself is touched: an error for what no unit can have leaves it as it was.
             wrap_below(module, auto_wrap_policy, FullyShardedDataParallel, choices, mesh, ignored, more)
-        materialize.prepare(module, mesh, ignored, param_init_fn, device_id, sync_module_states)
+        replaced = materialize.prepare(module, mesh, ignored, param_init_fn, device_id, sync_module_states)
         self.add_module(WRAPPED, module)
         self._sherd_state = make_wrappers_unit(self, choices, extended_by, mesh, ignored)
+        materialize.remember(replaced)
         state_dicts.install(self)
         # As with hooks: a compiled wrapper is to find no Python of ours to trace.
         self._sherd_prepare = dynamo_disabled(before_forward)

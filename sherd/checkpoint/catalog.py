@@ -110,7 +110,7 @@ class Catalog:
     """All parameters of a model, in the model's order, each under its first name there."""
 
     def __init__(self, model: nn.Module) -> None:
-        places = list(_places(model))
+        places = list(places_of(model))
         names: dict[int, str] = {}
         for path, record, parameter in places:
             if record is not None and not isinstance(parameter, FlatParameter):
@@ -195,7 +195,7 @@ class Catalog:
         ]
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
+def places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
     """Yields the path, the record and the parameter of every place in the model where a parameter is."""
     records = {
         (place.module_id, place.attribute): record

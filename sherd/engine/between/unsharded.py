@@ -23,7 +23,8 @@ from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group, OptimizerParam
-from sherd.engine.state.parameter import ShardedParameter, as_sharded
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
 from sherd.policy import UnshardTerms
 from sherd.tensor.ragged import as_dtensor, local_part
@@ -84,6 +85,7 @@ class UnshardedCopies:
         taken = [(record, record.lent, record.take_back()) for record in self.unit.parameters]
         self._is_over = True
         self.unit.lend(None)
+        _remember(taken)
         if self._terms.writeback and self._is_shown:
             self._write_back(taken)
 
@@ -116,6 +118,15 @@ class UnshardedCopies:
         record.local.copy_(_part_of(record, unsharded))
         before = self._digests.get(id(record))
         return before is not None and not torch.equal(before, _digest(unsharded))
+
+
+def _remember(taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[object]]]) -> None:
+    """Know the Parameters that were shown, which are not any more: an optimizer may have been built from them."""
+    lent_ones = [(record, lent) for record, lent, _ in taken]
+    for record, each in [*lent_ones, *((record, each) for record, _, found in taken for each in found)]:
+        if isinstance(each, nn.Parameter) and record_of(each) is None:
+            record.claim(each)
+    watcher.sharded_again()
 
 
 def require_covers(unit: Unit, terms: UnshardTerms) -> None:

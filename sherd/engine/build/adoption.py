@@ -21,6 +21,7 @@ from sherd.comm.agreement import broadcast_from_rank0, in_short, require_alike
 from sherd.comm.mesh import DataMesh
 from sherd.engine.build.build import borrow, is_taken, makings, owners_of, shard
 from sherd.engine.build.sharding import ShardingPlan, sharding_plans
+from sherd.engine.run.at_rest import require_at_rest
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.seal import name_units, units_below
 from sherd.engine.run.unit import Unit
@@ -149,7 +150,8 @@ def adopt_changes(
     roots = _roots(model)
     units = list({unit.id: unit for root in roots for unit in name_units(root)}.values())
     for unit in units:
-        _require_at_rest(unit)
+        require_at_rest(unit, "refresh")
+        _require_reduced(unit)
     names = {id(module): plain_name(path) for root in roots for path, module in root.named_modules()}
     gone = _gone(units)
     changes: list[_Change] = []
@@ -218,17 +220,8 @@ def _gone(units: Sequence[Unit]) -> list[Unit]:
     return [unit for unit in dict.fromkeys(sealed) if unit.id not in here]
 
 
-def _require_at_rest(unit: Unit) -> None:
-    """Show the unit's shards. Raises `StateError` if they are in use."""
-    if unit.lent is not None:
-        raise StateError(f"refresh inside an unshard context that lends unit {unit.name}; leave the context first")
-    unit.show_shards()
-    runtime = runtime_over(unit)
-    if runtime is not None and not runtime.is_idle:
-        raise StateError(
-            f"refresh: a forward or backward of {runtime.root.name} is under way, or has raised; call it between "
-            "steps, or reset_iter_state() first"
-        )
+def _require_reduced(unit: Unit) -> None:
+    """Raise `StateError` if gradients of the unit wait for their reduction."""
     for weights, gradients in zip(unit.weights, unit.gradients, strict=True):
         if gradients.arrivals.has_any or gradients.partial is not None:
             raise StateError(

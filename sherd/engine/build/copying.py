@@ -17,14 +17,14 @@ from torch import nn
 from sherd._torch import spec_of, write_into
 from sherd.engine.build.build import Making, borrow, is_taken, makings
 from sherd.engine.run import hooks
+from sherd.engine.run.at_rest import require_at_rest
 from sherd.engine.run.methods import BoundForward
-from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.seal import attach, attached_to, units_below
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings, belongings
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
-from sherd.errors import ModuleError, StateError
+from sherd.errors import ModuleError
 from sherd.tensor.ragged import as_dtensor
 
 Memo = dict[Any, Any]
@@ -116,18 +116,13 @@ def _walked(module: nn.Module, memo: Memo) -> nn.Module:
 
 def _prepare(unit: Unit, memo: Memo) -> None:
     """Put the shards of a copy, and something in the place of the unit and its runtime, into the memo."""
-    if unit.lent is not None:
-        raise StateError(f"deepcopy inside an unshard context that lends unit {unit.name}; leave the context first")
     flat = [record.name for record in unit.parameters if record.flat is not None]
     if flat:
         raise ModuleError(
             f"{unit.class_name} {unit.name} cannot be deep-copied: its parameters are one flat parameter. Wrap with "
             "use_orig_params=True; or build a second model and load this one's state_dict()"
         )
-    unit.show_shards()
-    runtime = runtime_over(unit)
-    if runtime is not None and not runtime.is_idle:
-        raise StateError(f"deepcopy of unit {unit.name} in the middle of a forward or backward; do it before or after")
+    require_at_rest(unit, "deepcopy")
     for record in unit.parameters:
         shard = as_dtensor(unit.place.copy_of(record.local), spec_of(as_sharded(record.shard)))
         memo[id(record.shard)] = nn.Parameter(shard, requires_grad=record.requires_grad)

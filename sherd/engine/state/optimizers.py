@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -249,7 +250,7 @@ def _require_mergeable(
         )
     records = {id(record) for _, record in members}
     if any(state and id(record_of(parameter)) in records for parameter, state in optimizer.state.items()):
-        raise OptimizerError(_STATE.format(kind=kind, name=first.name))
+        raise _has_state(optimizer)
 
 
 def _replace(group: dict[str, Any], members: Collection[int], flat: nn.Parameter) -> None:
@@ -267,17 +268,37 @@ def _move_state(optimizer: Optimizer, parameter: nn.Parameter, record: ShardedPa
     """Keep a shard's state for the shard that has taken its place (`load_state_dict(assign=True)`)."""
     if not optimizer.state.get(parameter):
         return
-    if isinstance(parameter, DTensor):
-        optimizer.state[record.shard] = optimizer.state.pop(parameter)
-        return
-    raise OptimizerError(_STATE.format(kind=type(optimizer).__name__, name=record.name))
+    if not _is_shard_of(record, parameter):
+        raise _has_state(optimizer)
+    optimizer.state[record.shard] = optimizer.state.pop(parameter)
 
 
-_STATE = (
-    "{kind} holds state for {name} as it was before fully_shard replaced it; stepping it would train nothing. Build "
-    "the optimizer after sharding, and load its state with "
-    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-)
+def _is_shard_of(record: ShardedParameter, parameter: torch.Tensor) -> bool:
+    """Returns whether `parameter` lies as the shard does. One that was tensor parallel before it was sharded is a
+    DTensor, too, but lies differently."""
+    spec = record.shard_spec
+    return isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements) == (
+        spec.mesh,
+        spec.placements,
+    )
+
+
+def _has_state(optimizer: Optimizer) -> OptimizerError:
+    """Returns the error for an optimizer with state for parameters that shards have taken the place of, by name."""
+    names = [
+        record.name
+        for parameter, state in optimizer.state.items()
+        if state
+        and (record := record_of(parameter)) is not None
+        and parameter is not record.optimizer_param
+        and not _is_shard_of(record, parameter)
+    ]
+    return OptimizerError(
+        f"{type(optimizer).__name__} holds state for {in_short(names)} as before fully_shard, or as inside "
+        "sherd.unsharded; stepping these would train nothing. Build the optimizer after sharding, and load its state "
+        "with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+    )
+
 
 _BOTH = (
     "{kind} holds {name} twice: as it was before fully_shard replaced it, and as the shard. A module outside every "
