@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import sherd
@@ -446,3 +450,140 @@ def test_a_rank_that_dies_ends_the_vote_of_the_others(world):
     with pytest.raises(RanksFailed) as failed:
         world(2).run(dies_before_its_second_step)
     assert 1 in failed.value.errors
+
+
+# Beside other parallelism
+
+
+def beside_tensor_parallelism(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+    """The two ranks of a tensor-parallel pair go one way."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = Chain()
+    parallelize_module(model.blocks[1], mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    for block in model.blocks:
+        sherd.fully_shard(block, mesh=mesh["dp"], comm_policy=JOIN)
+    sherd.fully_shard(model, mesh=mesh["dp"], comm_policy=JOIN)
+    rank, optimizer = mesh["dp"].get_local_rank(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with sherd.join(model, optimizer):
+        for step, way in enumerate(of_ranks[rank]):
+            model(batch(rank, step), way).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        name: each.full_tensor().detach() if isinstance(each, DTensor) else each.detach()
+        for name, each in model.named_parameters()
+    }
+
+
+def test_ranks_join_beside_tensor_parallelism(world):
+    skips = SKIPS["each another one"]
+    assert_as_reference(world(4).run(beside_tensor_parallelism, skips), reference(skips))
+
+
+def of_experts(of_ranks: list[list[Way]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The middle block is sharded over pairs of ranks, as an expert of which each pair has one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("within", "pair"))
+    model: Any = Chain()
+    sherd.fully_shard(model.blocks[1], mesh=mesh["within"], comm_policy=JOIN)
+    sherd.fully_shard(model, mesh=mesh._flatten("all"), comm_policy=JOIN)
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with sherd.join(model, optimizer):
+        for step, way in enumerate(of_ranks[rank]):
+            model(batch(rank, step), way).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: each.full_tensor().detach() for name, each in model.named_parameters()}
+    expert = {name: value for name, value in found.items() if "blocks.1." in name}
+    return {name: value for name, value in found.items() if name not in expert}, expert
+
+
+def test_ranks_join_where_experts_have_meshes_of_their_own(world):
+    of_ranks: list[list[Way]] = [[(0, 1), (0,), ALL], [(0, 2), (1,)], [(1,)], [ALL, (2,), (0, 2)]]
+    found = world(4).run(of_experts, of_ranks)
+    pairs = [Chain(), Chain()]  # each with the expert of one pair; what they share has the mean of both
+    shared = [name for name, _ in pairs[0].named_parameters() if "blocks.1." not in name]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pairs]
+    for step in range(3):
+        for rank, ways in enumerate(of_ranks):
+            if step < len(ways):
+                pairs[rank % 2](batch(rank, step), ways[step]).square().sum().backward()
+        of_pairs = [dict(model.named_parameters()) for model in pairs]
+        for name, parameter in of_pairs[0].items():
+            other = of_pairs[1][name]
+            grads = [each.grad for each in (parameter, other) if each.grad is not None]
+            if name in shared and grads:
+                parameter.grad = torch.stack(grads).sum(0) / 4
+                other.grad = parameter.grad.clone()
+            else:
+                for each in grads:
+                    each.div_(2)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for rank, (of_all, of_pair) in enumerate(found):
+        expected = {name: each.detach() for name, each in pairs[rank % 2].named_parameters()}
+        assert_as_reference([{**of_all, **of_pair}], expected)
+
+
+# Any program
+
+
+def drawn(seed: int, num_ranks: int) -> list[list[list[Way]]]:
+    """By step and rank: the ways of its micro-batches, the last of which reduces. () runs no block."""
+    draw = random.Random(seed)
+    ways: list[Way] = [
+        tuple(draw.choices(range(NUM_BLOCKS), k=draw.randrange(4))) if draw.random() < 0.5 else ALL for _ in range(6)
+    ]
+    return [
+        [[draw.choice(ways) for _ in range(draw.choice((1, 1, 2, 3)))] for _ in range(num_ranks)]
+        for _ in range(draw.randrange(2, 6))
+    ]
+
+
+# Not Adam, which makes a large step of a small difference. Decay tells no gradient from one of zeros.
+STEPPED_BY: dict[str, float] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+
+
+def of_seed(seed: int) -> dict[str, Tensor]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    draw = random.Random(seed)
+    make = MAKERS[draw.choice(list(MAKERS))]
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), **STEPPED_BY)
+    own = random.Random(f"{seed} {rank}")
+    for step, of_ranks in enumerate(drawn(seed, num_ranks)):
+        for number, way in enumerate(of_ranks[rank]):
+            if own.random() < 0.2:
+                with torch.no_grad():
+                    model(batch(rank, step), way)
+            if own.random() < 0.1:
+                model(batch(rank, step), way)  # nobody comes back for it
+            model.set_requires_gradient_sync(number == len(of_ranks[rank]) - 1)
+            model(batch(rank, 10 * step + number), way).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def reference_of_seed(seed: int, num_ranks: int) -> dict[str, Tensor]:
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), **STEPPED_BY)
+    for step, of_ranks in enumerate(drawn(seed, num_ranks)):
+        for rank, ways in enumerate(of_ranks):
+            for number, way in enumerate(ways):
+                (model(batch(rank, 10 * step + number), way).square().sum() / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.detach() for name, each in model.named_parameters()}
+
+
+NUM_SEEDS = int(os.environ.get("SHERD_JOIN_SEEDS", "12"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_any_program_trains_as_the_plain_model(world, num_ranks):
+    for seed in range(NUM_SEEDS):
+        try:
+            assert_as_reference(world(num_ranks).run(of_seed, seed), reference_of_seed(seed, num_ranks))
+        except (RanksFailed, AssertionError) as error:
+            raise AssertionError(f"seed {seed}") from error
