@@ -36,7 +36,7 @@ from sherd.engine.build.copying import Memo
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
-from sherd.policy import Unmanaged
+from sherd.policy import OnTouch, Unmanaged
 from sherd.wrap import WrapPolicy
 
 
@@ -72,6 +72,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             Beside tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
         extensions: what is done with parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
         unmanaged: what is done about trainable parameters that are added later, as for `fully_shard`. Beyond torch.
+        on_touch: what is done about calls of modules inside, as for `fully_shard`. Beyond torch.
 
     Raises:
         MeshError: groups or a mesh that do not fit the strategy, or a DTensor among the parameters.
@@ -100,6 +101,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         device_mesh: DeviceMesh | None = None,
         extensions: FSDPExtensions | None = None,
         unmanaged: Unmanaged = "error",
+        on_touch: OnTouch = "error",
     ) -> None:
         super().__init__()
         require_module("FullyShardedDataParallel expects a module", module)
@@ -115,6 +117,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             use_orig_params,
             device_mesh,
             unmanaged,
+            on_touch,
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)

@@ -29,6 +29,8 @@ def wait(unit: Unit) -> None:
     for weights in unit.weights:
         if weights.live is not Live.UNSHARDED:
             weights.wait()
+    for hooks, key, _ in unit.touch_hooks:
+        hooks.pop(key, None)
 
 
 def shrink(unit: Unit) -> None:
@@ -37,6 +39,8 @@ def shrink(unit: Unit) -> None:
     assert isinstance(size, int), "only an int asks for a smaller mesh"
     for weights in unit.weights:
         weights.shrink(size)
+    for hooks, key, hook in unit.touch_hooks:
+        hooks[key] = hook
 
 
 def reduce(unit: Unit) -> None:

@@ -23,8 +23,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from pathlib import Path as File
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -34,6 +32,7 @@ from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Posi
 from sherd.comm.failures import named
 from sherd.comm.groups import default_group, group_beside, group_of
 from sherd.comm.mesh import DataMesh
+from sherd.engine.run.call_stack import line_of, users_frame
 from sherd.engine.run.order_check import PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
@@ -49,8 +48,6 @@ NUM_RECENT = 64
 """Collectives that a rank remembers: more than it starts before it waits for one."""
 INQUIRE_AFTER_S = 0.2
 """A rank that waits so long for the others to compare asks where they are."""
-
-_LIBRARIES = tuple(str(File(module.__file__ or "").parent) for module in (torch, sys.modules["sherd"], contextlib))
 
 
 class Guard:
@@ -87,7 +84,7 @@ class Guard:
         self._raise_if_failed(do)
         self._path.take((action, unit.id, unit.in_full_precision))
         if not self._path.is_sure or _is_detailed():
-            self._ask(planned(action, unit, _users_line(sys._getframe())), do)
+            self._ask(planned(action, unit, line_of(users_frame(sys._getframe()))), do)
         here = self._position
         self._recent.append((here.agreements, here.issued, action is Gather, unit.id))
         self._position = Position(here.agreements, here.issued + 1)
@@ -205,7 +202,7 @@ class Guard:
         for agreements, issued, is_gather, unit_id in list(self._recent):
             unit = self._units.get(unit_id)
             if Position(agreements, issued) == position and unit is not None:
-                line = _users_line(sys._current_frames().get(self._thread))
+                line = line_of(users_frame(sys._current_frames().get(self._thread)))
                 collective = planned(Gather if is_gather else Reduce, unit, line)
                 return Answer(here.issued, (collective.what, collective.parameters, collective.line))
         return None
@@ -217,15 +214,6 @@ class Guard:
 
 def _is_detailed() -> bool:
     return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-
-
-def _users_line(frame: FrameType | None) -> str:
-    """Returns the innermost line, "file:number", that is neither sherd's nor torch's."""
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Guard]] = weakref.WeakKeyDictionary()

@@ -139,6 +139,9 @@ class Runtime:
         if outermost:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
+        if unit.policy.on_touch == "unshard":  # they are there also where the unit rests unsharded
+            for hooks, key, _ in unit.touch_hooks:
+                hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         call = Call(
             unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit.backward)
@@ -207,6 +210,10 @@ class Runtime:
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(AfterForward(index))
         self.on(EndForward(differentiable))
+        for hooks, key, hook in (
+            each for unit in self.units if unit.policy.on_touch == "unshard" for each in unit.touch_hooks
+        ):
+            hooks[key] = hook
 
     def gathers_follow(self, event: Any) -> None:
         """The next forward's gathers wait for `event`, the optimizer's, instead of for all of compute."""
