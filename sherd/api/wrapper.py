@@ -132,11 +132,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self.limit_all_gathers = choices.limit_all_gathers
         extended_by = extensions_given(extensions)
         if auto_wrap_policy is not None:
-            more = {
-                "param_init_fn": param_init_fn,
-                "sync_module_states": sync_module_states,
-                "extensions": extended_by,
-            }
+            more = {"param_init_fn": param_init_fn, "sync_module_states": sync_module_states, "extensions": extended_by}
             # Before the module itself is touched: an error for what no unit can have leaves it as it was.
             wrap_below(module, auto_wrap_policy, FullyShardedDataParallel, choices, mesh, ignored, more)
         materialize.prepare(module, mesh, ignored, param_init_fn, device_id, sync_module_states)

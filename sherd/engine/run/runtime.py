@@ -139,8 +139,8 @@ class Runtime:
         if outermost:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
-        if unit.policy.on_touch == "unshard":  # they are there also where the unit rests unsharded
-            for hooks, key, _ in unit.touch_hooks:
+        if unit.policy.on_touch == "unshard":
+            for hooks, key, _ in unit.touch_hooks:  # there also if it rests unsharded
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         call = Call(
@@ -207,13 +207,11 @@ class Runtime:
 
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
+            if unit.policy.on_touch == "unshard":
+                _await_touches(unit)
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(AfterForward(index))
         self.on(EndForward(differentiable))
-        for hooks, key, hook in (
-            each for unit in self.units if unit.policy.on_touch == "unshard" for each in unit.touch_hooks
-        ):
-            hooks[key] = hook
 
     def gathers_follow(self, event: Any) -> None:
         """The next forward's gathers wait for `event`, the optimizer's, instead of for all of compute."""
@@ -278,6 +276,8 @@ class Runtime:
             counted.end_backward(self.root.id, has_received or self.unmanaged.has_gradients)
         for unit in self.units:
             unit.backward.end()
+            if unit.policy.on_touch == "unshard":
+                _await_touches(unit)
         self.on(EndBackward(self._is_last_backward))
         for unit in self.units:
             if unit.place.is_elsewhere:
@@ -384,6 +384,13 @@ class Runtime:
 
     def _indices(self, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
+
+
+def _await_touches(unit: Unit) -> None:
+    """Have `unit` gather for a call of a module inside also where it will rest unsharded, so that it is kept for the
+    backward of that call, and is renewed where an optimizer has stepped."""
+    for hooks, key, hook in unit.touch_hooks:
+        hooks[key] = hook
 
 
 def _lender_to(unit: Unit) -> Unit | None:

@@ -70,20 +70,31 @@ def _refuse(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: K
     sharded = [record for record in _records_on(module) if any(place.shows(record.shard) for place in record.places)]
     if unit is None or not sharded or all(isinstance(each, DTensor) for each in tensors_in((args, kwargs))):
         return
-    frame = users_frame(sys._getframe())
-    caller = None if frame is None else frame.f_locals.get("self")
-    method = "" if frame is None or not isinstance(caller, nn.Module) else frame.f_code.co_name
-    within, remedy = "", ""
-    if method:
-        within = f" in {type(caller).__name__}.{method}(),"
-        remedy = f"call register_fsdp_forward_method(module, {method!r}) once, on the unit's module; or "
+    method = _method_around(module)
+    within = remedy = ""
+    if method is not None:
+        within = f", in {method}(),"
+        remedy = f"call register_fsdp_forward_method(module, {method.rpartition('.')[2]!r}) once; or "
     raise ShardedAccessError(
-        f"a {type(module).__name__} inside of unit {unit.name} was called at {line_of(frame)},{within} outside of the "
-        f"unit's forward, while its parameters are sharded: {', '.join(each.name for each in sharded)}. "
-        f'Pass on_touch="unshard" where the unit is made, which has such calls gather it; or {remedy}call '
-        "module.unshard() before and module.reshard() after; or, for values without gradients, call it in "
-        "sherd.unsharded(module)"
+        f"{type(module).__name__}, a module inside of unit {unit.name}, was called at "
+        f"{line_of(users_frame(sys._getframe()))}{within} outside of the unit's forward, while its parameters are "
+        f'sharded: {", ".join(each.name for each in sharded)}. Pass on_touch="unshard" where the unit is made, which '
+        f"has such calls gather it; or {remedy}call module.unshard() before and module.reshard() after; or, for values "
+        "without gradients, call it inside `with sherd.unsharded(module)`"
     )
+
+
+def _method_around(module: nn.Module) -> str | None:
+    """Returns "class.method" of the outermost method under way of a module around `module`, other than forward; None if
+    there is none."""
+    found = None
+    frame = users_frame(sys._getframe())
+    while frame is not None:
+        caller, name = frame.f_locals.get("self"), frame.f_code.co_name
+        if isinstance(caller, nn.Module) and name != "forward" and any(each is module for each in caller.modules()):
+            found = f"{type(caller).__name__}.{name}"
+        frame = users_frame(frame.f_back)
+    return found
 
 
 def _gather(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
