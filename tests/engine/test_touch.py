@@ -2,7 +2,10 @@
 values and gradients of the plain model?"""
 
 import copy
+import gc
 import sys
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -506,6 +509,51 @@ def test_a_module_around_nested_units_may_be_called(threads):
     torch.manual_seed(1)
     runs = threads(1).run(around_units)
     assert_named_close(runs[0][0], runs[0][1], "gradient", 1e-5, 1e-6)
+
+
+def weight_normed():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 1))
+
+
+def with_users_hook():
+    """A hook of the user's that computes the weight from other parameters, before the call."""
+    model, plain = weight_normed(), weight_normed()
+    fully_shard(model, on_touch="unshard")
+    for _ in range(2):
+        outputs = []
+        for each in (model, plain):
+            each.zero_grad()
+            outputs.append(each[0](torch.ones(2, WIDTH)))
+            (outputs[-1].sum() + each(torch.ones(1, WIDTH)).sum()).backward()
+        torch.testing.assert_close(*outputs)
+        assert_named_close(whole_grads(model), whole_grads(plain), "gradient", 1e-5, 1e-6)
+
+
+def test_a_users_hook_finds_unsharded_parameters(threads):
+    threads(1).run(with_users_hook)
+
+
+def outlived(on_touch):
+    """Whether a model that is dropped is gone at once, without the collector of garbage."""
+    gc.disable()
+    try:
+        model = made("Shard(0)", on_touch)
+        model(tokens(0, 0)).sum().backward()
+        if on_touch == "unshard":
+            model.embed(tokens(0, 0)).sum().backward()
+        alive = weakref.ref(model)
+        del model
+        return alive() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("on_touch", ["error", "unshard"])
+def test_a_model_that_is_dropped_goes_at_once(threads, on_touch):
+    assert threads(1).run(outlived, on_touch) == [False]
 
 
 # Ranks that differ, in processes

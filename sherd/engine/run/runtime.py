@@ -19,7 +19,7 @@ from torch import nn
 from sherd._torch import are_transforms_active, at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
-from sherd.engine.run.carry_out import DO
+from sherd.engine.run.carry_out import DO, notice_touches
 from sherd.engine.run.guard import guarded, guards_of
 from sherd.engine.run.observer import Observer
 from sherd.engine.run.unit import Unit
@@ -208,7 +208,7 @@ class Runtime:
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
             if unit.policy.on_touch == "unshard":
-                _await_touches(unit)
+                notice_touches(unit)
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(AfterForward(index))
         self.on(EndForward(differentiable))
@@ -277,7 +277,7 @@ class Runtime:
         for unit in self.units:
             unit.backward.end()
             if unit.policy.on_touch == "unshard":
-                _await_touches(unit)
+                notice_touches(unit)
         self.on(EndBackward(self._is_last_backward))
         for unit in self.units:
             if unit.place.is_elsewhere:
@@ -384,13 +384,6 @@ class Runtime:
 
     def _indices(self, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
-
-
-def _await_touches(unit: Unit) -> None:
-    """Have `unit` gather for a call of a module inside also where it will rest unsharded, so that it is kept for the
-    backward of that call, and is renewed where an optimizer has stepped."""
-    for hooks, key, hook in unit.touch_hooks:
-        hooks[key] = hook
 
 
 def _lender_to(unit: Unit) -> Unit | None:

@@ -51,7 +51,8 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
             # Weak: the unit holds the hook.
             hook = eager(_refuse if on_touch == "error" else _gather, weakref.ref(unit))
             handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-            unit.touch_hooks.append((module._forward_pre_hooks, handle.id, hook))
+            registered: Any = module._forward_pre_hooks  # declared as a dict; it is ordered
+            unit.touch_hooks.append((registered, handle.id, hook))
 
 
 def _records_on(module: nn.Module) -> Iterator[ShardedParameter]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ from sherd.schedule.state import Live
 
 _ids = itertools.count()
 
-TouchHook = tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]
+TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
 
 
 class Conductor(Protocol):
@@ -65,7 +66,7 @@ class Unit:
     backward, `runs` are those of its modules, `shards` what it holds between steps.
 
     `touch_hooks` are forward pre-hooks on modules below its own (`engine/run/touch.py`): the dict that they are put
-    into, key and value. They are there while it is at rest.
+    into as the first ones, key and value. They are there while it is at rest.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -334,6 +335,7 @@ class Unit:
         """Shards from here on."""
         for hooks, key, hook in self.touch_hooks:
             hooks[key] = hook
+            hooks.move_to_end(key, last=False)
         for weights in self.weights:
             weights.free()
 
