@@ -34,8 +34,8 @@ from sherd.schedule.state import Live
 def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
     """Hook those of `modules`, the unit's own and all below, whose calls the policy of the unit is about.
 
-    To raise, that are the inner modules with parameters of their own. To gather, also the modules around them, so that
-    one call gathers once.
+    A policy that raises hooks the inner modules with parameters of their own; one that gathers, also the modules around
+    them, so that one call gathers once.
     """
     on_touch = unit.policy.on_touch
     if on_touch == "ignore":
