@@ -154,6 +154,10 @@ class CommPolicy:
 Unmanaged = Literal["error", "replicate", "ignore"]
 """What is done about trainable parameters that were added to a model after it was sharded, and that no unit has."""
 
+OnTouch = Literal["error", "unshard", "ignore"]
+"""What is done about a module inside of a unit that is called by itself, outside of the unit's forward, while the unit
+is sharded."""
+
 
 class Level(IntEnum):
     """The tensors that are sharded over one data-parallel axis. Each level adds one kind to the level before.
@@ -304,6 +308,7 @@ class UnitPolicy:
         notices_replaced: before a gather, look for parameters that the user has put in the place of shards, and take
             their values.
         unmanaged: of the root: what is done about trainable parameters that no unit has.
+        on_touch: what is done about calls of modules inside of the unit, outside of its forward.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -330,7 +335,9 @@ class UnitPolicy:
     when_reduced: Callable[[], None] | None = None
     notices_replaced: bool = True
     unmanaged: Unmanaged = "error"
+    on_touch: OnTouch = "error"
 
     def __post_init__(self) -> None:
-        if self.unmanaged not in get_args(Unmanaged):
-            raise PolicyError(f"unmanaged={self.unmanaged!r}: expected one of {', '.join(get_args(Unmanaged))}")
+        for name, kind in (("unmanaged", Unmanaged), ("on_touch", OnTouch)):
+            if getattr(self, name) not in get_args(kind):
+                raise PolicyError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(get_args(kind))}")

@@ -35,6 +35,7 @@ from sherd.policy import (
     Level,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OnTouch,
     PrefetchPolicy,
     UnitPolicy,
     Unmanaged,
@@ -151,11 +152,12 @@ class Choices:
     device_mesh: DeviceMesh | None = None
     unmanaged: Unmanaged = "error"
     comm_policy: CommPolicy | None = None
+    on_touch: OnTouch = "error"
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Choices)
         del kinds["process_group"]  # whether it fits depends on the strategy, so `mesh` looks at it
-        del kinds["unmanaged"]  # `UnitPolicy` looks at it
+        del kinds["unmanaged"], kinds["on_touch"]  # `UnitPolicy` looks at them
         for name, kind in kinds.items():
             value = getattr(self, name)
             wanted = " or ".join(each.__name__ for each in get_args(kind) or (kind,) if each is not type(None))
@@ -202,7 +204,7 @@ class Choices:
         """Returns the policy of the unit: what it does, and when."""
         levels = None if self.placements is None else self.placements.levels
         chosen = Strategy(levels, None).policy(self.reshard_after_forward, self.prefetch)
-        return replace(chosen, notices_replaced=self.notices_replaced, unmanaged=self.unmanaged)
+        return replace(chosen, notices_replaced=self.notices_replaced, unmanaged=self.unmanaged, on_touch=self.on_touch)
 
     @property
     def reshard_after_forward(self) -> bool | None:

@@ -30,6 +30,7 @@ from sherd.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OnTouch,
     PrefetchPolicy,
     Unmanaged,
 )
@@ -57,6 +58,7 @@ class Options(TypedDict, total=False):
     comm_policy: CommPolicy
     placements: Placements | str | None
     unmanaged: Unmanaged
+    on_touch: OnTouch
 
 
 @overload
@@ -82,6 +84,7 @@ def fully_shard(
     comm_policy: CommPolicy = CommPolicy(),
     placements: Placements | str | None = None,
     unmanaged: Unmanaged = "error",
+    on_touch: OnTouch = "error",
 ) -> nn.Module | Sequence[nn.Module]:
     """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
     right after.
@@ -122,6 +125,9 @@ def fully_shard(
             `sherd.refresh` has not made a unit's: "error" raises before they are trained, "replicate" takes rank 0's
             values and averages their gradients over all ranks, "ignore" leaves them to the program. The root's holds
             for the model. Beyond torch.
+        on_touch: what is done about a module inside of the unit that is called by itself, outside of the unit's
+            forward, while the unit is sharded (`model.embed(tokens)`): "error" raises, "unshard" runs the call as a
+            forward of the unit, "ignore" leaves it to torch. Beyond torch.
 
     Returns:
         `module`, changed in place.
@@ -164,7 +170,7 @@ def fully_shard(
         wishes,
         mp_policy,
         offload_policy,
-        replace(strategy.policy(reshard_after_forward, prefetch_policy), unmanaged=unmanaged),
+        replace(strategy.policy(reshard_after_forward, prefetch_policy), unmanaged=unmanaged, on_touch=on_touch),
     )
     for each in modules:
         swap_class(each)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sherd.api.fully_shard import fully_shard
 from sherd.api.module import FSDPModule
 from sherd.errors import PolicyError
-from sherd.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Unmanaged
+from sherd.policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, OnTouch, Unmanaged
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     dp_mesh_dims: DataParallelMeshDims | None
     comm_policy: CommPolicy
     unmanaged: Unmanaged
+    on_touch: OnTouch
 
 
 @overload
@@ -48,6 +49,7 @@ def replicate(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     unmanaged: Unmanaged = "error",
+    on_touch: OnTouch = "error",
 ) -> nn.Module | Sequence[nn.Module]:
     """Keep a copy of the parameters below `module` on every rank and all-reduce their gradients in backward.
 
@@ -64,7 +66,7 @@ def replicate(
         ignored_params: parameters that are left alone, their gradients too.
         dp_mesh_dims: which axes of a larger `mesh` are data parallel.
         comm_policy: how bytes travel. Beyond torch.
-        unmanaged: as for `fully_shard`. Beyond torch.
+        unmanaged, on_touch: as for `fully_shard`. Beyond torch.
 
     Returns:
         `module`, changed in place: an `FSDPModule`.
@@ -88,4 +90,5 @@ def replicate(
         comm_policy=comm_policy,
         placements="ddp",
         unmanaged=unmanaged,
+        on_touch=on_touch,
     )

@@ -12,10 +12,15 @@ from torch import nn
 from sherd.api.copying import deep_copy
 from sherd.api.module import FSDPModule
 from sherd.engine.run.seal import unit_of
-from sherd.errors import ModuleError, ShardedAccessError, StateError
+from sherd.engine.run.sharded_access import met_a_shard
+from sherd.errors import ModuleError, PlacementError, ShardedAccessError, StateError
+from sherd.schedule.state import Live
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+NO_STRATEGY = "does not have a sharding strategy registered"
+"""In what torch says of an operation that DTensor does not know."""
 
 _classes: dict[type, type] = {}
 """The class that `swap_class` made of each class: one each, so that two such modules are of one class."""
@@ -73,14 +78,15 @@ def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Cal
             return method(self, *args, **kwargs)
         except StateError:
             raise
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
+        except (RuntimeError, PlacementError) as error:
             unit = unit_of(self)
+            met = met_a_shard(error) or NO_STRATEGY in str(error)
+            if unit is None or unit.live is Live.UNSHARDED or not met:
+                raise
             raise ShardedAccessError(
-                f"{type(self).__name__}.{name}() used parameters of unit {unit.name if unit else '?'} while they are "
+                f"{type(self).__name__}.{name}() used parameters of unit {unit.name} while they are "
                 f"sharded, outside its forward. Call register_fsdp_forward_method(module, {name!r}) once, or "
-                "module.unshard() before and module.reshard() after"
+                "module.unshard() before and module.reshard() after; a method that changes shapes, before sharding"
             ) from error
 
     return call

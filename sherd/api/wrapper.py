@@ -36,7 +36,7 @@ from sherd.engine.build.copying import Memo
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
-from sherd.policy import CommPolicy, Unmanaged
+from sherd.policy import CommPolicy, OnTouch, Unmanaged
 from sherd.wrap import WrapPolicy
 
 
@@ -74,6 +74,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         unmanaged: what is done about trainable parameters that are added later, as for `fully_shard`. Beyond torch.
         comm_policy: how bytes travel, and what is done about ranks that go different ways, as for `fully_shard`. Beyond
             torch.
+        on_touch: what is done about calls of modules inside, as for `fully_shard`. Beyond torch.
 
     Raises:
         MeshError: groups or a mesh that do not fit the strategy, or a DTensor among the parameters.
@@ -103,6 +104,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         extensions: FSDPExtensions | None = None,
         unmanaged: Unmanaged = "error",
         comm_policy: CommPolicy | None = None,
+        on_touch: OnTouch = "error",
     ) -> None:
         super().__init__()
         require_module("FullyShardedDataParallel expects a module", module)
@@ -119,6 +121,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             device_mesh,
             unmanaged,
             comm_policy,
+            on_touch,
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)

@@ -41,8 +41,8 @@ def train_compiled(recipe, backend, compile_first, **options):
     [
         ("mlp", "eager", True, {}),
         ("mlp", "aot_eager", False, {"placement": Flat()}),
-        ("mlp", "aot_eager", True, {"placement": Blocks(2)}),
-        ("checkpoint_inside", "eager", False, {"placement": Owned()}),
+        ("mlp", "aot_eager", True, {"placement": Blocks(2), "on_touch": "unshard", "reshard_after_forward": False}),
+        ("checkpoint_inside", "eager", False, {"placement": Owned(), "on_touch": "unshard"}),
         ("checkpoint_inside", "aot_eager", True, {}),
     ],
 )
@@ -58,7 +58,7 @@ def test_compiled_blocks_may_be_recomputed_from_outside(world, reshard):
     assert_all_same(runs, recipe)
 
 
-def num_graphs(num_steps):
+def num_graphs(num_steps, **options):
     """How many graphs the blocks make in all: they are alike, so one is enough for forward."""
     seen = []
 
@@ -66,7 +66,7 @@ def num_graphs(num_steps):
         seen.append(graph)
         return graph.forward
 
-    model = shard(build("mlp"))
+    model = shard(build("mlp"), **options)
     for block in model.blocks:
         block.compile(fullgraph=True, backend=backend)
     for step in range(num_steps):
@@ -74,8 +74,9 @@ def num_graphs(num_steps):
     return len(seen)
 
 
-def test_steps_do_not_compile_again(world):
-    few, many = world(2).run(num_graphs, 1), world(2).run(num_graphs, 4)
+@pytest.mark.parametrize("options", [{}, {"on_touch": "unshard", "reshard_after_forward": False}], ids=["", "on_touch"])
+def test_steps_do_not_compile_again(world, options):
+    few, many = world(2).run(num_graphs, 1, **options), world(2).run(num_graphs, 4, **options)
     assert few == many
     assert all(1 <= count <= 3 for count in few)
 

@@ -15,7 +15,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
 from sherd.engine.build.sharding import ShardingPlan, ShardingRequest, sharding_plans
-from sherd.engine.run import hooks
+from sherd.engine.run import hooks, touch
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import registrations
@@ -93,6 +93,7 @@ class Making:
         _bring_buffers(modules, unit.mesh.device)
         holders = [each for each in modules if any(p is not None for p in each._parameters.values())]
         load.install(unit, [each for each in holders if each not in self._hooked])
+        touch.install(unit, modules)
         self._hooked.update(holders)
         for each in modules:
             manage(each)

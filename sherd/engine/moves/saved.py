@@ -116,6 +116,12 @@ class _Running(threading.local):
 
 _running = _Running()
 
+
+def is_running(unit: Reader) -> bool:
+    """Returns whether a forward of `unit` is under way in this thread."""
+    return unit in _running.units
+
+
 # What is saved
 
 

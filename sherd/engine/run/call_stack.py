@@ -1,16 +1,25 @@
-"""Tells whether a forward that began is still running: an exception that is no `Exception` (Ctrl-C) passes torch's
-hooks by, also those that are always called, so no hook says that the forward has ended."""
+"""What the call stack tells: whether a forward that began is still running, and the user's own line.
+
+An exception that is no `Exception` (Ctrl-C) passes torch's hooks by, also those that are always called, so no hook says
+that the forward has ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+
+import torch
 
 from sherd._torch import MODULE_CALL
 from sherd.engine.run.unit import Unit
+
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["sherd"], contextlib))
 
 
 class UnderWay:
@@ -47,6 +56,16 @@ class Call:
     handling: BaseException | None
     under_way: UnderWay | None
     watches: bool
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame, from `frame` on, of code that is neither sherd's nor torch's."""
+    return next((each for each in _from(frame) if not each.f_code.co_filename.startswith(_LIBRARIES)), None)
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Returns the line that `frame` is at, "file:number"."""
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _from(frame: FrameType | None) -> Iterator[FrameType]:

@@ -32,6 +32,8 @@ def wait(unit: Unit) -> None:
     for weights in unit.weights:
         if weights.live is not Live.UNSHARDED:
             weights.wait()
+    for hooks, key, _ in unit.touch_hooks:
+        hooks.pop(key, None)
 
 
 def shrink(unit: Unit) -> None:
@@ -40,6 +42,18 @@ def shrink(unit: Unit) -> None:
     assert isinstance(size, int), "only an int asks for a smaller mesh"
     for weights in unit.weights:
         weights.shrink(size)
+    notice_touches(unit)
+
+
+def notice_touches(unit: Unit) -> None:
+    """Have calls of modules inside of the unit noticed, as when it is freed.
+
+    One that gathers for them does so also where it rests unsharded: it is kept for the backward of such a call then,
+    and renewed if an optimizer has stepped.
+    """
+    for hooks, key, hook in unit.touch_hooks:
+        hooks[key] = hook
+        hooks.move_to_end(key, last=False)
 
 
 def reduce(unit: Unit, policy: UnitPolicy | None = None) -> None:

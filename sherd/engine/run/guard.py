@@ -23,8 +23,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path as File
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -32,6 +30,7 @@ import torch.distributed as dist
 from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
+from sherd.engine.run.call_stack import line_of, users_frame
 from sherd.engine.run.order_check import PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
@@ -46,8 +45,6 @@ NUM_RECENT = 64
 """Collectives that a rank remembers: more than it starts before it waits for one."""
 INQUIRE_AFTER_S = 0.2
 """A rank that waits so long for the others to compare asks where they are."""
-
-_LIBRARIES = tuple(str(File(module.__file__ or "").parent) for module in (torch, sys.modules["sherd"], contextlib))
 
 
 class Guard:
@@ -94,7 +91,7 @@ class Guard:
                 which = 2 * which + (arrivals.has_any or unit.policy.reduce_unused)
         self._path.take((action, unit.id, which))
         if not self._path.is_sure or _is_detailed():
-            self._ask(planned(action, unit, which, _users_line(sys._getframe())), do)
+            self._ask(planned(action, unit, which, line_of(users_frame(sys._getframe()))), do)
         here = self._position
         self._recent.append((here.agreements, here.issued, action is Gather, unit.id, which))
         self._position = Position(here.agreements, here.issued + 1)
@@ -211,7 +208,7 @@ class Guard:
         for agreements, issued, is_gather, unit_id, which in list(self._recent):
             unit = self._units.get(unit_id)
             if Position(agreements, issued) == position and unit is not None:
-                line = _users_line(sys._current_frames().get(self._thread))
+                line = line_of(users_frame(sys._current_frames().get(self._thread)))
                 collective = planned(Gather if is_gather else Reduce, unit, which, line)
                 return Answer(here.issued, (collective.what, collective.parameters, collective.line))
         return None
@@ -223,12 +220,3 @@ class Guard:
 
 def _is_detailed() -> bool:
     return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-
-
-def _users_line(frame: FrameType | None) -> str:
-    """Returns the innermost line, "file:number", that is neither sherd's nor torch's."""
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -54,14 +54,14 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         # Disabled for Dynamo here and not inside: a compiled block must find no Python of ours to trace
         # (test_blocks_compile_as_one_graph_each).
-        module.register_forward_pre_hook(eager(_before_forward, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(eager(_after_forward, unit), always_call=True)
+        module.register_forward_pre_hook(eager(before_forward, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(eager(after_forward, unit), always_call=True)
 
 
 _ours: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 
-def eager(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
+def eager(function: Callable[..., Any], unit: Unit | weakref.ref[Unit]) -> Callable[..., Any]:
     """`function` of `unit` as a hook that Dynamo does not trace."""
     hook: Callable[..., Any] = dynamo_disabled(functools.partial(function, unit))
     _ours.add(hook)
@@ -78,14 +78,14 @@ def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Cal
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _before_forward(unit, module, args, kwargs)
+        args, kwargs = before_forward(unit, module, args, kwargs)
         output = None
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            _after_forward(unit, module, args, None)
+            after_forward(unit, module, args, None)
             raise
-        return _after_forward(unit, module, args, output)
+        return after_forward(unit, module, args, output)
 
     return run
 
@@ -93,7 +93,8 @@ def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Cal
 # Forward
 
 
-def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """A forward of `module`, one of the unit's, begins. Returns its arguments as the unit's policies want them."""
     runtime = runtime_over(unit)
     if runtime is None or unit.id in runtime.guests:
         runtime = runtime_of(unit, module)
@@ -116,7 +117,8 @@ def _before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -
     return args, kwargs
 
 
-def _after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
+def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
+    """A forward of `module` has ended, or raised. Returns its output as the unit's policies want it."""
     is_viewed, is_tensor = _is_viewed(unit), isinstance(output, torch.Tensor)
     output = with_own_memory(output) if is_tensor else map_tensors(with_own_memory, output)
     differentiable = torch.is_grad_enabled()

@@ -19,7 +19,7 @@ from torch import nn
 from sherd._torch import are_transforms_active, at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
-from sherd.engine.run.carry_out import DO
+from sherd.engine.run.carry_out import DO, notice_touches
 from sherd.engine.run.divergence import overseen, overseers_of
 from sherd.engine.run.observer import Observer
 from sherd.engine.run.unit import Unit
@@ -139,6 +139,9 @@ class Runtime:
         if outermost:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
+        if unit.policy.on_touch == "unshard":
+            for hooks, key, _ in unit.touch_hooks:  # there also if it rests unsharded
+                hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         call = Call(
             unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit.backward)
@@ -204,6 +207,8 @@ class Runtime:
 
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
+            if unit.policy.on_touch == "unshard":
+                notice_touches(unit)
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(AfterForward(index))
         self.on(EndForward(differentiable))
@@ -271,6 +276,8 @@ class Runtime:
             counted.end_backward(self.root.id, has_received or self.unmanaged.has_gradients)
         for unit in self.units:
             unit.backward.end()
+            if unit.policy.on_touch == "unshard":
+                notice_touches(unit)
         self.on(EndBackward(self._is_last_backward))
         for overseer in self.overseers:
             overseer.end_backward(self.root)

@@ -48,12 +48,15 @@ def attached_to(module: nn.Module) -> list[object]:
 
 
 def runtime_of(unit: Unit, module: nn.Module) -> Runtime:
-    """The runtime that `unit` is sealed into; if there is none yet, `module`, one of its modules, becomes a root."""
+    """The runtime that `unit` is sealed into; if there is none yet, `module`, or the unit's first module where that
+    is not one of them, becomes a root."""
     runtime = runtime_over(unit)
     if runtime is not None and not (runtime.is_idle and unit.id in runtime.guests):
         return runtime
+    # One inside of the unit's modules may be called by itself (`engine/run/touch.py`).
+    root = module if unit_of(module) is unit else unit.modules[0]
     with outside_transforms():  # buffers that are made anew would be of the transform's level
-        return seal(module)
+        return seal(root)
 
 
 def seal(root: nn.Module) -> Runtime:

@@ -38,12 +38,14 @@ def explain(error: BaseException | None, units: Sequence[Unit]) -> None:
         error: the exception on its way out.
         units: all of the model.
     """
-    if error is None or not _met_a_shard(error):
+    if error is None or not met_a_shard(error):
         return
     error.args = (f"{error.args[0]}\n{_in_words(_records_met(error.__traceback__), units)}", *error.args[1:])
 
 
-def _met_a_shard(error: BaseException) -> bool:
+def met_a_shard(error: BaseException) -> bool:
+    """Returns whether `error` is that of an operation on a shard and a plain tensor, or of one that runs of elements
+    cannot answer."""
     said = str(error.args[0]) if error.args else ""
     if _REMEDY in said:
         return False  # a unit further in has said it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,8 @@ from sherd.schedule.state import Live
 
 _ids = itertools.count()
 
+TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
+
 
 class Conductor(Protocol):
     """The runtime that a unit is sealed into, as the unit knows it."""
@@ -61,6 +64,9 @@ class Unit:
 
     `sealed_into()` returns its runtime, if it has one that still exists. `backward` is its part in the present
     backward, `runs` are those of its modules, `shards` what it holds between steps.
+
+    `touch_hooks` are forward pre-hooks on modules below its own (`engine/run/touch.py`): the dict that they are put
+    into as the first ones, key and value. They are there while it is at rest.
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
@@ -95,6 +101,7 @@ class Unit:
         self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
+        self.touch_hooks: list[TouchHook] = []
         self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
         self.shards = UnitShards(parameters)
@@ -326,6 +333,9 @@ class Unit:
 
     def free(self) -> None:
         """Shards from here on."""
+        for hooks, key, hook in self.touch_hooks:
+            hooks[key] = hook
+            hooks.move_to_end(key, last=False)
         for weights in self.weights:
             weights.free()
 

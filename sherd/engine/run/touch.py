@@ -1,0 +1,120 @@
+"""A module inside of a unit is called by itself while the unit is sharded: `on_touch` says what becomes of the call.
+
+    model.embed(tokens)         the weight belongs to the unit of `model`, whose forward does not run
+
+    on_touch="error"            raises; torch's DTensor would raise without a name, or compute something else
+    on_touch="unshard"          runs the call as a forward of the unit
+    on_touch="ignore"           leaves it to torch
+
+A forward pre-hook on the inner modules notices. It is there only while the unit rests (`Unit.touch_hooks`): it comes
+and goes by a write into a dict, and no call in a forward or backward runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import in_backward
+from sherd.engine.moves.saved import is_running
+from sherd.engine.run.call_stack import line_of, users_frame
+from sherd.engine.run.hooks import Args, Kwargs, after_forward, before_forward, eager
+from sherd.engine.run.structures import tensors_in
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.parameter import ShardedParameter, record_of
+from sherd.errors import ShardedAccessError
+from sherd.schedule.state import Live
+
+
+def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
+    """Hook those of `modules`, the unit's own and all below, whose calls the policy of the unit is about.
+
+    A policy that raises hooks the inner modules with parameters of their own; one that gathers, also the modules around
+    them, so that one call gathers once.
+    """
+    on_touch = unit.policy.on_touch
+    if on_touch == "ignore":
+        return
+    known = {id(hooks) for hooks, _, _ in unit.touch_hooks} | {id(each._forward_pre_hooks) for each in unit.modules}
+    holders = {id(each) for each in modules if any(_records_on(each))}
+    for module in modules:
+        if on_touch == "error":
+            is_concerned = id(module) in holders
+        else:
+            is_concerned = any(id(each) in holders for each in module.modules())
+        if is_concerned and id(module._forward_pre_hooks) not in known:
+            # Weak: the unit holds the hook.
+            hook = eager(_refuse if on_touch == "error" else _gather, weakref.ref(unit))
+            handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            registered: Any = module._forward_pre_hooks  # declared as a dict; it is ordered
+            unit.touch_hooks.append((registered, handle.id, hook))
+
+
+def _records_on(module: nn.Module) -> Iterator[ShardedParameter]:
+    """Yields the sharded parameters of which `module` itself shows the shard or the unsharded form, and no copy."""
+    for attribute, parameter in module._parameters.items():
+        # One that a flat parameter stands for is a plain attribute.
+        shown = module.__dict__.get(attribute) if parameter is None else parameter
+        record = None if shown is None else record_of(shown)
+        if record is not None:
+            yield record
+
+
+def _refuse(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """Raise `ShardedAccessError` if `module`, which shows shards, is about to compute with plain tensors."""
+    unit = touched()
+    sharded = [record for record in _records_on(module) if any(place.shows(record.shard) for place in record.places)]
+    if unit is None or not sharded or all(isinstance(each, DTensor) for each in tensors_in((args, kwargs))):
+        return
+    method = _method_around(module)
+    within = remedy = ""
+    if method is not None:
+        within = f", in {method}(),"
+        remedy = f"call register_fsdp_forward_method(module, {method.rpartition('.')[2]!r}) once; or "
+    raise ShardedAccessError(
+        f"{type(module).__name__}, a module inside of unit {unit.name}, was called at "
+        f"{line_of(users_frame(sys._getframe()))}{within} outside of the unit's forward, while its parameters are "
+        f'sharded: {", ".join(each.name for each in sharded)}. Pass on_touch="unshard" where the unit is made, which '
+        f"has such calls gather it; or {remedy}call module.unshard() before and module.reshard() after; or, for values "
+        "without gradients, call it inside `with sherd.unsharded(module)`"
+    )
+
+
+def _method_around(module: nn.Module) -> str | None:
+    """Returns "class.method" of the outermost method under way of a module around `module`, other than forward; None if
+    there is none."""
+    found = None
+    frame = users_frame(sys._getframe())
+    while frame is not None:
+        caller, name = frame.f_locals.get("self"), frame.f_code.co_name
+        if isinstance(caller, nn.Module) and name != "forward" and any(each is module for each in caller.modules()):
+            found = f"{type(caller).__name__}.{name}"
+        frame = users_frame(frame.f_back)
+    return found
+
+
+def _gather(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """Run the call of `module` that begins as a forward of its unit, unless it is a part of one already."""
+    unit = touched()
+    if unit is None or is_running(unit.backward) or (in_backward() and unit.live is Live.UNSHARDED):
+        return None
+    if not any(True for each in module.modules() for _ in _records_on(each)):
+        return None  # copies are lent, or `functional_call` has put values there
+    is_over = False
+
+    def ended(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
+        nonlocal is_over
+        if output is not None:  # else the call may have raised, and torch is walking through the hooks
+            handle.remove()
+        if is_over:
+            return output
+        is_over = True
+        return after_forward(unit, module, args, output)
+
+    handle = module.register_forward_hook(eager(ended, unit), always_call=True)
+    return before_forward(unit, module, args, kwargs)
