@@ -132,8 +132,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self.mixed_precision = choices.mixed_precision or MixedPrecision()
         self.cpu_offload = choices.cpu_offload or CPUOffload()
         self.backward_prefetch = choices.backward_prefetch
-        self.forward_prefetch = choices.forward_prefetch
-        self.limit_all_gathers = choices.limit_all_gathers
+        self.forward_prefetch, self.limit_all_gathers = choices.forward_prefetch, choices.limit_all_gathers
         extended_by = extensions_given(extensions)
         if auto_wrap_policy is not None:
             more = {"param_init_fn": param_init_fn, "sync_module_states": sync_module_states, "extensions": extended_by}
