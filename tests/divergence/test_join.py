@@ -29,10 +29,12 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def reference(of_ranks: list[list[Way]], make: Any = torch.optim.SGD, lr: float = 0.1) -> dict[str, Tensor]:
+def reference(
+    of_ranks: list[list[Way]], make: Any = torch.optim.SGD, lr: float = 0.1, model: nn.Module | None = None
+) -> dict[str, Tensor]:
     """The parameters of a plain model that each step gets the mean over ranks, of which a rank without a batch gives
     zero. A parameter that no rank has used keeps no gradient."""
-    model = Chain()
+    model = Chain() if model is None else model
     optimizer = make(model.parameters(), lr=lr)
     for step in range(max(len(ways) for ways in of_ranks)):
         for rank, ways in enumerate(of_ranks):
@@ -170,17 +172,6 @@ class Large(Chain):
         return x + self.large.mean() if 1 in order else x
 
 
-def reference_of(model: nn.Module, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(max(len(ways) for ways in of_ranks)):
-        for rank, ways in enumerate(of_ranks):
-            if step < len(ways):
-                (model(batch(rank, step), ways[step]).square().sum() / len(of_ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: each.detach() for name, each in model.named_parameters()}
-
-
 def of_kind(kind: str, transport: str, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
     model: Any = {"recomputed": Recomputed, "large": Large}[kind]()
     policy = sherd.CommPolicy(transport=transport, divergence="join")
@@ -200,7 +191,7 @@ def of_kind(kind: str, transport: str, of_ranks: list[list[Way]]) -> dict[str, T
 @pytest.mark.parametrize(("kind", "model"), [("recomputed", Recomputed), ("large", Large)], ids=["recomputed", "large"])
 def test_recomputation_ties_and_large_tensors_join_over_each_transport(world, kind, model, transport):
     ways = [[(0, 2), (0, 1), (2,), (0, 2)], [(0,), (1,), (0, 2), (2,)]]
-    assert_as_reference(world(2).run(of_kind, kind, transport, ways), reference_of(model(), ways))
+    assert_as_reference(world(2).run(of_kind, kind, transport, ways), reference(ways, torch.optim.Adam, 0.01, model()))
 
 
 def accumulated(of_ranks: list[list[Way]]) -> dict[str, Tensor]:

@@ -82,6 +82,7 @@ def gather_for_others(unit: Unit, in_full_precision: bool) -> None:
             "unsharded here in the other one; call train() and eval() at the same places on all ranks"
         )
     unit.free()
+    unit.streams.begin_step()  # an optimizer may have stepped since the last forward began
     gather(unit, in_full_precision)
     if live is Live.SHARDED:
         unit.free()
@@ -99,6 +100,7 @@ def reduce_for_others(unit: Unit, over_replicas: bool) -> None:
     with unit.backward.reducing_for_others(policy):
         reduce(unit, policy)
     finish_reduce(unit)
+    unit.land_gradients()
 
 
 def finish_reduce(unit: Unit) -> None:
