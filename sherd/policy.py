@@ -152,10 +152,10 @@ class CommPolicy:
 
 
 Unmanaged = Literal["error", "replicate", "ignore"]
-"""What is done about trainable parameters that were added to a model after it was sharded, and that no unit has."""
+"""The ways to treat trainable parameters that were added to a model after it was sharded, and that no unit has."""
 
 OnTouch = Literal["error", "unshard", "ignore"]
-"""What is done about a module inside of a unit that is called by itself, outside of the unit's forward, while the unit
+"""The ways to treat a module inside of a unit that is called by itself, outside of the unit's forward, while the unit
 is sharded."""
 
 

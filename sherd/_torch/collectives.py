@@ -87,7 +87,8 @@ def named_group(
 
 
 class Store(Protocol):
-    """What processes of a group can leave for each other, by key. torch's stores have no public type (2.11 to 2.13)."""
+    """The calls of a store, in which processes leave values for each other. torch's have no public type (2.11 to
+    2.13)."""
 
     def set(self, key: str, value: str, /) -> None:
         """Leave `value`."""

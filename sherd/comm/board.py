@@ -40,7 +40,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank says to an inquiry: how many collectives it has `issued`, and which `collective` of these it started
+    """The answer to an inquiry: how many collectives the rank has `issued`, and which `collective` of these it started
     where the inquirer stands (what it does, its parameters, the user's line); None if it waits to compare, too."""
 
     issued: int
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong, in words, and how many collectives the rank that has come farthest has `issued`."""
+    """The failure in words, and how many collectives the rank that has come farthest has `issued`."""
 
     text: str
     issued: int

@@ -1,4 +1,4 @@
-"""What the doctor finds: a line with a verdict and a remedy, the table of all lines, and the exit code. No torch."""
+"""The doctor's findings: lines with a verdict and a remedy, the table of all lines, and the exit code. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process can tell of its machine: versions, environment variables, cores, memory, limits, accelerators."""
+"""The machine as one process sees it: versions, environment variables, cores, memory, limits, accelerators."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ VARIABLES: Mapping[str, Callable[[str], str]] = {
     "CUDA_VISIBLE_DEVICES": lambda value: "" if value else "it hides all devices; unset it to use them",
     "OMP_NUM_THREADS": _unless(str.isdigit, "it should be a number"),
 }
-"""What is wrong with a value of a variable, and what to do; empty where nothing is."""
+"""Returns the fault in a value of a variable and the remedy; empty where there is none."""
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What ranks find out together: who they are, which transports they have and how fast, clocks, and a self-test."""
+"""The findings of all ranks: who they are, which transports they have and how fast, clocks, and a self-test."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class AgreedOrder:
         self._taken: list[Step] = []
         """The steps of the present stretch."""
         self._expected: tuple[Step, ...] = ()
-        """What the present stretch was the last time."""
+        """The steps of the present stretch the last time."""
 
     def expected(self) -> Step | None:
         """Returns the step that all ranks take next; None where they vote."""

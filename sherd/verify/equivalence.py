@@ -181,7 +181,7 @@ class _Place:
 
 
 class _Comparison:
-    """What was compared so far, on all ranks."""
+    """The comparisons made so far, on all ranks."""
 
     def __init__(self, place: _Place, margin: float) -> None:
         self._place, self._margin = place, margin

@@ -1,4 +1,4 @@
-"""What a sharded training is compared with: the plain training in one process, or a file that one has written."""
+"""The reference of a sharded training: the plain training in one process, or a file that one has written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDTHS = tuple(torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32
 """The spacing of numbers in the dtypes that a file serves."""
 
 STORED = ("buffer", UPDATED)
-"""What changes little in a step. A difference is measured against the change: a parameter that was not updated at all
-is still almost right."""
+"""The kinds of values that change little in a step. A difference is measured against the change: a parameter that was
+not updated at all is still almost right."""
 
 
 class Expected(NamedTuple):

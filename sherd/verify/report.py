@@ -1,4 +1,4 @@
-"""What `verify_equivalence` found: the report, and the difference of each tensor."""
+"""The report of `verify_equivalence`, and the difference of each tensor."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """What `verify_equivalence` found. Every rank gets the same; `str()` is a table.
+    """The findings of `verify_equivalence`. Every rank gets the same; `str()` is a table.
 
     Attributes:
         differences: all tensors of the first step with a difference that the dtype does not explain, the first one

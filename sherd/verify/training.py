@@ -25,7 +25,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 UPDATED = "updated parameter"
 EVERY_PART = -1
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-"""What activation checkpointing and `torch.compile` put into names."""
+"""The parts of names that activation checkpointing and `torch.compile` put in."""
 
 
 class Key(NamedTuple):
@@ -37,12 +37,12 @@ class Key(NamedTuple):
 
 
 Shown = dict[Key, Tensor]
-"""What a step shows, in the order in which it came about: whole tensors in host memory."""
+"""The values that a step shows, in the order in which it came about: whole tensors in host memory."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the plain and the sharded training have in common. `watched` are the modules whose outputs are compared."""
+    """The choices that both trainings share. `watched` are the modules whose outputs are compared."""
 
     loss: Loss
     optimizer: MakeOptimizer

@@ -38,7 +38,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What `sherd.refresh` has done, by the names of parameters as seen from the root.
+    """The changes that `sherd.refresh` has made, by the names of parameters as seen from the root.
 
     Args:
         adopted: parameters that were sharded.
@@ -61,7 +61,7 @@ class Refreshed:
 
 @dataclass
 class _Change:
-    """What has become of one unit. `kept` are its parameters that are still there, each with its places."""
+    """The change of one unit. `kept` are its parameters that are still there, each with its places."""
 
     unit: Unit
     found: Belongings

@@ -80,8 +80,8 @@ def make_unit(
 
 
 class Making:
-    """What a unit was made by, for parameters and modules that come later: the wishes for each parameter, and the
-    modules that are hooked already."""
+    """The choices that a unit was made by, for parameters and modules that come later: the wishes for each parameter,
+    and the modules that are hooked already."""
 
     def __init__(self, request_of: Callable[[Found], ShardingRequest]) -> None:
         self.request_of = request_of

@@ -1,4 +1,4 @@
-"""What the call stack tells: whether a forward that began is still running, and the user's own line.
+"""The call stack, and what it tells: whether a forward that began is still running, and the user's own line.
 
 An exception that is no `Exception` (Ctrl-C) passes torch's hooks by, also those that are always called, so no hook says
 that the forward has ended.

@@ -19,7 +19,7 @@ from torch import nn
 from sherd._torch import write_into
 
 _CLOSED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
-"""What holds no tensor."""
+"""The types that hold no tensor."""
 
 
 def tensors_in(value: object, in_any_object: bool = False) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from sherd.errors import OptimizerError
 
 @dataclass(eq=False)
 class News:
-    """What a model has got and lost, for optimizers that do not know of it yet.
+    """The parameters that a model has got and lost, for optimizers that do not know of it yet.
 
     Args:
         units: the ids of the model's units.
