@@ -276,6 +276,35 @@ def test_a_rank_without_batches_steps_with_the_others_learning_rate(world):
         torch.testing.assert_close(value, second[name])
 
 
+def in_epochs(numbers: list[list[int]]) -> dict[str, Tensor]:
+    model = sharded()
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch, of_ranks in enumerate(numbers):
+        with sherd.join(model, optimizer):
+            for step in range(of_ranks[rank]):
+                model(batch(rank, 10 * epoch + step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(rank, 0))
+    return whole(model)
+
+
+def test_each_epoch_may_have_its_own_numbers_of_batches(world):
+    numbers = [[3, 1], [1, 2], [0, 2], [2, 2]]
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch, of_ranks in enumerate(numbers):
+        for step in range(max(of_ranks)):
+            for rank, number in enumerate(of_ranks):
+                if step < number:
+                    (model(batch(rank, 10 * epoch + step)).square().sum() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: each.detach() for name, each in model.named_parameters()}
+    assert_as_reference(world(2).run(in_epochs, numbers), expected)
+
+
 def evaluated_alone() -> dict[str, Tensor]:
     model = sharded()
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
