@@ -110,6 +110,7 @@ class Recorder:
             self._store.add("asked", 1)
         asked = self._store.add("asked", 0)
         if asked > self._answered:
+            self._has_warned = True  # one rank's question is enough
             self._answer(asked, "another rank, or a signal, has asked for it")
         waiting = max(self._sources, key=lambda source: source.waits_s, default=None)
         if waiting is None or waiting.waits_s < self._patience_s:
@@ -168,10 +169,9 @@ class Recorder:
         for rank in (rank for rank in ranks if rank != self._rank):
             where = found.get(rank)
             if where is None:
-                sentences.append(
-                    f"Rank {rank} has not answered for {ANSWERS_WITHIN * self._pause_s:g} s: its process is gone, or its "
-                    "interpreter is blocked. "
-                )
+                after_s = ANSWERS_WITHIN * self._pause_s
+                why = "its process is gone, or its interpreter is blocked"
+                sentences.append(f"Rank {rank} has not answered for {after_s:g} s: {why}. ")
             elif not where.waits and not where.failed:
                 frames = "".join(where.stack.splitlines(keepends=True)[-2 * MOST_FRAMES :])
                 sentences.append(f"Rank {rank} has not come: it is at {where.line or 'no line of yours'}\n{frames}\n")
