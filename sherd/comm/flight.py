@@ -89,6 +89,7 @@ class Recorder:
         self._pause_s = LOOK_EVERY_S * max(1, num_ranks / OFTEN_UP_TO)
         self._patience_s = STUCK_AFTER * timeout.total_seconds()
         self._answered, self._next_look, self._has_warned = store.add("asked", 0), 0.0, False
+        self._question = 0
         self._lock = threading.Lock()
         self._last_words: str | None = None
         """What the error's text of this rank ended with. After it, files are not written again."""
@@ -140,21 +141,20 @@ class Recorder:
     def _ask(
         self, ranks: Sequence[int], why: str, has_failed: bool = False, wait: bool = True
     ) -> Mapping[int, Whereabouts] | None:
-        """Have all ranks write their records. Returns where `ranks` are, as far as they answer in time; None if the
-        store has gone, so that nobody can be asked."""
-        number, deadline = 0, time.monotonic() + ANSWERS_WITHIN * self._pause_s
+        """Have all ranks write their records. Returns where `ranks` are, or were when they were last asked, as far as
+        they have ever answered; None if the store has gone, so that nobody can be asked."""
+        deadline = time.monotonic() + ANSWERS_WITHIN * self._pause_s
         found: dict[int, Whereabouts] = {}
         with contextlib.suppress(RuntimeError):
-            number = self._store.add("asked", 1)
-        self._answer(number, why, has_failed)
+            self._question = self._store.add("asked", 1)
+        self._answer(self._question, why, has_failed)
         missing = {rank for rank in ranks if rank != self._rank}
         try:
             while wait and missing and time.monotonic() < deadline:
                 for rank in list(missing):
                     if self._store.check([key := f"where/{rank}"]):
-                        answer = Whereabouts(**json.loads(self._store.get(key)))
-                        if answer.asked >= number or answer.failed:
-                            found[rank] = answer
+                        found[rank] = Whereabouts(**json.loads(self._store.get(key)))
+                        if found[rank].asked >= self._question or found[rank].failed:
                             missing.discard(rank)
                 time.sleep(self._pause_s / 25)
         except RuntimeError:  # the store has gone with the process that had it
@@ -167,14 +167,15 @@ class Recorder:
             return "Where the other ranks are is not known: the process with the store of the process group is gone. "
         sentences = []
         for rank in (rank for rank in ranks if rank != self._rank):
-            where = found.get(rank)
-            if where is None:
-                after_s = ANSWERS_WITHIN * self._pause_s
+            where, verb = found.get(rank), "is"
+            if where is None or (where.asked < self._question and not where.failed):
+                after_s, verb = ANSWERS_WITHIN * self._pause_s, "was"
                 why = "its process is gone, or its interpreter is blocked"
                 sentences.append(f"Rank {rank} has not answered for {after_s:g} s: {why}. ")
-            elif not where.waits and not where.failed:
+            if where is not None and not where.waits and not where.failed:
                 frames = "".join(where.stack.splitlines(keepends=True)[-2 * MOST_FRAMES :])
-                sentences.append(f"Rank {rank} has not come: it is at {where.line or 'no line of yours'}\n{frames}\n")
+                place = where.line or "no line of yours"
+                sentences.append(f"Rank {rank} has not come: it {verb} at {place}\n{frames}\n")
         return "".join(sentences)
 
     def _answer(self, asked: int, why: str, has_failed: bool = False) -> None:

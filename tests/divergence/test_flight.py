@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from sherd._torch import set_timeout
 from sherd.comm.board import board_of
@@ -32,6 +34,11 @@ def recorded_in(folder: Path | str) -> dict[int, dict[str, Any]]:
     """The records in `folder`, by rank."""
     found = [json.loads(file.read_text()) for file in Path(folder).glob("sherd-flight-*.json")]
     return {each["rank"]: each for each in found}
+
+
+def faults(folder: Path) -> list[tuple[str, str]]:
+    """The ranks that the doctor blames, and for what."""
+    return [(each.name, each.value) for each in judged(read([folder])) if each.verdict == "failure"]
 
 
 # What is kept
@@ -122,10 +129,10 @@ def test_ranks_that_part_write_what_they_did_and_the_doctor_names_the_one_that_l
     assert sorted(records) == list(range(num_ranks))
     assert all(each["failed"] for each in records.values())
     assert len({each["job"] for each in records.values()}) == 1
-    wrong = [each for each in judged(read([tmp_path])) if each.verdict == "failure"]
-    assert [each.name for each in wrong] == ["rank 1"]
-    assert re.search("it (gathers|reduces the gradients of) unit blocks", wrong[0].value)
-    assert "programs.py:" in wrong[0].value
+    ((name, why),) = faults(tmp_path)
+    assert name == "rank 1"
+    assert re.search("it (gathers|reduces the gradients of) unit blocks", why)
+    assert "programs.py:" in why
 
 
 def differ_in_the_first_step(folder: str) -> None:
@@ -136,7 +143,7 @@ def differ_in_the_first_step(folder: str) -> None:
 def test_of_three_ranks_that_compare_the_one_that_differs_is_named(world, tmp_path):
     with pytest.raises(RanksFailed):
         world(3).run(differ_in_the_first_step, str(tmp_path))
-    assert [each.name for each in judged(read([tmp_path])) if each.verdict == "failure"] == ["rank 1"]
+    assert [name for name, _ in faults(tmp_path)] == ["rank 1"]
 
 
 def test_a_folder_that_cannot_be_written_hides_no_error(world, tmp_path):
@@ -176,6 +183,10 @@ def does_not_come(tell: Callable[[Any], None], folder: str, transport: str, how:
         tell(how)
         if how == "dies":
             os._exit(1)
+        if how == "blocks its interpreter":
+            ctypes.PyDLL(None).sleep(60)
+        if how == "calls another collective":
+            dist.barrier()
         wait_for_the_reader()
     try:
         step(model)
@@ -201,10 +212,10 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(tmp_path, transport, diver
         assert "Rank 0 has" not in text
         assert "Rank 2 has" not in text
     assert sorted(recorded_in(tmp_path)) == [0, 1, 2]
-    wrong = [each for each in judged(read([tmp_path])) if each.verdict == "failure"]
-    assert [each.name for each in wrong] == ["rank 1"]
-    assert "has not come to collective" in wrong[0].value
-    assert "time.sleep(60)" in wrong[0].value
+    ((name, why),) = faults(tmp_path)
+    assert name == "rank 1"
+    assert "has not come to collective" in why
+    assert "time.sleep(60)" in why
 
 
 @pytest.mark.parametrize("divergence", ["error", "join"])
@@ -216,6 +227,45 @@ def test_a_rank_that_died_is_named_at_once(tmp_path, transport, divergence):
         assert "Rank 0 has" not in text
         assert "Rank 2 has" not in text
     assert sorted(recorded_in(tmp_path)) == [0, 2]
-    wrong = [each for each in judged(read([tmp_path])) if each.verdict == "failure"]
-    assert [each.name for each in wrong] == ["rank 1"]
-    assert "it has left no record" in wrong[0].value
+    ((name, why),) = faults(tmp_path)
+    assert name == "rank 1"
+    assert "it has left no record" in why
+
+
+def test_a_rank_whose_interpreter_is_blocked_is_named(tmp_path):
+    for _, text in texts(ends(3, does_not_come, str(tmp_path), "gloo", "blocks its interpreter", "error")):
+        assert "Rank 1 has not answered" in text
+    assert sorted(recorded_in(tmp_path)) == [0, 2]
+
+
+def test_a_rank_in_a_collective_of_the_users_own_is_named_with_that_line(tmp_path):
+    found = ends(3, does_not_come, str(tmp_path), "shared_memory", "calls another collective", "error")
+    for _, text in texts(found):
+        assert "Rank 1 has not come: it" in text
+        assert "dist.barrier()" in text
+
+
+def two_axes_stuck(tell: Callable[[Any], None], folder: str) -> str:
+    """Of two by two ranks, with a unit on the second axis alone, the last one does not come."""
+    os.environ[FOLDER] = folder
+    set_timeout(timedelta(seconds=TIMEOUT_S))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = sharded(mesh=mesh)
+    other = sharded(mesh=mesh["shards"])
+    for _ in range(3):
+        step(model)
+        step(other)
+    if dist.get_rank() == 3:
+        tell("is stuck")
+        wait_for_the_reader()
+    try:
+        step(model)
+    except CommError as error:
+        return f"0|{error}"
+    return "it went on"
+
+
+def test_over_two_axes_and_several_meshes_the_stuck_rank_alone_is_named(tmp_path):
+    for text in [each.said for each in ends(4, two_axes_stuck, str(tmp_path))][:3]:
+        assert "Rank 3 has not come" in text
+    assert {name for name, _ in faults(tmp_path)} == {"rank 3"}
