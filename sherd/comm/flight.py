@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,20 +58,24 @@ class Source(Protocol):
     def waits_s(self) -> float:
         """How long it has been waiting for other ranks; 0 if it is not."""
 
+    @property
+    def newest(self) -> int:
+        """The number of the collective that it has started last, 0 if there is none."""
+
     def record(self) -> dict[str, object]:
         """Returns its collectives, and what it is doing, as JSON takes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where a rank is: the `stack` of its main thread, the user's `line`, whether it `waits` in a collective of ours or
-    has `failed` there. `asked` numbers the question that it answers."""
+    """Where a rank is: the `stack` of its main thread, the user's `line`, whether it `waits` in a collective of ours,
+    and how many `failures` it has had there. `asked` numbers the question that it answers."""
 
     asked: int
     line: str
     stack: str
     waits: bool
-    failed: bool
+    failures: int
 
 
 class Recorder:
@@ -89,12 +93,9 @@ class Recorder:
         self._pause_s = LOOK_EVERY_S * max(1, num_ranks / OFTEN_UP_TO)
         self._patience_s = STUCK_AFTER * timeout.total_seconds()
         self._answered, self._next_look, self._has_warned = store.add("asked", 0), 0.0, False
-        self._question = 0
+        self._num_failures, self._failed_at = 0, -1
+        self._failed_with, self._last_words, self._written = "", "", ""
         self._lock = threading.Lock()
-        self._last_words: str | None = None
-        """What the error's text of this rank ended with. After it, files are not written again."""
-        self._final: Whereabouts | None = None
-        self._written = ""
         self._bell = _bell()
 
     def join(self, source: Source) -> None:
@@ -116,10 +117,10 @@ class Recorder:
         waiting = max(self._sources, key=lambda source: source.waits_s, default=None)
         if waiting is None or waiting.waits_s < self._patience_s:
             self._has_warned = False
-        elif not self._has_warned and self._last_words is None:
+        elif not self._has_warned:
             self._has_warned = True
             why = f"rank {self._rank} has been waiting for other ranks for {waiting.waits_s:.0f} s"
-            said = self._absent(waiting.ranks, self._ask(waiting.ranks, why))
+            said = self._ask(waiting.ranks, why)
             print(f"sherd: {why}. {said}{self._written}", file=sys.stderr, flush=True)
 
     def failed(self, source: Source, text: str, absent: bool) -> str:
@@ -128,76 +129,67 @@ class Recorder:
         Returns `text`, followed by where the record is and, if `absent` ranks may be the cause, by which ranks of
         `source` are not there, with their stacks. Raises nothing.
         """
-        if self._last_words is None:
+        if self._last_words and text.endswith(self._last_words):
+            return text
+        if text != self._failed_with:  # a transport that has failed says so again at each call
+            self._failed_with, self._has_warned = text, True
+            self._num_failures += 1
             try:
-                self._last_words = ""  # look() does not ask any more
-                found = self._ask(source.ranks, text, has_failed=True, wait=absent)
-                self._last_words = (self._absent(source.ranks, found) if absent else "") + self._written
+                self._last_words = self._ask(source.ranks, text, is_failing=True, wait=absent) + self._written
             except Exception as error:  # whatever goes wrong here must not hide why the collective failed
                 self._last_words = f"There is no flight record: {type(error).__name__} {error}"
-        said = self._last_words
-        return f"{text}. {said}" if said and not text.endswith(said) else text
+        return f"{text}. {self._last_words}" if self._last_words else text
 
-    def _ask(
-        self, ranks: Sequence[int], why: str, has_failed: bool = False, wait: bool = True
-    ) -> Mapping[int, Whereabouts] | None:
-        """Have all ranks write their records. Returns where `ranks` are, or were when they were last asked, as far as
-        they have ever answered; None if the store has gone, so that nobody can be asked."""
-        deadline = time.monotonic() + ANSWERS_WITHIN * self._pause_s
-        found: dict[int, Whereabouts] = {}
+    def _ask(self, ranks: Sequence[int], why: str, is_failing: bool = False, wait: bool = True) -> str:
+        """Have all ranks write their records; returns the sentences about those of `ranks` that are not there."""
+        number, found, deadline = 0, {}, time.monotonic() + ANSWERS_WITHIN * self._pause_s
         with contextlib.suppress(RuntimeError):
-            self._question = self._store.add("asked", 1)
-        self._answer(self._question, why, has_failed)
-        missing = {rank for rank in ranks if rank != self._rank}
+            number = self._store.add("asked", 1)
+        self._answer(number, why, is_failing)
+        # Ranks fail together, and one that has failed may have ended before this one asks.
+        failures = self._num_failures + (not is_failing)
+        missing = {rank for rank in ranks if rank != self._rank} if wait else set()
         try:
-            while wait and missing and time.monotonic() < deadline:
+            while missing and time.monotonic() < deadline:
                 for rank in list(missing):
                     if self._store.check([key := f"where/{rank}"]):
                         found[rank] = Whereabouts(**json.loads(self._store.get(key)))
-                        if found[rank].asked >= self._question or found[rank].failed:
+                        if found[rank].asked >= number or found[rank].failures >= failures:
                             missing.discard(rank)
                 time.sleep(self._pause_s / 25)
-        except RuntimeError:  # the store has gone with the process that had it
-            return None
-        return found
-
-    def _absent(self, ranks: Sequence[int], found: Mapping[int, Whereabouts] | None) -> str:
-        """Returns the sentences about those of `ranks` that do not wait for the others."""
-        if found is None:
+        except RuntimeError:
             return "Where the other ranks are is not known: the process with the store of the process group is gone. "
         sentences = []
-        for rank in (rank for rank in ranks if rank != self._rank):
+        for rank in sorted({*found, *missing}):
             where, verb = found.get(rank), "is"
-            if where is None or (where.asked < self._question and not where.failed):
+            if rank in missing:
                 after_s, verb = ANSWERS_WITHIN * self._pause_s, "was"
                 why = "its process is gone, or its interpreter is blocked"
                 sentences.append(f"Rank {rank} has not answered for {after_s:g} s: {why}. ")
-            if where is not None and not where.waits and not where.failed:
+            if where is not None and not where.waits and where.failures < failures:
                 frames = "".join(where.stack.splitlines(keepends=True)[-2 * MOST_FRAMES :])
                 place = where.line or "no line of yours"
                 sentences.append(f"Rank {rank} has not come: it {verb} at {place}\n{frames}\n")
         return "".join(sentences)
 
-    def _answer(self, asked: int, why: str, has_failed: bool = False) -> None:
-        """Write this rank's record, unless it has failed before, and say where it is."""
+    def _answer(self, asked: int, why: str, is_failing: bool = False) -> None:
+        """Say where this rank is, and write its record, unless it has failed and started nothing since."""
         with self._lock:
-            if self._final is None:
-                frame = sys._current_frames().get(threading.main_thread().ident or 0)
-                while frame is not None and frame.f_code.co_filename == __file__:
-                    frame = frame.f_back
-                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-                waits = any(source.waits_s for source in self._sources)
-                where = Whereabouts(asked, users_line(frame), stack, waits, has_failed)
-                self._write(why, where)
-                if has_failed:
-                    self._final = where
-            else:
-                where = Whereabouts(asked, self._final.line, self._final.stack, False, True)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            while frame is not None and frame.f_code.co_filename == __file__:
+                frame = frame.f_back
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            waits = any(source.waits_s for source in self._sources)
+            where = Whereabouts(asked, users_line(frame), stack, waits, self._num_failures)
+            newest = sum(source.newest for source in self._sources)
+            if is_failing or newest != self._failed_at:
+                self._write(why, where, is_failing)
+            self._failed_at = newest if is_failing else self._failed_at
             self._answered = max(self._answered, asked)
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"where/{self._rank}", json.dumps(asdict(where)))
 
-    def _write(self, why: str, where: Whereabouts) -> None:
+    def _write(self, why: str, where: Whereabouts, is_failing: bool) -> None:
         if not self._folder:
             return
         part = {
@@ -209,7 +201,9 @@ class Recorder:
             "process": os.getpid(),
             "time": time.time(),
             "why": why,
-            **asdict(where),
+            "line": where.line,
+            "stack": where.stack,
+            "failed": is_failing,
             "meshes": [source.record() for source in sorted(self._sources, key=lambda source: source.key)],
         }
         path = os.path.join(os.path.abspath(self._folder), f"sherd-flight-{self.job}-rank{self._rank}.json")

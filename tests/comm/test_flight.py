@@ -23,7 +23,7 @@ class Standing:
     """A source that has done nothing, and waits for as long as it is told."""
 
     def __init__(self, waits_s: float = 0.0) -> None:
-        self.key, self.ranks, self.waits_s = "mesh", (0, 1), waits_s
+        self.key, self.ranks, self.waits_s, self.newest = "mesh", (0, 1), waits_s, 0
 
     def record(self) -> dict[str, object]:
         return {"mesh": self.key, "ranks": self.ranks, "waits_s": self.waits_s, "wants": "", "collectives": []}
@@ -69,6 +69,22 @@ def test_a_rank_that_is_asked_writes_and_one_that_has_failed_keeps_what_it_wrote
     store.add("asked", 1)
     one.look()
     assert json.loads(files[0].read_text())["why"] == "it failed"
+
+
+def test_a_rank_that_went_on_after_a_failure_writes_the_next_one(folder):
+    one, other, store = recorders()
+    sources = Standing(), Standing()
+    one.join(sources[0])
+    other.join(sources[1])
+    one.failed(sources[0], "first", absent=False)
+    other.failed(sources[1], "first", absent=False)
+    other._next_look = 1e9  # its thread is held up
+    assert "Rank 1 has not answered" in one.failed(sources[0], "second", absent=True)
+    assert json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"] == "second"
+    sources[0].newest = 5
+    store.add("asked", 1)
+    one.look()
+    assert "has asked for it" in json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"]
 
 
 def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd):
@@ -163,5 +179,5 @@ def test_a_signal_to_one_rank_that_is_blocked_has_all_write_and_go_on(tmp_path):
     found = ends(2, signals_a_blocked_rank, str(tmp_path))
     assert [each.said for each in found] == ["it went on"] * 2
     said = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("sherd-flight-*.json"))]
-    assert [each["waits"] for each in said] == [False, True]
+    assert [bool(each["meshes"][0]["waits_s"]) for each in said] == [False, True]
     assert "os.kill" in said[0]["stack"] or "time.sleep" in said[0]["stack"]

@@ -199,7 +199,7 @@ class Guard:
         if here.issued <= position.issued:
             return Answer(here.issued) if self._is_asking else None
         started = list(self._ledger.started)
-        there = started[-1][0] - (here.issued - 1 - position.issued)  # the newest is the one before `here`
+        there = self._ledger.newest - (here.issued - 1 - position.issued)  # the newest is the one before `here`
         for number, _, _, is_gather, unit_id, which in started:
             unit = self._ledger.units.get(unit_id)
             if number == there and unit is not None:

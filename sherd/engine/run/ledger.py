@@ -61,6 +61,11 @@ class Ledger:
         entered = self._entered
         return time.monotonic() - entered if entered else 0.0
 
+    @property
+    def newest(self) -> int:
+        """The number of the collective that was started last, 0 if there is none."""
+        return self.started[-1][0] if self.started else 0
+
     def start(self, action: type[Action], unit: Unit, which: int, do: Table) -> None:
         """Carry out `action`, which starts a collective of `unit`. Raises CommError as `run` does."""
         is_gather = action is Gather
