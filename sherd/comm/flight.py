@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -86,8 +85,9 @@ class Recorder:
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
-        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
-        self._folder = os.environ.get(FOLDER, ".")
+        self._joined: list[weakref.ref[Source]] = []
+        folder = os.environ.get(FOLDER, ".")
+        self._folder = os.path.abspath(folder) if folder else ""
         own = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.job = store.compare_set("job", "", own).decode()  # type: ignore[attr-defined]
         self._pause_s = LOOK_EVERY_S * max(1, num_ranks / OFTEN_UP_TO)
@@ -100,7 +100,11 @@ class Recorder:
 
     def join(self, source: Source) -> None:
         """Record `source` from now on, as long as it exists."""
-        self._sources.add(source)
+        self._joined.append(weakref.ref(source))
+
+    def _sources(self) -> list[Source]:
+        """Returns the sources that still exist. Others may join meanwhile, on another thread."""
+        return [source for joined in list(self._joined) if (source := joined()) is not None]
 
     def look(self) -> None:
         """Write what another rank, a signal, or a wait that has become long asks for. The board's thread calls it."""
@@ -114,7 +118,7 @@ class Recorder:
         if asked > self._answered:
             self._has_warned = True  # one rank's question is enough
             self._answer(asked, "another rank, or a signal, has asked for it")
-        waiting = max(self._sources, key=lambda source: source.waits_s, default=None)
+        waiting = max(self._sources(), key=lambda source: source.waits_s, default=None)
         if waiting is None or waiting.waits_s < self._patience_s:
             self._has_warned = False
         elif not self._has_warned:
@@ -156,6 +160,8 @@ class Recorder:
                         found[rank] = Whereabouts(**json.loads(self._store.get(key)))
                         if found[rank].asked >= number or found[rank].failures >= failures:
                             missing.discard(rank)
+                if (asked := self._store.add("asked", 0)) > self._answered:
+                    self._answer(asked, why)  # another rank waits for the same ones
                 time.sleep(self._pause_s / 25)
         except RuntimeError:
             return "Where the other ranks are is not known: the process with the store of the process group is gone. "
@@ -178,10 +184,11 @@ class Recorder:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             while frame is not None and frame.f_code.co_filename == __file__:
                 frame = frame.f_back
+            sources = self._sources()
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            waits = any(source.waits_s for source in self._sources)
+            waits = any(source.waits_s for source in sources)
             where = Whereabouts(asked, users_line(frame), stack, waits, self._num_failures)
-            newest = sum(source.newest for source in self._sources)
+            newest = sum(source.newest for source in sources)
             if is_failing or newest != self._failed_at:
                 self._write(why, where, is_failing)
             self._failed_at = newest if is_failing else self._failed_at
@@ -192,30 +199,30 @@ class Recorder:
     def _write(self, why: str, where: Whereabouts, is_failing: bool) -> None:
         if not self._folder:
             return
-        part = {
-            "sherd flight record": 1,
-            "job": self.job,
-            "rank": self._rank,
-            "num_ranks": self._num_ranks,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "time": time.time(),
-            "why": why,
-            "line": where.line,
-            "stack": where.stack,
-            "failed": is_failing,
-            "meshes": [source.record() for source in sorted(self._sources, key=lambda source: source.key)],
-        }
-        path = os.path.join(os.path.abspath(self._folder), f"sherd-flight-{self.job}-rank{self._rank}.json")
+        path = os.path.join(self._folder, f"sherd-flight-{self.job}-rank{self._rank}.json")
         try:
+            part = {
+                "sherd flight record": 1,
+                "job": self.job,
+                "rank": self._rank,
+                "num_ranks": self._num_ranks,
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "time": time.time(),
+                "why": why,
+                "line": where.line,
+                "stack": where.stack,
+                "failed": is_failing,
+                "meshes": [source.record() for source in sorted(self._sources(), key=lambda source: source.key)],
+            }
             os.makedirs(self._folder, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".sherd-flight-", delete=False) as file:
+            with open(f"{path}.part", "w") as file:
                 json.dump(part, file)
-            os.replace(file.name, path)
+            os.replace(f"{path}.part", path)
             everyones = path.replace(f"rank{self._rank}.json", "rank*.json")
             self._written = f"What each rank has done is in {everyones}: sherd doctor {os.path.dirname(path)}"
-        except OSError as error:
-            self._written = f"What this rank has done could not be written: {error}"
+        except Exception as error:  # on a full disk, or because the model is changing meanwhile
+            self._written = f"What this rank has done could not be written: {type(error).__name__} {error}"
 
 
 def users_line(frame: FrameType | None) -> str:

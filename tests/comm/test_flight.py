@@ -134,7 +134,7 @@ def test_a_fault_of_the_recorder_hides_no_error(folder):
     one, _, _ = recorders()
     source = Broken()
     one.join(source)
-    assert one.failed(source, "it failed", absent=False).startswith("it failed. There is no flight record")
+    assert one.failed(source, "it failed", absent=False).startswith("it failed. What this rank has done could not be")
 
 
 # Signals

@@ -51,7 +51,7 @@ class Guard:
         self._path: Path[tuple[type[Action], int, int]] = Path()
         self._position = Position()
         self._ledger = Ledger(self.key, ranks, board.recorder)
-        self._is_asking = False
+        self._is_asking, self._agreed_at = False, 0
         self._failure: Failure | None = None
         self._board = board
         board.join(self)
@@ -137,7 +137,7 @@ class Guard:
             raise
         finally:
             self._is_asking = False
-            self._position = Position(self._position.agreements + 1)
+            self._agreed_at, self._position = self._ledger.newest, Position(self._position.agreements + 1)
         self._path.agree()
 
     def _group(self) -> dist.ProcessGroup:
@@ -198,9 +198,8 @@ class Guard:
             return None
         if here.issued <= position.issued:
             return Answer(here.issued) if self._is_asking else None
-        started = list(self._ledger.started)
-        there = self._ledger.newest - (here.issued - 1 - position.issued)  # the newest is the one before `here`
-        for number, _, _, is_gather, unit_id, which in started:
+        there = self._agreed_at + position.issued + 1
+        for number, _, _, is_gather, unit_id, which in list(self._ledger.started):
             unit = self._ledger.units.get(unit_id)
             if number == there and unit is not None:
                 line = users_line(sys._current_frames().get(self._ledger.thread))
