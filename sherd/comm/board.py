@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
 from sherd.comm.flight import OFTEN_UP_TO, Recorder
+from sherd.comm.groups import is_destroyed
 
 LOOK_EVERY_S = 0.05
 """The thread looks this often whether its rank is blocked, and at the board if it is; less often if there are more than
@@ -98,13 +98,20 @@ class Inquiry:
 class Board:
     """The board of one default group, as one rank sees it; its `recorder` knows the ledgers of all meshes."""
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
-        self._store, self._rank, self.num_ranks = store, rank, num_ranks
-        self.recorder = Recorder(store, rank, num_ranks, timeout)
+    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
+        self._group, self._store, self._rank, self.num_ranks = weakref.ref(group), store, group.rank(), group.size()
+        timeout = timeout_of(group, torch.device("cpu")) or dist.default_pg_timeout
+        self.recorder = Recorder(store, self._rank, self.num_ranks, timeout)
         self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
         self._open: dict[int, tuple[str, Position]] = {}
         self._num_read = 0
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="sherd board", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was destroyed, as a program does before it ends; then the store may go at any moment."""
+        group = self._group()
+        return group is None or is_destroyed(group)
 
     def join(self, party: Party) -> None:
         """Answer for `party` from now on, as long as it exists."""
@@ -157,7 +164,7 @@ def _answer_of(said: bytes) -> Answer:
 def _watch(board: weakref.ref[Board]) -> None:
     # The store ends with its server, the process of rank 0: then nobody is left to answer.
     with contextlib.suppress(RuntimeError):
-        while (living := board()) is not None:
+        while (living := board()) is not None and not living.is_over:
             living.look()
             pause = LOOK_EVERY_S * max(1, living.num_ranks / OFTEN_UP_TO)
             del living
@@ -171,7 +178,5 @@ def board_of(group: dist.ProcessGroup) -> Board | None:
     """Returns the board of `group`, the default one; None where its ranks have no store that connects processes."""
     if group not in _boards:
         store = store_beside(group, "sherd/board")
-        timeout = timeout_of(group, torch.device("cpu")) or dist.default_pg_timeout
-        board = None if store is None else Board(store, dist.get_rank(), dist.get_world_size(), timeout)
-        _boards[group] = board
+        _boards[group] = None if store is None else Board(group, store)
     return _boards[group]

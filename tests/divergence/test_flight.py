@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -269,3 +270,22 @@ def test_over_two_axes_and_several_meshes_the_stuck_rank_alone_is_named(tmp_path
     for text in [each.said for each in ends(4, two_axes_stuck, str(tmp_path))][:3]:
         assert "Rank 3 has not come" in text
     assert {name for name, _ in faults(tmp_path)} == {"rank 3"}
+
+
+def watchers() -> int:
+    return sum(thread.name == "sherd board" for thread in threading.enumerate())
+
+
+def ends_its_group(tell: Callable[[Any], None]) -> str:
+    """Returns how many threads watched before and after."""
+    step(sharded())
+    before = watchers()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 20
+    while watchers() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return f"{before} {watchers()}"
+
+
+def test_nobody_asks_the_store_once_the_group_is_destroyed():
+    assert [each.said for each in ends(2, ends_its_group)] == ["1 0"] * 2
