@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,11 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 # Without it gloo asks the resolver for this machine's name, which is slow or fails where there is no network.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+# Where ranks write what they have done when a collective fails, as many tests have them do.
+if "SHERD_FLIGHT_DIR" not in os.environ:
+    FLIGHTS = tempfile.TemporaryDirectory(prefix="sherd-flight-", ignore_cleanup_errors=True)
+    os.environ["SHERD_FLIGHT_DIR"] = FLIGHTS.name
 
 import pytest  # noqa: E402
 

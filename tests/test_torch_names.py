@@ -11,6 +11,7 @@ import warnings
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -377,6 +378,35 @@ def test_module_call__is_the_code_that_hooks_and_forward_run_in():
     module(torch.ones(1))
     note()
     assert [_torch.MODULE_CALL in each for each in codes] == [True, True, False]
+
+
+def test_frames_from__yields_a_frame_and_its_callers():
+    def inner() -> list[str]:
+        return [each.f_code.co_name for each in _torch.frames_from(sys._getframe())]
+
+    assert inner()[:2] == ["inner", "test_frames_from__yields_a_frame_and_its_callers"]
+
+
+def frame_below_a_module() -> list[FrameType]:
+    seen: list[FrameType] = []
+    module = nn.Linear(1, 1)
+    module.register_forward_pre_hook(lambda *_: seen.append(sys._getframe(1)))
+    module(torch.ones(1, 1))
+    return seen
+
+
+def test_users_frame__passes_torchs_own_frames_by():
+    (frame,) = frame_below_a_module()
+    assert frame.f_code.co_filename != __file__
+    found = _torch.users_frame(frame)
+    assert found is not None
+    assert found.f_code is frame_below_a_module.__code__
+
+
+def test_users_line__is_the_file_and_line_of_that_frame():
+    (frame,) = frame_below_a_module()
+    assert re.fullmatch(re.escape(__file__) + r":\d+", _torch.users_line(frame))
+    assert _torch.users_line(None) == ""
 
 
 def test_in_functional_call__is_true_while_a_module_runs_with_values_from_outside():

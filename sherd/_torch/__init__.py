@@ -22,8 +22,11 @@ from sherd._torch.autograd import (
 from sherd._torch.call_stack import (
     MODULE_CALL,
     asked_by_checkpointing,
+    frames_from,
     in_functional_call,
     splitting_stage,
+    users_frame,
+    users_line,
 )
 from sherd._torch.checkpointing import (
     answer_checkpointing,
@@ -131,6 +134,7 @@ __all__ = [
     "dynamo_disabled",
     "fake_tensors",
     "flatten_mesh",
+    "frames_from",
     "full_of_sharded_tensor",
     "give_attributes",
     "gradient_hooks",
@@ -179,6 +183,8 @@ __all__ = [
     "symmetric_memory",
     "timeout_of",
     "trace_nothing_in",
+    "users_frame",
+    "users_line",
     "will_get_gradient",
     "write_into",
 ]

@@ -1,9 +1,11 @@
-"""The call stack tells which function of torch a call of ours comes from, and nothing else does."""
+"""The call stack tells which function of torch a call of ours comes from, and which line of the user's."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
@@ -13,22 +15,35 @@ from torch.nn.utils.stateless import _functional_call
 if TYPE_CHECKING:
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["sherd"], contextlib))
+
 MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
 """The code that runs a module's hooks and forward: a frame of it is on the stack for as long as the call lasts. No
 public name (2.11 to 2.13)."""
 
 
-def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     """Yields `frame`, its caller, the caller of that, up to the thread's first frame."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame, from `frame` on, of code that is neither sherd's nor torch's."""
+    return next((each for each in frames_from(frame) if not each.f_code.co_filename.startswith(_LIBRARIES)), None)
+
+
+def users_line(frame: FrameType | None) -> str:
+    """Returns the line, "file:number", that `users_frame` is at; empty if there is none."""
+    found = users_frame(frame)
+    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
 def in_functional_call() -> bool:
     """Returns whether this thread is inside a `torch.func.functional_call`. No public name tells (2.11 to 2.13)."""
     code = _functional_call.__code__
-    return any(frame.f_code is code for frame in _frames_from(sys._getframe()))
+    return any(frame.f_code is code for frame in frames_from(sys._getframe()))
 
 
 def asked_by_checkpointing(directly: bool = False) -> bool:
@@ -39,7 +54,7 @@ def asked_by_checkpointing(directly: bool = False) -> bool:
     FSDP which kind of state dict it wants, and nobody else (2.2 to 2.13).
     """
     frame = sys._getframe(2)
-    frames = [frame] if directly else _frames_from(frame)
+    frames = [frame] if directly else frames_from(frame)
     return any(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" for frame in frames)
 
 
@@ -54,7 +69,7 @@ def splitting_stage() -> _PipelineStageBase | None:
     if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is None:
         return None
     stage = None
-    for frame in _frames_from(sys._getframe(1)):
+    for frame in frames_from(sys._getframe(1)):
         where = frame.f_globals.get("__name__")
         if stage is None and where == stages.__name__:
             stage = frame.f_locals.get("self")

@@ -3,7 +3,7 @@
 Nothing is written while ranks agree. A rank that wants to leave the path which all have taken puts an `Inquiry` on the
 board. A thread of each rank that has been blocked in a collective for a while reads inquiries, and answers for it with
 the collective that it has started. The rank that inquires then knows that the others will not come, and declares what
-went wrong; the threads hear of it, and the blocked ranks raise it too.
+went wrong; the threads hear of it, and the blocked ranks raise it too. The same thread serves the flight recorder.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
-from sherd._torch import Store, store_beside
+from sherd._torch import Store, store_beside, timeout_of
+from sherd.comm.flight import OFTEN_UP_TO, Recorder
+from sherd.comm.groups import is_destroyed
 
 LOOK_EVERY_S = 0.05
 """The thread looks this often whether its rank is blocked, and at the board if it is; less often if there are more than
 `OFTEN_UP_TO` ranks, which all ask one store."""
-OFTEN_UP_TO = 64
 HEARD_WITHIN_S = 2.0
 """A rank that declares what went wrong waits this long for the others to hear of it."""
 
@@ -94,20 +96,26 @@ class Inquiry:
 
 
 class Board:
-    """The board of one default group, as one rank sees it."""
+    """The board of one default group, as one rank sees it; its `recorder` knows the ledgers of all meshes."""
 
-    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
-        self._store, self._rank, self.num_ranks = store, rank, num_ranks
+    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
+        self._group, self._store, self._rank, self.num_ranks = weakref.ref(group), store, group.rank(), group.size()
+        timeout = timeout_of(group, torch.device("cpu")) or dist.default_pg_timeout
+        self.recorder = Recorder(store, self._rank, self.num_ranks, timeout)
         self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
         self._open: dict[int, tuple[str, Position]] = {}
         self._num_read = 0
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="sherd board", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was destroyed, as a program does before it ends; then the store may go at any moment."""
+        group = self._group()
+        return group is None or is_destroyed(group)
 
     def join(self, party: Party) -> None:
         """Answer for `party` from now on, as long as it exists."""
-        is_first = not self._parties
         self._parties[party.key] = party
-        if is_first:
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="sherd board", daemon=True).start()
 
     def inquire(self, key: str, position: Position) -> Inquiry:
         """Put on the board that this rank's party of this key wants to leave the path at `position`."""
@@ -116,7 +124,8 @@ class Board:
         return Inquiry(self._store, number)
 
     def look(self) -> None:
-        """Answer what can be answered, if one of the parties is blocked."""
+        """Serve the recorder; and answer what can be answered, if one of the parties is blocked."""
+        self.recorder.look()
         if any(party.is_blocked for party in list(self._parties.values())):
             while self._store.check([str(self._num_read + 1)]):
                 self._num_read += 1
@@ -155,7 +164,7 @@ def _answer_of(said: bytes) -> Answer:
 def _watch(board: weakref.ref[Board]) -> None:
     # The store ends with its server, the process of rank 0: then nobody is left to answer.
     with contextlib.suppress(RuntimeError):
-        while (living := board()) is not None:
+        while (living := board()) is not None and not living.is_over:
             living.look()
             pause = LOOK_EVERY_S * max(1, living.num_ranks / OFTEN_UP_TO)
             del living
@@ -169,5 +178,5 @@ def board_of(group: dist.ProcessGroup) -> Board | None:
     """Returns the board of `group`, the default one; None where its ranks have no store that connects processes."""
     if group not in _boards:
         store = store_beside(group, "sherd/board")
-        _boards[group] = None if store is None else Board(store, dist.get_rank(), dist.get_world_size())
+        _boards[group] = None if store is None else Board(group, store)
     return _boards[group]

@@ -21,10 +21,15 @@ class Commands(Protocol):
 
 
 def add_doctor(commands: Commands) -> None:
-    """Add the command. A FILE that it reads instead of asking the machine would be a positional argument here, and a
-    branch at the beginning of `sherd.doctor.command.doctor`."""
+    """Add the command."""
     p = commands.add_parser("doctor", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
     p.set_defaults(doctor=True)
+    p.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="flight records, or folders of them: read these, and start no ranks",
+    )
     p.add_argument("--ranks", type=_at_least_one, metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--strict", action="store_true", help="exit with 1 after a warning")

@@ -31,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(words)
         if "use" in args:
             return use(args, words)
+        if "doctor" in args and args.files:
+            from sherd.doctor.flight import tell
+
+            return tell(args)
         if "doctor" in args:
             from sherd.doctor.command import doctor
 

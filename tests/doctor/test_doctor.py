@@ -208,7 +208,7 @@ def _no_rank(monkeypatch):
         (["--ranks", "0"], "argument --ranks: 0 is too few"),
         (["--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
         (["--strikt"], "unknown option --strikt; did you mean --strict?"),
-        (["what.bin"], "'what.bin' is one word too many"),
+        (["what.bin"], "what.bin is no flight record"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(capsys, words, why):

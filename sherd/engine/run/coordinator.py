@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +22,20 @@ from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine.run.carry_out import gather_for_others, reduce_for_others
-from sherd.engine.run.guard import Table
+from sherd.engine.run.ledger import Ledger, Table
+from sherd.engine.run.order_check import PlannedCollective
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
 from sherd.errors import CommError
-from sherd.schedule.actions import Action, Gather
+from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 from sherd.schedule.agreed import AgreedOrder, Kind, Step, Wish, choose
 from sherd.schedule.state import Live
 
 VOTE = struct.Struct("<5q")
 """The kind of the step that a rank wants, of what, its detail, whether in backward, and how many units the rank has."""
 LEAVE = Step(Kind.LEAVE)
+FINISHED: Table = dict.fromkeys((Await, FinishReduce), lambda unit: None)
+"""For a collective that has been waited for."""
 
 
 class Coordinator:
@@ -41,8 +45,8 @@ class Coordinator:
     ranks.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device) -> None:
-        self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
+    def __init__(self, parent: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, ledger: Ledger) -> None:
+        self._parent, self._ranks, self._device, self._ledger = weakref.ref(parent), ranks, device, ledger
         self._order = AgreedOrder()
         self._units: list[weakref.ref[Unit]] = []
         self._numbers: dict[int, int] = {}
@@ -57,6 +61,7 @@ class Coordinator:
         if unit.id not in self._numbers:
             self._numbers[unit.id] = len(self._units)
             self._units.append(weakref.ref(unit))
+            self._ledger.units[unit.id] = unit
 
     def begin(self, unit: Unit) -> None:
         """A forward of `unit`, a root, begins, on all ranks that have a batch left.
@@ -82,18 +87,19 @@ class Coordinator:
         Raises:
             CommError: as `begin`.
         """
-        number, is_in_backward = self._numbers[unit.id], in_backward()
+        number, is_in_backward, which = self._numbers[unit.id], in_backward(), 0
         if action is Gather:
-            self._reach(Step(Kind.GATHER, number, int(unit.in_full_precision)), is_in_backward)
+            which = int(unit.in_full_precision)
+            self._reach(Step(Kind.GATHER, number, which), is_in_backward)
             if unit.live is not Live.SHARDED:
                 unit.free()  # other ranks gather all of it, and from shards
         else:
             self._reach(Step(Kind.REDUCE, number, int(unit.policy.all_reduce_gradients)), is_in_backward)
-        do[action](unit)
+        self._ledger.start(action, unit, which, do)
 
     def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
-        """Carry out `action`."""
-        do[action](unit)
+        """Carry out `action`. Raises CommError as `begin`."""
+        self._ledger.run(action, unit, do)
 
     def before_step(self, optimizer: Optimizer, unit_ids: Sequence[int]) -> None:
         """`optimizer` is about to step the shards of these units: go on when all ranks that are not away do.
@@ -157,7 +163,9 @@ class Coordinator:
         """Returns what all ranks want. All of them must call this."""
         own = VOTE.pack(*wish.step, wish.in_backward, len(self._units))
         votes = [bytearray(VOTE.size) for _ in self._ranks]
-        with named(f"the vote of ranks, of which rank {dist.get_rank()} {self._in_words(wish.step)},", self._group()):
+        words = self._in_words(wish.step)
+        asking = named(f"the vote of ranks, of which rank {dist.get_rank()} {words},", self._group())
+        with self._ledger.waiting(PlannedCollective(words, ())), asking:
             start_all_gather(own, votes, self._group()).wait()
         unpacked = [VOTE.unpack(vote) for vote in votes]
         self._fewest_units = min(units for *_, units in unpacked)
@@ -217,9 +225,13 @@ class Coordinator:
             )
         with torch.no_grad():
             if step.kind is Kind.GATHER:
-                gather_for_others(unit, bool(step.detail))
+                gathers = partial(gather_for_others, in_full_precision=bool(step.detail))
+                self._ledger.start(Gather, unit, step.detail, {Gather: gathers})
+                self._ledger.run(Await, unit, FINISHED)
             else:
-                reduce_for_others(unit, bool(step.detail))
+                reduces = partial(reduce_for_others, over_replicas=bool(step.detail))
+                self._ledger.start(Reduce, unit, 0, {Reduce: reduces})
+                self._ledger.run(FinishReduce, unit, FINISHED)
 
     def _step_along(self, number: int) -> None:
         """Step the optimizer as the ranks do that still train, with their learning rates; then drop its gradients."""

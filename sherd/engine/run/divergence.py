@@ -17,7 +17,8 @@ from sherd.comm.board import board_of
 from sherd.comm.groups import default_group, group_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.coordinator import Coordinator
-from sherd.engine.run.guard import Guard, Table
+from sherd.engine.run.guard import Guard
+from sherd.engine.run.ledger import Ledger, Table
 from sherd.engine.run.unit import Unit
 from sherd.errors import PolicyError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
@@ -94,11 +95,12 @@ def _overseer_of(mesh: DataMesh) -> Overseer | None:
     if len(ranks) == 1 or policy == "trust" or not sends or dist.get_backend(world) == "fake":
         return None
     parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
-    known = _overseers.setdefault(parent, {})
+    known, board = _overseers.setdefault(parent, {}), board_of(world)
     if (policy, ranks) not in known:
         if policy == "join":
-            known[policy, ranks] = Coordinator(parent, ranks, mesh.device)
-        elif (board := board_of(world)) is not None:
+            ledger = Ledger(f"{parent.group_name} {ranks} join", ranks, None if board is None else board.recorder)
+            known[policy, ranks] = Coordinator(parent, ranks, mesh.device, ledger)
+        elif board is not None:
             known[policy, ranks] = Guard(parent, ranks, mesh.device, board)
         else:
             return None  # a rank that alone takes another way could not say so

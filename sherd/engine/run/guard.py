@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable
 from itertools import islice
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from sherd._torch import users_line
 from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
-from sherd.engine.run.call_stack import line_of, users_frame
+from sherd.engine.run.ledger import Ledger, Table
 from sherd.engine.run.order_check import PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
@@ -38,11 +37,6 @@ from sherd.schedule.actions import Action, Await, Discard, Free, Gather, Reduce
 from sherd.schedule.path import Path
 from sherd.schedule.state import Live
 
-Table = dict[type[Action], Callable[[Unit], None]]
-"""By kind of action: the function that carries it out on a unit."""
-
-NUM_RECENT = 64
-"""Collectives that a rank remembers: more than it starts before it waits for one."""
 INQUIRE_AFTER_S = 0.2
 """A rank that waits so long for the others to compare asks where they are."""
 
@@ -56,18 +50,15 @@ class Guard:
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
         self._path: Path[tuple[type[Action], int, int]] = Path()
         self._position = Position()
-        self._recent: deque[tuple[int, int, bool, int, int]] = deque(maxlen=NUM_RECENT)
-        """Position, whether it was a gather, the unit's id, and which of its collectives: numbers, which the garbage
-        collector leaves alone."""
-        self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-        self._is_asking, self._entered, self._thread = False, 0.0, 0
+        self._ledger = Ledger(self.key, ranks, board.recorder)
+        self._is_asking, self._agreed_at = False, 0
         self._failure: Failure | None = None
         self._board = board
         board.join(self)
 
     def watch(self, unit: Unit) -> None:
         """Know `unit`, one of the mesh's."""
-        self._units[unit.id] = unit
+        self._ledger.units[unit.id] = unit
 
     def begin(self, unit: Unit) -> None:
         """A pass begins: the forward of `unit`, a root."""
@@ -82,7 +73,8 @@ class Guard:
         Raises:
             CommError: not all ranks do, or one has died.
         """
-        self._raise_if_failed(do)
+        if self._failure is not None:
+            self._raise_failure(self._failure, do)
         which = 0
         if action is Gather:
             which = int(unit.in_full_precision)
@@ -91,30 +83,28 @@ class Guard:
                 which = 2 * which + (arrivals.has_any or unit.policy.reduce_unused)
         self._path.take((action, unit.id, which))
         if not self._path.is_sure or _is_detailed():
-            self._ask(planned(action, unit, which, line_of(users_frame(sys._getframe()))), do)
+            self._ask(planned(action, unit, which, users_line(sys._getframe())), do)
         here = self._position
-        self._recent.append((here.agreements, here.issued, action is Gather, unit.id, which))
         self._position = Position(here.agreements, here.issued + 1)
-        self.waits(action, unit, do)
+        self._ledger.start(action, unit, which, do)
+        if self._failure is not None:
+            self._raise_failure(self._failure, do)
 
     def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
         """Carry out `action`, which may wait for the other ranks.
 
         Raises:
-            CommError: while it waited, it was declared that ranks went different ways.
+            CommError: while it waited, it was declared that ranks went different ways; or one has died.
         """
-        self._thread, self._entered = threading.get_ident(), time.monotonic()
-        try:
-            do[action](unit)
-        finally:
-            self._entered = 0.0
-        self._raise_if_failed(do)
-
-    def _raise_if_failed(self, do: Table) -> None:
+        self._ledger.run(action, unit, do)
         if self._failure is not None:
-            with contextlib.suppress(CommError):
-                self._release(self._failure.issued - self._position.issued, do)
-            raise CommError(self._failure.text)
+            self._raise_failure(self._failure, do)
+
+    def _raise_failure(self, failure: Failure, do: Table) -> NoReturn:
+        error = self._ledger.failure(failure.text)  # recorded before the farewell, which no program has asked for
+        with contextlib.suppress(CommError):
+            self._release(failure.issued - self._position.issued, do)
+        raise error
 
     # The comparison
 
@@ -127,7 +117,8 @@ class Guard:
             begun, pause = time.monotonic(), 2e-5
             while not work.is_completed():
                 time.sleep(pause)
-                self._raise_if_failed(do)
+                if self._failure is not None:
+                    self._raise_failure(self._failure, do)
                 pause = min(2 * pause, 2e-3 if inquiry is None else LOOK_EVERY_S)
                 if time.monotonic() - begun < INQUIRE_AFTER_S:
                     continue
@@ -137,13 +128,16 @@ class Guard:
             work.wait()
 
         try:
-            agree(self._group(), collective, self._position.issued, wait)
+            with self._ledger.waiting(collective):
+                text = agree(self._group(), collective, self._position.issued, wait)
+                if text:
+                    raise self._ledger.failure(text)
         except CommError:
             self._path = Path()  # ranks have taken different steps to here
             raise
         finally:
             self._is_asking = False
-            self._position = Position(self._position.agreements + 1)
+            self._agreed_at, self._position = self._ledger.newest, Position(self._position.agreements + 1)
         self._path.agree()
 
     def _group(self) -> dist.ProcessGroup:
@@ -172,7 +166,7 @@ class Guard:
         number = max(number, 0)
         self._position = Position(self._position.agreements, self._position.issued + number)
         for action, unit_id, which in islice(self._path.expected(), number):
-            unit = self._units.get(unit_id)
+            unit = self._ledger.units.get(unit_id)
             if unit is None:
                 return
             if action is Reduce:
@@ -193,8 +187,7 @@ class Guard:
     @property
     def is_blocked(self) -> bool:
         """Whether a wait has lasted for a while. On an accelerator it is the device that waits, so nobody knows."""
-        has_entered = self._entered and time.monotonic() - self._entered > LOOK_EVERY_S
-        return bool(has_entered) or self._is_asking or self._device.type != "cpu"
+        return self._ledger.waits_s > LOOK_EVERY_S or self._is_asking or self._device.type != "cpu"
 
     def answer(self, position: Position) -> Answer | None:
         """Returns the collective that this rank has started where another one stands; see `Party`."""
@@ -205,10 +198,11 @@ class Guard:
             return None
         if here.issued <= position.issued:
             return Answer(here.issued) if self._is_asking else None
-        for agreements, issued, is_gather, unit_id, which in list(self._recent):
-            unit = self._units.get(unit_id)
-            if Position(agreements, issued) == position and unit is not None:
-                line = line_of(users_frame(sys._current_frames().get(self._thread)))
+        there = self._agreed_at + position.issued + 1
+        for number, _, _, is_gather, unit_id, which in list(self._ledger.started):
+            unit = self._ledger.units.get(unit_id)
+            if number == there and unit is not None:
+                line = users_line(sys._current_frames().get(self._ledger.thread))
                 collective = planned(Gather if is_gather else Reduce, unit, which, line)
                 return Answer(here.issued, (collective.what, collective.parameters, collective.line))
         return None

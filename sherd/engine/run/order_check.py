@@ -70,19 +70,19 @@ def _description(parameter: ShardedParameter) -> str:
 
 def agree(
     group: dist.ProcessGroup, collective: PlannedCollective, issued: int, wait: Callable[[dist.Work], None]
-) -> None:
-    """Go on only if all ranks of `group` are about to start `collective`, and have started as many since they compared
-    last. All must call this; `wait` waits for the exchange.
+) -> str:
+    """Returns "" if all ranks of `group` are about to start `collective`, and have started as many since they compared
+    last; else, on all of them, the text of the error. All must call this; `wait` waits for the exchange.
 
     Raises:
-        CommError: they are not (it is raised on all ranks), or a rank does not come before the timeout (on the others).
+        CommError: a rank has died, or does not come before the timeout.
     """
     ranks = dist.get_process_group_ranks(group)
     own, found_digests = collective.digest(issued), [bytearray(DIGEST_BYTES) for _ in ranks]
     try:
         wait(start_all_gather(own, found_digests, group))
         if all(digest == own for digest in found_digests):
-            return
+            return ""
         found = all_gather_objects((collective, issued), "the comparison of what ranks do", group)
     except CommError:
         raise
@@ -91,11 +91,11 @@ def agree(
         raise failures.unfinished(f"{waiting} to say what they do; this comparison", group, error) from error
     if len({each for each, _ in found}) == 1:
         counts = ", ".join(f"rank {rank} {number}" for rank, (_, number) in zip(ranks, found, strict=True))
-        raise CommError(
+        return (
             f"ranks have started different numbers of collectives before each {collective.describe(set())}: {counts}. "
             f"One of them left a forward or backward early, or began one again. {REMEDY}"
         )
-    raise CommError(different(ranks, [each for each, _ in found]))
+    return different(ranks, [each for each, _ in found])
 
 
 def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:

@@ -20,9 +20,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import in_backward
+from sherd._torch import in_backward, users_frame, users_line
 from sherd.engine.moves.saved import is_running
-from sherd.engine.run.call_stack import line_of, users_frame
 from sherd.engine.run.hooks import Args, Kwargs, after_forward, before_forward, eager
 from sherd.engine.run.structures import tensors_in
 from sherd.engine.run.unit import Unit
@@ -78,7 +77,7 @@ def _refuse(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: K
         remedy = f"call register_fsdp_forward_method(module, {method.rpartition('.')[2]!r}) once; or "
     raise ShardedAccessError(
         f"{type(module).__name__}, a module inside of unit {unit.name}, was called at "
-        f"{line_of(users_frame(sys._getframe()))}{within} outside of the unit's forward, while its parameters are "
+        f"{users_line(sys._getframe())}{within} outside of the unit's forward, while its parameters are "
         f'sharded: {", ".join(each.name for each in sharded)}. Pass on_touch="unshard" where the unit is made, which '
         f"has such calls gather it; or {remedy}call module.unshard() before and module.reshard() after; or, for values "
         "without gradients, call it inside `with sherd.unsharded(module)`"

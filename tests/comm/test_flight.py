@@ -1,0 +1,183 @@
+"""Does the recorder write when it is asked, and never stand in the way?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from sherd.comm.flight import FOLDER, SIGNAL, Recorder
+from tests.comm.test_shared_memory_deaths import ends
+from tests.divergence.programs import sharded, step
+
+
+class Standing:
+    """A source that has done nothing, and waits for as long as it is told."""
+
+    def __init__(self, waits_s: float = 0.0) -> None:
+        self.key, self.ranks, self.waits_s, self.newest = "mesh", (0, 1), waits_s, 0
+
+    def record(self) -> dict[str, object]:
+        return {"mesh": self.key, "ranks": self.ranks, "waits_s": self.waits_s, "wants": "", "collectives": []}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "new"))
+    return tmp_path / "new"
+
+
+def recorders(timeout_s: float = 60) -> tuple[Recorder, Recorder, Any]:
+    """Those of two ranks, and their store."""
+    store: Any = dist.HashStore()
+    one, other = (Recorder(store, rank, 2, timedelta(seconds=timeout_s)) for rank in range(2))
+    return one, other, store
+
+
+def test_all_ranks_of_a_job_have_one_name_for_it():
+    one, other, _ = recorders()
+    assert one.job == other.job
+
+
+def test_the_last_words_are_said_once(folder):
+    one, _, _ = recorders()
+    source = Standing()
+    one.join(source)
+    text = one.failed(source, "it failed", absent=False)
+    assert text.startswith("it failed. What each rank has done is in")
+    assert one.failed(source, text, absent=False) == text
+    assert json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"] == "it failed"
+
+
+def test_a_rank_that_is_asked_writes_and_one_that_has_failed_keeps_what_it_wrote(folder):
+    one, other, store = recorders()
+    sources = Standing(), Standing()
+    one.join(sources[0])
+    other.join(sources[1])
+    one.failed(sources[0], "it failed", absent=False)
+    other.look()
+    files = {rank: folder / f"sherd-flight-{one.job}-rank{rank}.json" for rank in range(2)}
+    assert "has asked for it" in json.loads(files[1].read_text())["why"]
+    store.add("asked", 1)
+    one.look()
+    assert json.loads(files[0].read_text())["why"] == "it failed"
+
+
+def test_a_rank_that_went_on_after_a_failure_writes_the_next_one(folder):
+    one, other, store = recorders()
+    sources = Standing(), Standing()
+    one.join(sources[0])
+    other.join(sources[1])
+    one.failed(sources[0], "first", absent=False)
+    other.failed(sources[1], "first", absent=False)
+    other._next_look = 1e9  # its thread is held up
+    assert "Rank 1 has not answered" in one.failed(sources[0], "second", absent=True)
+    assert json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"] == "second"
+    sources[0].newest = 5
+    store.add("asked", 1)
+    one.look()
+    assert "has asked for it" in json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"]
+
+
+def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd):
+    one, _, _ = recorders(timeout_s=10)
+    source = Standing(waits_s=4.9)
+    one.join(source)
+    one.look()
+    assert "waiting" not in capfd.readouterr().err
+    source.waits_s, one._next_look = 5.1, 0.0
+    one.look()
+    said = capfd.readouterr().err
+    assert "rank 0 has been waiting for other ranks for 5 s. Rank 1 has not answered" in said
+    one._next_look = 0.0
+    one.look()
+    assert capfd.readouterr().err == ""
+
+
+class GoneStore:
+    """The store of a process that has died."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("connection reset")
+
+
+def test_without_the_store_a_rank_writes_its_own_and_says_so(folder):
+    one, _, store = recorders()
+    source = Standing()
+    one.join(source)
+    one._store = GoneStore(store)
+    text = one.failed(source, "it failed", absent=True)
+    assert "the process with the store of the process group is gone" in text
+    assert "Rank 1" not in text
+    assert (folder / f"sherd-flight-{one.job}-rank0.json").exists()
+
+
+class Broken(Standing):
+    """A source that cannot say what it did."""
+
+    def record(self) -> dict[str, object]:
+        raise ZeroDivisionError("a fault of ours")
+
+
+def test_a_fault_of_the_recorder_hides_no_error(folder):
+    one, _, _ = recorders()
+    source = Broken()
+    one.join(source)
+    assert one.failed(source, "it failed", absent=False).startswith("it failed. What this rank has done could not be")
+
+
+# Signals
+
+
+def test_a_signal_that_is_handled_is_left_alone(monkeypatch):
+    monkeypatch.setenv(SIGNAL, "SIGUSR2")
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    try:
+        mine = signal.getsignal(signal.SIGUSR2)
+        with pytest.warns(UserWarning, match="SIGUSR2"):
+            recorders()
+        assert signal.getsignal(signal.SIGUSR2) is mine
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_word_that_is_no_signal_is_told(monkeypatch):
+    monkeypatch.setenv(SIGNAL, "SIGNONE")
+    with pytest.warns(UserWarning, match="SIGNONE"):
+        recorders()
+
+
+def signals_a_blocked_rank(tell: Callable[[Any], None], folder: str) -> str:
+    """Rank 0 sends the signal to rank 1, which waits for it in a collective, and goes on when both have written."""
+    os.environ.update({FOLDER: folder, SIGNAL: "SIGUSR2"})
+    model = sharded("gloo")
+    for _ in range(3):
+        step(model)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        os.kill(pids[1], signal.SIGUSR2)
+        while len(list(Path(folder).glob("sherd-flight-*.json"))) < 2:
+            time.sleep(0.05)
+    step(model)
+    return "it went on"
+
+
+def test_a_signal_to_one_rank_that_is_blocked_has_all_write_and_go_on(tmp_path):
+    found = ends(2, signals_a_blocked_rank, str(tmp_path))
+    assert [each.said for each in found] == ["it went on"] * 2
+    said = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("sherd-flight-*.json"))]
+    assert [bool(each["meshes"][0]["waits_s"]) for each in said] == [False, True]
+    assert "os.kill" in said[0]["stack"] or "time.sleep" in said[0]["stack"]

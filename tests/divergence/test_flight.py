@@ -1,0 +1,291 @@
+"""What do ranks leave behind when they part, die or wait for one that does not come; and who is named?"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from sherd._torch import set_timeout
+from sherd.comm.board import board_of
+from sherd.comm.flight import FOLDER
+from sherd.doctor.flight import judged, read
+from sherd.engine.run.ledger import NUM_RECENT
+from sherd.engine.run.seal import runtime_of, unit_of
+from sherd.errors import CommError
+from tests.comm.test_shared_memory_deaths import End, ends
+from tests.divergence.programs import sharded, step, wrapped
+from tests.ranks import RanksFailed
+
+TIMEOUT_S = 4.0
+
+
+def recorded_in(folder: Path | str) -> dict[int, dict[str, Any]]:
+    """The records in `folder`, by rank."""
+    found = [json.loads(file.read_text()) for file in Path(folder).glob("sherd-flight-*.json")]
+    return {each["rank"]: each for each in found}
+
+
+def faults(folder: Path) -> list[tuple[str, str]]:
+    """The ranks that the doctor blames, and for what."""
+    return [(each.name, each.value) for each in judged(read([folder])) if each.verdict == "failure"]
+
+
+# What is kept
+
+
+def ledger_of_steps(make: Callable[[], Any], num_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The first seven collectives of a model, and all that the ledger says after some steps of it."""
+    model = make()
+    (overseer,) = runtime_of(unit_of(model), model).overseers
+    before = overseer._ledger.newest  # of other tests' models
+    for _ in range(num_steps):
+        step(model)
+    record = overseer._ledger.record()
+    record["collectives"] = [each for each in record["collectives"] if each["number"] > before]
+    return record["collectives"][:7], record
+
+
+def joined() -> Any:
+    return sharded(divergence="join")
+
+
+@pytest.mark.parametrize("make", [sharded, joined])
+def test_the_ledger_has_each_collective_with_unit_phase_bytes_and_state(world, make):
+    for first, record in world(2).run(ledger_of_steps, make, 2):
+        assert record["ranks"] == (0, 1)
+        assert (record["waits_s"], record["wants"]) == (0.0, "")
+        gathers = [each["unit"] for each in first if each["phase"] == "forward"]
+        assert sorted(gathers) == sorted(["Chain", "blocks.0", "blocks.1", "blocks.2"])
+        assert [each["number"] - first[0]["number"] for each in first] == list(range(7))
+        block = next(each for each in first if each["unit"] == "blocks.1")
+        assert block["what"] == "gathers unit blocks.1"
+        assert block["bytes"] == (8 * 8 + 8) // 2 * 4
+        reduced = [each for each in record["collectives"] if each["what"].startswith("reduces")]
+        assert len(reduced) == 2 * 4
+        assert reduced[1]["what"] == "reduces the gradients of unit blocks.2"
+        assert reduced[1]["bytes"] == (8 * 8 + 8) * 4
+        assert {each["phase"] for each in reduced} == {"backward"}
+        assert {each["state"] for each in record["collectives"]} == {"finished"}
+
+
+def test_ranks_give_a_collective_one_number_and_remember_the_last_thousand(world):
+    (_, one), (_, other) = world(2).run(ledger_of_steps, sharded, 100)
+    assert len(one["collectives"]) == len(other["collectives"]) == NUM_RECENT
+    for key in ("number", "what"):
+        assert [each[key] for each in one["collectives"]] == [each[key] for each in other["collectives"]]
+
+
+def ledger_under(divergence: str) -> int:
+    model = sharded(divergence=divergence)
+    return len(runtime_of(unit_of(model), model).overseers)
+
+
+def test_trust_keeps_no_ledger(world):
+    assert world(2).run(ledger_under, "trust") == [0, 0]
+
+
+# Ranks that part
+
+
+def one_goes_elsewhere(folder: str, make: Callable[[], Any]) -> None:
+    _write_into(folder)
+    model = make()
+    for _ in range(4):
+        step(model)
+    for _ in range(2):
+        step(model, *((0, 2) if dist.get_rank() == 1 else ()))
+
+
+def _write_into(folder: str) -> None:
+    """As SHERD_FLIGHT_DIR does, which the recorder of a rank reads when it is made."""
+    os.environ[FOLDER] = folder
+    world = dist.group.WORLD
+    board = board_of(world) if isinstance(world, dist.ProcessGroup) else None
+    assert board is not None, "ranks of a pool have a store"
+    board.recorder._folder = folder
+
+
+@pytest.mark.parametrize("make", [sharded, wrapped])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_part_write_what_they_did_and_the_doctor_names_the_one_that_left(world, tmp_path, make, num_ranks):
+    with pytest.raises(RanksFailed) as failed:
+        world(num_ranks).run(one_goes_elsewhere, str(tmp_path), make)
+    for _, text in failed.value.errors.values():
+        assert f"sherd doctor {tmp_path}" in text
+        assert "has not come" not in text
+        assert "has not answered" not in text
+    records = recorded_in(tmp_path)
+    assert sorted(records) == list(range(num_ranks))
+    assert all(each["failed"] for each in records.values())
+    assert len({each["job"] for each in records.values()}) == 1
+    ((name, why),) = faults(tmp_path)
+    assert name == "rank 1"
+    assert re.search("it (gathers|reduces the gradients of) unit blocks", why)
+    assert "programs.py:" in why
+
+
+def differ_in_the_first_step(folder: str) -> None:
+    _write_into(folder)
+    step(sharded(), *((0, 2) if dist.get_rank() == 1 else ()))
+
+
+def test_of_three_ranks_that_compare_the_one_that_differs_is_named(world, tmp_path):
+    with pytest.raises(RanksFailed):
+        world(3).run(differ_in_the_first_step, str(tmp_path))
+    assert [name for name, _ in faults(tmp_path)] == ["rank 1"]
+
+
+def test_a_folder_that_cannot_be_written_hides_no_error(world, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(one_goes_elsewhere, str(tmp_path / "file"), sharded)
+    for kind, text in failed.value.errors.values():
+        assert kind == "CommError"
+        assert "ranks are about to start different collectives" in text
+        assert "could not be written" in text
+
+
+def test_no_folder_writes_nothing(world, tmp_path, monkeypatch):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(one_goes_elsewhere, "", sharded)
+    for kind, text in failed.value.errors.values():
+        assert kind == "CommError"
+        assert "sherd doctor" not in text
+
+
+# Ranks that do not come
+
+
+def wait_for_the_reader() -> None:
+    """Returns late."""
+    time.sleep(60)
+
+
+def does_not_come(tell: Callable[[Any], None], folder: str, transport: str, how: str, divergence: str) -> str:
+    os.environ[FOLDER] = folder
+    set_timeout(timedelta(seconds=TIMEOUT_S if how != "dies" else 600))
+    model = sharded(transport, divergence)
+    for _ in range(4):
+        step(model)
+    begun = time.monotonic()
+    if dist.get_rank() == 1:
+        tell(how)
+        if how == "dies":
+            os._exit(1)
+        if how == "blocks its interpreter":
+            ctypes.PyDLL(None).sleep(60)
+        if how == "calls another collective":
+            dist.barrier()
+        wait_for_the_reader()
+    try:
+        step(model)
+    except CommError as error:
+        return f"{time.monotonic() - begun:.1f}|{error}"
+    return "it went on"
+
+
+def texts(found: list[End]) -> list[tuple[float, str]]:
+    """When and what ranks 0 and 2 said."""
+    said = [found[rank].said.split("|", 1) for rank in (0, 2)]
+    return [(float(after), text) for after, text in said]
+
+
+@pytest.mark.parametrize("divergence", ["error", "join"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+def test_a_rank_that_is_stuck_is_named_with_its_stack(tmp_path, transport, divergence):
+    for after, text in texts(ends(3, does_not_come, str(tmp_path), transport, "is stuck", divergence)):
+        assert after < 3 * TIMEOUT_S
+        assert "Rank 1 has not come: it is at" in text
+        assert "wait_for_the_reader()" in text
+        assert "time.sleep(60)" in text
+        assert "Rank 0 has" not in text
+        assert "Rank 2 has" not in text
+    assert sorted(recorded_in(tmp_path)) == [0, 1, 2]
+    ((name, why),) = faults(tmp_path)
+    assert name == "rank 1"
+    assert "has not come to collective" in why
+    assert "time.sleep(60)" in why
+
+
+@pytest.mark.parametrize("divergence", ["error", "join"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+def test_a_rank_that_died_is_named_at_once(tmp_path, transport, divergence):
+    for after, text in texts(ends(3, does_not_come, str(tmp_path), transport, "dies", divergence)):
+        assert after < 5
+        assert "Rank 1 has not answered" in text
+        assert "Rank 0 has" not in text
+        assert "Rank 2 has" not in text
+    assert sorted(recorded_in(tmp_path)) == [0, 2]
+    ((name, why),) = faults(tmp_path)
+    assert name == "rank 1"
+    assert "it has left no record" in why
+
+
+def test_a_rank_whose_interpreter_is_blocked_is_named(tmp_path):
+    for _, text in texts(ends(3, does_not_come, str(tmp_path), "gloo", "blocks its interpreter", "error")):
+        assert "Rank 1 has not answered" in text
+    assert sorted(recorded_in(tmp_path)) == [0, 2]
+
+
+def test_a_rank_in_a_collective_of_the_users_own_is_named_with_that_line(tmp_path):
+    found = ends(3, does_not_come, str(tmp_path), "shared_memory", "calls another collective", "error")
+    for _, text in texts(found):
+        assert "Rank 1 has not come: it" in text
+        assert "dist.barrier()" in text
+
+
+def two_axes_stuck(tell: Callable[[Any], None], folder: str) -> str:
+    """Of two by two ranks, with a unit on the second axis alone, the last one does not come."""
+    os.environ[FOLDER] = folder
+    set_timeout(timedelta(seconds=TIMEOUT_S))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = sharded(mesh=mesh)
+    other = sharded(mesh=mesh["shards"])
+    for _ in range(3):
+        step(model)
+        step(other)
+    if dist.get_rank() == 3:
+        tell("is stuck")
+        wait_for_the_reader()
+    try:
+        step(model)
+    except CommError as error:
+        return f"0|{error}"
+    return "it went on"
+
+
+def test_over_two_axes_and_several_meshes_the_stuck_rank_alone_is_named(tmp_path):
+    for text in [each.said for each in ends(4, two_axes_stuck, str(tmp_path))][:3]:
+        assert "Rank 3 has not come" in text
+    assert {name for name, _ in faults(tmp_path)} == {"rank 3"}
+
+
+def watchers() -> int:
+    return sum(thread.name == "sherd board" for thread in threading.enumerate())
+
+
+def ends_its_group(tell: Callable[[Any], None]) -> str:
+    """Returns how many threads watched before and after."""
+    step(sharded())
+    before = watchers()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 20
+    while watchers() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return f"{before} {watchers()}"
+
+
+def test_nobody_asks_the_store_once_the_group_is_destroyed():
+    assert [each.said for each in ends(2, ends_its_group)] == ["1 0"] * 2
