@@ -158,6 +158,11 @@ class Weights(Position, saved.Source):
         return made.num_foreign_views > self.num_saved_views
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether an all-gather was started and not waited for."""
+        return self._flight is not None
+
+    @property
     def awaits_gradients(self) -> bool:
         """Whether the present backward will bring a gradient for one of the parameters."""
         made = self._made

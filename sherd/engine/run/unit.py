@@ -50,6 +50,13 @@ class Conductor(Protocol):
     def before_backward(self, unit: Unit) -> None:
         """Note that backward has reached the unit."""
 
+    def reset(self) -> None:
+        """Have shards, and nothing in flight."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward, backward or reduction is under way."""
+
 
 def _nowhere() -> None:
     """Returns None, the runtime that a unit has before its first forward."""
