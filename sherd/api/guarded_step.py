@@ -104,6 +104,21 @@ class GuardedStep:
         """The number of skipped steps of this model since the last one that was made."""
         return self._skips.in_a_row
 
+    def agree(self) -> None:
+        """Go on when all ranks have come here, or leave the body if one has failed.
+
+        Call it behind the last backward and before a collective of your own, or of torch's, as clipping is, or what a
+        gradient scaler does: a rank that has failed takes no part in these, and the others would wait for it.
+
+        Raises:
+            StateError: outside of the context.
+            CommError: a rank has died, or does not come before the timeout.
+        """
+        if not self._skips.is_in_step:
+            raise StateError("agree() outside of its sherd.step; call it in the body, between backward and clipping")
+        if self._coordinator is not None:
+            self._coordinator.done(with_all=False)
+
     def __enter__(self) -> GuardedStep:
         self._require_idle()
         for each in self._optimizers:

@@ -37,7 +37,7 @@ class Kind(IntEnum):
     STEP = 5
     """An optimizer is about to step."""
     DONE = 6
-    """A rank has finished its step."""
+    """A rank has finished its step; the first part of it if its `detail` is 1."""
     BATCH = 7
     """A rank asks whether any has a batch left. Its `detail` is 0 if it has one itself."""
     LEAVE = 8

@@ -41,6 +41,8 @@ class _Flight(Protocol):
 VOTE = struct.Struct("<5q")
 """The kind of the step that a rank wants, of what, its detail, whether in backward, and how many units the rank has."""
 LEAVE = Step(Kind.LEAVE)
+GOES_ON = 4
+"""In the detail of a `BEGIN`: of an accumulation it is not the first, so that what is kept unsharded is up to date."""
 
 
 class Coordinator:
@@ -79,7 +81,10 @@ class Coordinator:
             CommError: a rank has died, does not come before the timeout, or wants what cannot be joined.
         """
         is_training = any(module.training for module in unit.modules)
-        self._reach(Step(Kind.BEGIN, self._numbers[unit.id], 2 * torch.is_grad_enabled() + is_training))
+        accumulation = unit.policy.accumulation
+        goes_on = accumulation is not None and not accumulation.is_in_first_forward
+        mode = GOES_ON * goes_on + 2 * torch.is_grad_enabled() + is_training
+        self._reach(Step(Kind.BEGIN, self._numbers[unit.id], mode))
 
     def end_backward(self, unit: Unit) -> None:
         """A backward of the model of `unit`, a root, has ended: go on when all ranks have reduced what they have.
@@ -178,14 +183,15 @@ class Coordinator:
         """This rank's attempt has ended, in whichever way."""
         self._attempt = self._failure = self._owed = None
 
-    def done(self) -> None:
-        """This rank has finished its attempt: go on when all have that began one.
+    def done(self, with_all: bool = True) -> None:
+        """This rank has finished its attempt, or the part of it before collectives that are not ours if not `with_all`:
+        go on when all have that began one.
 
         Raises:
             GivenUp: another rank has failed.
             CommError: as `begin`.
         """
-        self._reach(Step(Kind.DONE))
+        self._reach(Step(Kind.DONE, detail=int(not with_all)))
 
     def fail(self, reason: str) -> NoReturn:
         """This rank cannot finish its attempt, and has nothing in flight: have all ranks give it up.
@@ -293,7 +299,8 @@ class Coordinator:
         """Take part in what this rank did not want."""
         if step.kind is Kind.STEP:
             self._step_along(step.which)
-        if step.kind > Kind.REDUCE:
+        is_forward = step.kind is Kind.BEGIN and step.detail < GOES_ON
+        if step.kind > Kind.REDUCE and not is_forward:
             return
         unit = self._units[step.which]()
         if unit is None:
@@ -301,6 +308,10 @@ class Coordinator:
                 f"rank {dist.get_rank()} has deleted a model that other ranks still run ({self._in_words(step)}); "
                 "delete it on all ranks"
             )
+        if is_forward:
+            if (conductor := unit.sealed_into()) is not None:
+                conductor.notice_written()
+            return
         live = unit.live
         with torch.no_grad():
             self._start(step, unit, partial(_start_for_others, step, unit))
