@@ -309,8 +309,10 @@ class Coordinator:
                 "delete it on all ranks"
             )
         if is_forward:
-            if (conductor := unit.sealed_into()) is not None:
-                conductor.notice_written()
+            conductor = unit.sealed_into()
+            for each in conductor.units if conductor is not None else ():
+                if each.keeps_copies:
+                    each.may_be_written()  # as on the ranks whose forward begins, which gather it anew
             return
         live = unit.live
         with torch.no_grad():

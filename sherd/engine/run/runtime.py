@@ -187,20 +187,16 @@ class Runtime:
         self._look_for_unmanaged(in_backward=False)
         counted = self.root.policy.accumulation
         if counted is None or counted.begin_forward(self.root.id):
-            self.notice_written()
+            for member in self.units:
+                # Most units keep no copies and find their shards where they were, so nothing more is called for them.
+                if member.keeps_copies or member.shards.have_moved:
+                    member.may_be_written()
         self.revise()
         for overseer in self.overseers:
             overseer.begin(self.root)
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)
-
-    def notice_written(self) -> None:
-        """Note that a user may have written to the shards since the last forward, on this rank or another."""
-        for member in self.units:
-            # Most units keep no copies and find their shards where they were, so nothing more is called for them.
-            if member.keeps_copies or member.shards.have_moved:
-                member.may_be_written()
 
     def _look_for_unmanaged(self, in_backward: bool) -> None:
         if self.unmanaged.seen != registrations.count or any(each.requires_grad for each in self.unmanaged.frozen):

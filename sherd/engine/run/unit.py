@@ -53,8 +53,9 @@ class Conductor(Protocol):
     def reset(self) -> None:
         """Have shards, and nothing in flight."""
 
-    def notice_written(self) -> None:
-        """Note that a user may have written to the shards since the last forward."""
+    @property
+    def units(self) -> Sequence[Unit]:
+        """All units that are sealed into it."""
 
     @property
     def is_idle(self) -> bool:
