@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sherd
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
+from sherd.engine.run.coordinator import Coordinator
 from sherd.errors import CommError, GradientError, ModuleError, PolicyError, PolicyTypeError, StateError
 from tests.ranks import RanksFailed
 
@@ -524,8 +525,8 @@ def test_a_scaler_is_as_before(world, where):
         assert_same(state, expected)
 
 
-def micro_batches(fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:
-    model = sharded()
+def micro_batches(maker: str, fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:
+    model = MAKERS[maker]()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     seed()
     for step in steps:
@@ -541,8 +542,10 @@ def micro_batches(fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:
     return state_of(model, optimizer)
 
 
-def test_a_rank_fails_in_the_middle_of_an_accumulation(world):
-    found, expected = world(2).run(micro_batches, {1: 0}, [0, 1, 2]), world(2).run(micro_batches, {}, [0, 2])
+@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1", "HSDP", "wrapper"])
+def test_a_rank_fails_in_the_middle_of_an_accumulation(world, maker):
+    ranks = world(4 if maker == "HSDP" else 2)
+    found, expected = ranks.run(micro_batches, maker, {1: 0}, [0, 1, 2]), ranks.run(micro_batches, maker, {}, [0, 2])
     for state, its in zip(found, expected, strict=True):
         assert_same(state, its)
 
@@ -623,6 +626,8 @@ def refused() -> list[str]:
     with sherd.step(model, optimizer) as attempt:
         sherd.step(model, optimizer).__enter__()
     said.append(attempt.reason or "")
+    with pytest.raises(StateError, match=r"outside of its sherd\.step"):
+        attempt.agree()
     return said
 
 
@@ -634,3 +639,94 @@ def test_wrong_use_is_named(world):
     assert "expected 0 or more" in limit
     assert "around all of its micro-batches" in unreduced
     assert "sherd.step within sherd.step of the same model, FSDPNet" in nested
+
+
+# Again and again, and elsewhere
+
+
+def failing_often(maker: str, transport: str, steps: list[int], fails_in: dict[int, dict[int, str]]) -> Any:
+    """`fails_in[step][rank]` is where that rank fails."""
+    policy = sherd.CommPolicy(divergence="join", transport=transport)
+    model: Any = Net()
+    more: Any = {"placements": "zero1"} if maker == "ZeRO-1" else {}
+    for unit in (*model.blocks, model):
+        sherd.fully_shard(unit, comm_policy=policy, **more)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seed()
+    said = []
+    for step in steps:
+        with sherd.step(model, optimizer, max_skips=9) as attempt:
+            body(model, optimizer, step, fails_in.get(step, {}).get(dist.get_rank()))
+        optimizer.zero_grad()
+        said.append(attempt.rank if attempt.skipped else None)
+    return state_of(model, optimizer), said
+
+
+OFTEN: dict[int, dict[int, str]] = {
+    0: {1: "first"},
+    1: {0: "backward", 1: "forward"},
+    3: {1: "first"},
+    4: {1: "first"},
+    5: {0: "nan", 1: "out of memory"},
+    6: {0: "after backward", 1: "after backward"},
+}
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1"])
+def test_steps_that_are_skipped_in_a_row_over_each_transport(world, maker, transport):
+    found = world(2).run(failing_often, maker, transport, list(range(8)), OFTEN)
+    without = world(2).run(failing_often, maker, transport, [2, 7], {})
+    for (state, said), (expected, _) in zip(found, without, strict=True):
+        assert said == [1, 1, None, 1, 1, 1, 0, None]
+        assert_same(state, expected)
+
+
+def two_optimizers(undoes: bool) -> tuple[bool, str]:
+    """Of a generator and a discriminator, as one module."""
+    pair: Any = nn.ModuleList([Net(), Net()])
+    for net in pair:
+        sherd.fully_shard(net, comm_policy=JOIN)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in pair]
+    before = [state_of(net, optimizer) for net, optimizer in zip(pair, optimizers, strict=True)]
+    try:
+        with sherd.step(pair, optimizers, undo_optimizer=undoes) as attempt:
+            body(pair[0], optimizers[0], 0, None)
+            body(pair[1], optimizers[1], 0, "backward" if dist.get_rank() == 1 else None)
+    except (Trouble, CommError) as error:
+        return False, str(error)
+    for net, optimizer, expected in zip(pair, optimizers, before, strict=True):
+        assert_same(state_of(net, optimizer), expected)
+    return attempt.skipped, ""
+
+
+def test_the_second_of_two_models_fails_when_the_first_has_stepped(world):
+    assert world(2).run(two_optimizers, True) == [(True, "")] * 2
+    (first, error), (second, own) = world(2).run(two_optimizers, False)
+    assert not first
+    assert not second
+    assert "an optimizer has stepped on some ranks" in error
+    assert own == "of this rank alone"
+
+
+def votes_of_each_step() -> list[int]:
+    counts, vote = [0], Coordinator._vote
+
+    def counted(self: Coordinator, wish: Any) -> Any:
+        counts[-1] += 1
+        return vote(self, wish)
+
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with mock.patch.object(Coordinator, "_vote", counted):
+        for step in range(6):
+            with sherd.step(model, optimizer):
+                body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
+            optimizer.zero_grad()
+            counts.append(0)
+    return counts[:-1]
+
+
+def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
+    for counts in world(2).run(votes_of_each_step):
+        assert counts[2:] == [4, 2, 4, 4]
