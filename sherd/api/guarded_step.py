@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.snapshot import Snapshot, Stateful
 from sherd.errors import CommError, GradientError, PolicyError, StateError, UnsupportedError
 from sherd.requirements import require_int
+
+_log = logging.getLogger("sherd")
 
 MOST_CHARACTERS = 500
 """Of an error's text, in a reason."""
@@ -223,13 +225,16 @@ class GuardedStep:
         self._skips.skipped()
         self.skipped, self.reason, self.rank = True, failure.reason, failure.rank
         first = int(self._units[0].mesh.mesh.mesh.flatten()[0])
-        if has_raised or _own_rank() in (first, failure.rank):
-            warnings.warn(
-                f"all ranks have skipped a step, since rank {failure.rank} could not finish it: {failure.reason}. "
-                f"{self.num_skipped} steps were skipped so far, {self.num_skipped_in_a_row} in a row",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        # Not a warning: a filter that makes an error of it would have one rank alone raise.
+        _log.log(
+            logging.WARNING if has_raised or _own_rank() in (first, failure.rank) else logging.INFO,
+            "all ranks have skipped a step, since rank %d could not finish it: %s. %d steps were skipped so far, %d in a "
+            "row",
+            failure.rank,
+            failure.reason,
+            self.num_skipped,
+            self.num_skipped_in_a_row,
+        )
         if self._on_skip is not None:
             self._on_skip(self)
 
@@ -266,9 +271,9 @@ def step(
     when an optimizer is about to step, all ranks leave the body and have everything as it was when they entered it:
     buffers, gradients that were there, the settings of the optimizers' groups, random states (torch's on CPU and on the
     model's device, and Python's), and the state of what is in `also`. Parameters and optimizer state have not changed
-    then, as no optimizer steps on any rank before all ranks are about to. The error is not raised; a `RuntimeWarning`
-    on that rank, and on the model's first one, names rank and cause. The body is not run again: the loop goes on with
-    the next batch.
+    then, as no optimizer steps on any rank before all ranks are about to. The error is not raised; a line of the logger
+    "sherd" names rank and cause, a warning on that rank and on the model's first one. The body is not run again: the
+    loop goes on with the next batch.
 
     Args:
         model: a model on all of whose units `CommPolicy(divergence="join")` was given: a wrapper, or one on which

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,6 @@ from tests.ranks import RanksFailed
 
 JOIN = sherd.CommPolicy(divergence="join")
 WIDTH, NUM_STEPS, FAILS_IN = 8, 4, 2
-
-pytestmark = pytest.mark.filterwarnings("ignore:all ranks have skipped a step:RuntimeWarning")
 
 
 class Block(nn.Module):
@@ -358,18 +356,21 @@ def reported() -> tuple[list[Any], list[str]]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     seen: list[Any] = []
     note = lambda attempt: seen.append((attempt.rank, attempt.reason, attempt.num_skipped_in_a_row))  # noqa: E731
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    handler = mock.Mock(level=logging.WARNING)
+    logging.getLogger("sherd").addHandler(handler)
+    try:
         for step in range(6):
             fails = dist.get_rank() == 1 and step in (0, 1, 4)
             with sherd.step(model, optimizer, on_skip=note) as attempt:
                 body(model, optimizer, step, "forward" if fails else None)
             optimizer.zero_grad()
             seen.append((attempt.skipped, attempt.num_skipped, attempt.num_skipped_in_a_row))
-    return seen, [str(each.message) for each in warned if each.category is RuntimeWarning]
+    finally:
+        logging.getLogger("sherd").removeHandler(handler)
+    return seen, [call.args[0].getMessage() for call in handler.handle.call_args_list]
 
 
-def test_skips_are_counted_called_back_and_warned_of(world):
+def test_skips_are_counted_called_back_and_logged(world):
     text = "Trouble: of this rank alone"
     (first, warned), *others = world(3).run(reported)
     assert first == [
