@@ -228,8 +228,8 @@ class GuardedStep:
         # Not a warning: a filter that makes an error of it would have one rank alone raise.
         _log.log(
             logging.WARNING if has_raised or _own_rank() in (first, failure.rank) else logging.INFO,
-            "all ranks have skipped a step, since rank %d could not finish it: %s. %d steps were skipped so far, %d in a "
-            "row",
+            "all ranks have skipped a step, since rank %d could not finish it: %s. %d steps were skipped so far, "
+            "%d in a row",
             failure.rank,
             failure.reason,
             self.num_skipped,
