@@ -63,10 +63,11 @@ class Step(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The step that a rank wants to take next, and whether it stands in a backward."""
+    """The step that a rank wants to take next, and whether it stands in a backward, and in what all ranks finish or give up."""
 
     step: Step
     in_backward: bool = False
+    in_attempt: bool = False
 
 
 CONTEXT = 4
@@ -81,8 +82,12 @@ def choose(wishes: Sequence[Wish]) -> Step:
     """Returns the step that all ranks take, of those that they want.
 
     What comes earlier in a step goes first, so that a rank which is behind comes up to the others: in forward the units
-    in their order, then backward in the opposite order, then what ends it.
+    in their order, then backward in the opposite order, then what ends it. A rank that fails waits for those that have
+    not begun yet what it gives up.
     """
+    if any(wish.step.kind is Kind.FAIL for wish in wishes):
+        late = [wish for wish in wishes if not wish.in_attempt and wish.step.kind is not Kind.LEAVE]
+        wishes = late or wishes
 
     def place(wish: Wish) -> tuple[int, ...]:
         kind, which, detail = wish.step

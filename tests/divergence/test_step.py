@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.engine.moves.gradients import Gradients
@@ -51,8 +52,17 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def sharded(mesh: Any = None, **more: Any) -> Any:
-    model: Any = Net()
+class Recomputed(Net):
+    def forward(self, x: Tensor, fail: Any = None) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if fail is not None and number == 1:
+                fail()
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def sharded(mesh: Any = None, make: Any = Net, **more: Any) -> Any:
+    model: Any = make()
     for block in model.blocks:
         sherd.fully_shard(block, mesh=mesh, comm_policy=JOIN, **more)
     return sherd.fully_shard(model, mesh=mesh, comm_policy=JOIN, **more)
@@ -80,6 +90,7 @@ MAKERS: dict[str, Any] = {
     "DDP": lambda: sharded(placements="ddp"),
     "ZeRO-1": lambda: sharded(placements="zero1"),
     "HSDP": hybrid,
+    "recomputed": lambda: sharded(make=Recomputed),
     "bfloat16": lambda: sharded(mp_policy=sherd.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
     "wrapper": wrapped,
     "flat parameters": lambda: wrapped(use_orig_params=False),
@@ -731,3 +742,29 @@ def votes_of_each_step() -> list[int]:
 def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
     for counts in world(2).run(votes_of_each_step):
         assert counts[2:] == [4, 2, 4, 4]
+
+
+def evaluates_before(steps: list[int], fails: bool) -> tuple[dict[str, Any], list[bool]]:
+    """Rank 1 comes late to each step, since it evaluates; rank 0 fails in one before it has come."""
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    said = []
+    for step in steps:
+        if dist.get_rank() == 1:
+            model.eval()
+            with torch.no_grad():
+                model(batch(0, 0))
+            model.train()
+        seed()
+        with sherd.step(model, optimizer) as attempt:
+            body(model, optimizer, step, "first" if fails and step == 1 and dist.get_rank() == 0 else None)
+        optimizer.zero_grad()
+        said.append(attempt.skipped)
+    return state_of(model, optimizer), said
+
+
+def test_a_rank_that_fails_waits_for_one_that_has_not_begun_the_step(world):
+    found = world(2).run(evaluates_before, [0, 1, 2], True)
+    for (state, said), (expected, _) in zip(found, world(2).run(evaluates_before, [0, 2], False), strict=True):
+        assert said == [False, True, False]
+        assert_same(state, expected)

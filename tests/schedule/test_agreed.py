@@ -183,22 +183,31 @@ steps_that_may_fail = st.lists(steps, min_size=3, max_size=3)
 failures = st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 2)), st.integers(0, 40), max_size=4)
 
 
-@given(st.lists(steps_that_may_fail, min_size=2, max_size=8), failures)
-def test_all_give_up_the_same_steps_which_are_those_that_one_fails_in(of_ranks, fails):
+@given(
+    st.lists(steps_that_may_fail, min_size=2, max_size=8),
+    failures,
+    st.sets(st.tuples(st.integers(0, 7), st.integers(0, 2))),
+)
+def test_all_give_up_the_same_steps_which_are_those_that_one_fails_in(of_ranks, fails, evaluate_before):
     wanted = [[[*a_step(step), Wish(DONE)] for step in program] for program in of_ranks]
     for (rank, number), place in fails.items():
         if rank < len(wanted):
             way = wanted[rank][number]
             way[place % len(way) :] = [Wish(FAIL)]
-    expected = [all(way[number][-1] == Wish(DONE) for way in wanted) for number in range(3)]
+    expected = [all(way[number][-1].step == DONE for way in wanted) for number in range(3)]
+    for rank, program in enumerate(wanted):
+        for number, way in enumerate(program):
+            before = a_pass([0, 1], EVAL) if (rank, number) in evaluate_before else ()
+            way[:] = [*before, *(wish._replace(in_attempt=True) for wish in way)]
     assert guarded(Ranks(len(wanted)), wanted) == [expected] * len(wanted)
 
 
 def test_a_step_that_was_given_up_teaches_nothing_and_the_next_one_is_as_settled_as_ever():
-    ranks, way = Ranks(2), [*a_step([(TRAIN, [0, 1, 2])]), Wish(DONE)]
+    ranks = Ranks(2)
+    way = [wish._replace(in_attempt=True) for wish in (*a_step([(TRAIN, [0, 1, 2])]), Wish(DONE))]
     for _ in range(3):
         guarded(ranks, [[way], [way]])
-    assert guarded(ranks, [[way], [[*way[:2], Wish(FAIL)]]]) == [[False], [False]]
+    assert guarded(ranks, [[way], [[*way[:2], Wish(FAIL, in_attempt=True)]]]) == [[False], [False]]
     ranks.issued.clear()
     before = ranks.num_votes
     assert guarded(ranks, [[way], [way]]) == [[True], [True]]

@@ -39,7 +39,7 @@ class _Flight(Protocol):
 
 
 VOTE = struct.Struct("<5q")
-"""The kind of the step that a rank wants, of what, its detail, whether in backward, and how many units the rank has."""
+"""The kind of the step that a rank wants, of what, its detail, where it stands, and how many units the rank has."""
 LEAVE = Step(Kind.LEAVE)
 GOES_ON = 4
 """In the detail of a `BEGIN`: of an accumulation it is not the first, so that what is kept unsharded is up to date."""
@@ -232,7 +232,7 @@ class Coordinator:
         while True:
             step = self._order.expected()
             if step is None:
-                wishes = self._vote(Wish(wanted, is_in_backward))
+                wishes = self._vote(Wish(wanted, is_in_backward, self._attempt is not None))
                 step = choose(wishes)
                 self._require_possible(step, wishes)
             self._order.take(step)
@@ -245,13 +245,13 @@ class Coordinator:
 
     def _vote(self, wish: Wish) -> list[Wish]:
         """Returns what all ranks want. All of them must call this."""
-        own = VOTE.pack(*wish.step, wish.in_backward, len(self._units))
+        own = VOTE.pack(*wish.step, wish.in_backward + 2 * wish.in_attempt, len(self._units))
         votes = [bytearray(VOTE.size) for _ in self._ranks]
         with named(f"the vote of ranks, of which rank {dist.get_rank()} {self._in_words(wish.step)},", self._group()):
             start_all_gather(own, votes, self._group()).wait()
         unpacked = [VOTE.unpack(vote) for vote in votes]
         self._fewest_units = min(units for *_, units in unpacked)
-        return [Wish(Step(Kind(kind), which, detail), bool(flag)) for kind, which, detail, flag, _ in unpacked]
+        return [Wish(Step(Kind(kind), *which), bool(at & 1), bool(at & 2)) for kind, *which, at, _ in unpacked]
 
     def _group(self) -> dist.ProcessGroup:
         parent = self._parent()
