@@ -132,11 +132,11 @@ class GuardedStep:
         if in_a_row >= self._max_skips:
             limit = f"{in_a_row} steps in a row have been skipped, as many as max_skips allows"
         attempt = Attempt(self._units, snapshot, self._checks_gradients, self._undoes_optimizers, limit)
-        self._skips.enter(type(self._model).__name__)
-        self._attempt = attempt
         if self._coordinator is not None:
             self._coordinator.begin_attempt(attempt)
-        else:
+        self._skips.enter(type(self._model).__name__)
+        self._attempt = attempt
+        if self._coordinator is None:
             self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
         return self
 

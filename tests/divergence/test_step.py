@@ -601,6 +601,9 @@ def alone() -> list[bool]:
         raises()
     with pytest.raises(GradientError), sherd.step(model, optimizer, max_skips=0):
         body(model, optimizer, 0, "nan")
+    with sherd.step(model, optimizer) as attempt:
+        sherd.step(model, optimizer).__enter__()
+    assert "sherd.step within sherd.step of the same model, FSDPNet" in (attempt.reason or "")
     return said
 
 
@@ -638,19 +641,26 @@ def refused() -> list[str]:
     with sherd.step(model, optimizer) as attempt:
         sherd.step(model, optimizer).__enter__()
     said.append(attempt.reason or "")
+    second = sharded()
+    with sherd.step(model, optimizer) as attempt:
+        sherd.step(second, torch.optim.SGD(second.parameters(), lr=0.01)).__enter__()
+    said.append(attempt.reason or "")
+    with sherd.step(second, optimizer):
+        second(batch(0, 0))
     with pytest.raises(StateError, match=r"outside of its sherd\.step"):
         attempt.agree()
     return said
 
 
 def test_wrong_use_is_named(world):
-    plain, error, choice, limit, unreduced, nested = world(2).run(refused)[0]
+    plain, error, choice, limit, unreduced, nested, other = world(2).run(refused)[0]
     assert "step: nothing below Linear is sharded" in plain
     assert 'comm_policy=CommPolicy(divergence="join")' in error
     assert "expected 'skip' or 'ignore'" in choice
     assert "expected 0 or more" in limit
     assert "around all of its micro-batches" in unreduced
-    assert "sherd.step within sherd.step of the same model, FSDPNet" in nested
+    assert "sherd.step within sherd.step of models on the same ranks" in nested
+    assert "sherd.step within sherd.step of models on the same ranks" in other
 
 
 # Again and again, and elsewhere
