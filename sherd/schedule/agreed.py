@@ -63,7 +63,8 @@ class Step(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The step that a rank wants to take next, and whether it stands in a backward, and in what all ranks finish or give up."""
+    """The step that a rank wants to take next. It may stand in a backward, and in an attempt, which all ranks finish or
+    give up."""
 
     step: Step
     in_backward: bool = False
