@@ -6,6 +6,7 @@ from sherd.api.ema import Ema
 from sherd.api.extensions import DTensorExtensions, FSDPExtensions
 from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
+from sherd.api.guarded_step import step
 from sherd.api.joining import join
 from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from sherd.api.placements import OnMesh, Placements
@@ -107,6 +108,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
+    "step",
     "step_in_backward",
     "track_memory",
     "unsharded",

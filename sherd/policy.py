@@ -257,6 +257,10 @@ class ReduceScatter(Comm):
 class CountsBackwards(Protocol):
     """A counter of backwards, which knows the last one before the optimizer step."""
 
+    @property
+    def is_in_first_forward(self) -> bool:
+        """Whether the last forward to begin was the first one of its model."""
+
     def begin_forward(self, root: int) -> bool:
         """Note that a forward begins, of the model whose root unit has the id `root`. Returns whether shards may have
         been written since the last forward."""

@@ -52,6 +52,7 @@ OURS = {
     "explain_migration",
     "flatten_optimizer",
     "StepsInBackward",
+    "step",
     "step_in_backward",
     "join",
     "memory_report",

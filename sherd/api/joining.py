@@ -93,26 +93,42 @@ def join(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> I
         CommError: a rank has died, or does not come before the timeout; or ranks step different optimizers.
     """
     require_module("join expects a module", model)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for each in optimizers:
-        require_type("join(optimizer=...): expected an optimizer, or several", each, Optimizer)
-    units = units_below(model)
-    if not units:
-        raise ModuleError(f"join: nothing below {type(model).__name__} is sharded; call fully_shard first")
-    for unit in units:
-        if unit.mesh.comm.divergence != "join":
-            raise PolicyError(
-                f"join: unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}); give all units of "
-                'the model comm_policy=CommPolicy(divergence="join")'
-            )
-    overseers = {each for root, at in _roots(model) for each in runtime_of(root, at).overseers}
-    coordinators = [each for each in overseers if isinstance(each, Coordinator)]
+    optimizers = optimizers_in("join", optimizer)
+    units, coordinators = coordinated("join", model)
     for coordinator in coordinators:
         for each in optimizers:
             coordinator.know(each)
     yield Joined(units, coordinators)
     for coordinator in coordinators:
         coordinator.leave()
+
+
+def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordinator]]:
+    """Returns the units at and below `model`, and those who coordinate them: none on one rank.
+
+    Raises:
+        ModuleError: nothing below `model` is sharded.
+        PolicyError: its units have another `divergence` than "join".
+    """
+    units = units_below(model)
+    if not units:
+        raise ModuleError(f"{caller}: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    for unit in units:
+        if unit.mesh.comm.divergence != "join":
+            raise PolicyError(
+                f"{caller}: unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}); give all units "
+                'of the model comm_policy=CommPolicy(divergence="join")'
+            )
+    overseers = {each for root, at in _roots(model) for each in runtime_of(root, at).overseers}
+    return units, [each for each in overseers if isinstance(each, Coordinator)]
+
+
+def optimizers_in(caller: str, given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Returns the optimizers that were `given`, one or several."""
+    optimizers = [given] if isinstance(given, Optimizer) else list(given)
+    for each in optimizers:
+        require_type(f"{caller}(optimizer=...): expected an optimizer, or several", each, Optimizer)
+    return optimizers
 
 
 def _roots(module: nn.Module) -> Iterator[tuple[Unit, nn.Module]]:

@@ -29,16 +29,18 @@ class Kind(IntEnum):
     GATHER = 0
     REDUCE = 1
     FAIL = 2
-    """A rank cannot finish its step: all give it up."""
+    """A rank cannot finish its step: all give it up, wherever they are in it."""
     BEGIN = 3
     """A forward begins."""
     END = 4
     """A backward has ended, and its reductions."""
     STEP = 5
     """An optimizer is about to step."""
-    BATCH = 6
+    DONE = 6
+    """A rank has finished its step; the first part of it if its `detail` is 1."""
+    BATCH = 7
     """A rank asks whether any has a batch left. Its `detail` is 0 if it has one itself."""
-    LEAVE = 7
+    LEAVE = 8
     """A rank wants nothing more until all others want nothing more."""
 
 
@@ -61,10 +63,12 @@ class Step(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The step that a rank wants to take next, and whether it stands in a backward."""
+    """The step that a rank wants to take next. It may stand in a backward, and in an attempt, which all ranks finish or
+    give up."""
 
     step: Step
     in_backward: bool = False
+    in_attempt: bool = False
 
 
 CONTEXT = 4
@@ -79,8 +83,12 @@ def choose(wishes: Sequence[Wish]) -> Step:
     """Returns the step that all ranks take, of those that they want.
 
     What comes earlier in a step goes first, so that a rank which is behind comes up to the others: in forward the units
-    in their order, then backward in the opposite order, then what ends it.
+    in their order, then backward in the opposite order, then what ends it. A rank that fails waits for those that have
+    not begun yet what it gives up.
     """
+    if any(wish.step.kind is Kind.FAIL for wish in wishes):
+        late = [wish for wish in wishes if not wish.in_attempt and wish.step.kind is not Kind.LEAVE]
+        wishes = late or wishes
 
     def place(wish: Wish) -> tuple[int, ...]:
         kind, which, detail = wish.step
@@ -118,16 +126,19 @@ class AgreedOrder:
 
     def take(self, step: Step) -> None:
         """Note that all ranks take `step`."""
-        if step.is_vote:
+        if step.kind is Kind.FAIL:
+            self._give_up()
+        elif step.is_vote:
             self._end_stretch()
-            self._votes = (*self._votes, step)[-CONTEXT:] if step.kind is not Kind.STEP else (step,)
+            is_first = step.kind in (Kind.STEP, Kind.DONE)
+            self._votes = (step,) if is_first else (*self._votes, step)[-CONTEXT:]
             self._begin_stretch()
         else:
             self._taken.append(step)
 
-    def give_up(self) -> None:
-        """Note that all ranks leave the present stretch in its middle."""
-        self._taken, self._votes = [], ()
+    def _give_up(self) -> None:
+        """Go on as after a step that is done, and learn nothing of this one."""
+        self._votes = (Step(Kind.DONE),)
         self._begin_stretch()
 
     def _begin_stretch(self) -> None:

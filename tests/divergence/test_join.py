@@ -109,6 +109,7 @@ MAKERS: dict[str, Any] = {
     "Blocks": lambda: sharded(sherd.Blocks(2)),
     "Owned": lambda: sharded(sherd.Owned()),
     "kept": lambda: sharded(reshard_after_forward=False),
+    "ZeRO-1": lambda: sharded(placements="zero1"),
     "wrapper": wrapped,
     "flat parameters": lambda: wrapped(use_orig_params=False),
 }

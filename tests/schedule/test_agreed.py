@@ -147,10 +147,69 @@ def test_what_is_known_has_a_bound(monkeypatch):
     assert len(ranks.orders[0]._known) <= 4
 
 
-def test_when_one_rank_fails_all_give_up_at_the_next_vote():
-    orders = [AgreedOrder(), AgreedOrder()]
-    fail, begin = Step(Kind.FAIL), Step(Kind.BEGIN)
-    assert agreed.choose([Wish(begin), Wish(fail)]) == fail
-    for order in orders:
-        order.give_up()
-        assert order.expected() is None
+FAIL, DONE = Step(Kind.FAIL), Step(Kind.DONE)
+
+
+def guarded(ranks: Ranks, steps_of: Sequence[Sequence[Sequence[Wish]]]) -> list[list[bool]]:
+    """Let each rank take its steps, each of which all make or give up. Returns which ones each rank has made."""
+    at, got = [(0, 0)] * len(steps_of), [list[bool]() for _ in steps_of]
+    for _ in range(10_000):
+        going = [
+            (rank, steps_of[rank][number][place])
+            for rank, (number, place) in enumerate(at)
+            if number < len(steps_of[rank])
+        ]
+        if not going:
+            return got
+        wishes = dict(going)
+        (step,) = {order.expected() for order in ranks.orders}
+        if step is None:
+            ranks.num_votes += 1
+            step = agreed.choose([wishes.get(rank, Wish(LEAVE)) for rank in range(len(at))])
+        for order in ranks.orders:
+            order.take(step)
+        ranks.issued.append(step)
+        for rank, wish in going:
+            number, place = at[rank]
+            if step == FAIL or step == wish.step == DONE:
+                got[rank].append(step == DONE)
+                at[rank] = (number + 1, 0)
+            elif step == wish.step:
+                at[rank] = (number, place + 1)
+    raise AssertionError("ranks go on for ever")
+
+
+steps_that_may_fail = st.lists(steps, min_size=3, max_size=3)
+failures = st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 2)), st.integers(0, 40), max_size=4)
+
+
+@given(
+    st.lists(steps_that_may_fail, min_size=2, max_size=8),
+    failures,
+    st.sets(st.tuples(st.integers(0, 7), st.integers(0, 2))),
+)
+def test_all_give_up_the_same_steps_which_are_those_that_one_fails_in(of_ranks, fails, evaluate_before):
+    wanted = [[[*a_step(step), Wish(DONE)] for step in program] for program in of_ranks]
+    for (rank, number), place in fails.items():
+        if rank < len(wanted):
+            way = wanted[rank][number]
+            way[place % len(way) :] = [Wish(FAIL)]
+    expected = [all(way[number][-1].step == DONE for way in wanted) for number in range(3)]
+    for rank, program in enumerate(wanted):
+        for number, way in enumerate(program):
+            before = a_pass([0, 1], EVAL) if (rank, number) in evaluate_before else ()
+            way[:] = [*before, *(wish._replace(in_attempt=True) for wish in way)]
+    assert guarded(Ranks(len(wanted)), wanted) == [expected] * len(wanted)
+
+
+def test_a_step_that_was_given_up_teaches_nothing_and_the_next_one_is_as_settled_as_ever():
+    ranks = Ranks(2)
+    way = [wish._replace(in_attempt=True) for wish in (*a_step([(TRAIN, [0, 1, 2])]), Wish(DONE))]
+    for _ in range(3):
+        guarded(ranks, [[way], [way]])
+    assert guarded(ranks, [[way], [[*way[:2], Wish(FAIL, in_attempt=True)]]]) == [[False], [False]]
+    ranks.issued.clear()
+    before = ranks.num_votes
+    assert guarded(ranks, [[way], [way]]) == [[True], [True]]
+    assert ranks.num_votes - before == 4  # it begins, its backward ends, the optimizer steps, it is done
+    assert collectives(ranks.issued) == ["g0", "g1", "g2", "g2", "r2", "g1", "r1", "g0", "r0"]

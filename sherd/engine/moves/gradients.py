@@ -92,6 +92,11 @@ class Gradients:
         """Returns whether ranks that have no gradients take part in the reduction of those that others have."""
         return (policy.reduce_unused or self.group.num_flags > 0) and self.arrivals.expects_any
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a reduction was started and not finished."""
+        return self._reduction is not None
+
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Yields everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
         yield from self.arrivals.held()

@@ -158,6 +158,11 @@ class Weights(Position, saved.Source):
         return made.num_foreign_views > self.num_saved_views
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether an all-gather was started and not waited for."""
+        return self._flight is not None
+
+    @property
     def awaits_gradients(self) -> bool:
         """Whether the present backward will bring a gradient for one of the parameters."""
         made = self._made
@@ -318,7 +323,7 @@ class Weights(Position, saved.Source):
             # copied it out. test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             if not self._streams.in_host_order:
                 self._streams.gather.follow_compute()
-        # Not when it was started: one that is freed while it is under way has brought nothing.
+        # Not when it was started: until it has landed, it has brought nothing.
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
 
@@ -329,7 +334,10 @@ class Weights(Position, saved.Source):
         made = self._made
         lost = made.hide() if made is not None and self.live is Live.UNSHARDED else []
         if self._flight is not None:
-            self._flight.handoff.wait()
+            if self.plan.frees_unsharded:
+                self._flight.handoff.wait()
+            else:
+                self._land(self._flight)  # as where somebody waits for it: the ranks that do will not gather it again
             self._flight = None
         self._part = None
         self.live = Live.SHARDED  # from wherever they are

@@ -18,6 +18,7 @@ class Accumulation:
         self.num_backwards = num_backwards
         self._ended: Counter[int] = Counter()
         self._forwarded: set[int] = set()
+        self.is_in_first_forward = True
 
     @property
     def fewest(self) -> int:
@@ -29,6 +30,7 @@ class Accumulation:
         before which shards may have been written."""
         is_first = root not in self._forwarded
         self._forwarded.add(root)
+        self.is_in_first_forward = is_first
         return is_first
 
     def begin_backward(self, root: int, name: str) -> bool:

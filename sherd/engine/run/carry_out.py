@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from sherd.comm.collectives import UsersCollectives
@@ -14,11 +14,12 @@ from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, G
 from sherd.schedule.state import Live
 
 
-def gather(unit: Unit, in_full_precision: bool | None = None) -> None:
-    """Start the all-gathers, in the precision that the unit computes in now if none is given."""
+def gather(unit: Unit, in_full_precision: bool | None = None, but: Collection[int] = ()) -> None:
+    """Start the all-gathers of all groups `but` those, in the precision that the unit computes in now if none is
+    given."""
     user = unit.policy.all_gather
-    for weights in unit.weights:
-        if weights.live is Live.UNSHARDED:
+    for number, weights in enumerate(unit.weights):
+        if number in but or weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
         precisely = unit.in_full_precision if in_full_precision is None else in_full_precision
         unit.notice_replaced(weights.group.parameters)
@@ -56,15 +57,17 @@ def notice_touches(unit: Unit) -> None:
         hooks.move_to_end(key, last=False)
 
 
-def reduce(unit: Unit, policy: UnitPolicy | None = None) -> None:
-    """Start the reductions of what has been collected, by the unit's policy if none is given."""
+def reduce(unit: Unit, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:
+    """Start the reductions of what all groups `but` those have collected, by the unit's policy if none is given."""
     if policy is None:
         policy = unit.policy
     user, apart = policy.reduce_scatter, policy.separate_reduce_group
     # All rows are taken before the first reduction is queued, or compute would wait for that to take the second's.
     for gradients in unit.gradients if len(unit.gradients) > 1 else ():
         gradients.collect()
-    for gradients in unit.gradients:
+    for number, gradients in enumerate(unit.gradients):
+        if number in but:
+            continue
         mesh = gradients.group.mesh
         if user is not None:
             transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
@@ -73,8 +76,8 @@ def reduce(unit: Unit, policy: UnitPolicy | None = None) -> None:
         gradients.reduce(policy, transport)
 
 
-def gather_for_others(unit: Unit, in_full_precision: bool) -> None:
-    """Take part in all-gathers that other ranks want. Afterwards the unit is as it was."""
+def gather_for_others(unit: Unit, in_full_precision: bool, but: Collection[int] = ()) -> None:
+    """Start the all-gathers that other ranks want, of all groups `but` those."""
     live = unit.live
     if live is not Live.SHARDED and in_full_precision != unit.in_full_precision:
         raise StateError(
@@ -83,7 +86,11 @@ def gather_for_others(unit: Unit, in_full_precision: bool) -> None:
         )
     unit.free()
     unit.streams.begin_step()  # an optimizer may have stepped since the last forward began
-    gather(unit, in_full_precision)
+    gather(unit, in_full_precision, but)
+
+
+def have_again(unit: Unit, live: Live) -> None:
+    """Have the parameters of `unit`, which other ranks have gathered, in the form that they had before."""
     if live is Live.SHARDED:
         unit.free()
     elif live is not Live.GATHERING:
@@ -92,15 +99,14 @@ def gather_for_others(unit: Unit, in_full_precision: bool) -> None:
             shrink(unit)
 
 
-def reduce_for_others(unit: Unit, over_replicas: bool) -> None:
-    """Take part in a reduction that other ranks want, with what has been collected here, be it nothing."""
+def reduce_for_others(unit: Unit, over_replicas: bool, but: Collection[int] = ()) -> None:
+    """Start the reductions that other ranks want, of all groups `but` those, with what has been collected here, be it
+    nothing."""
     for gradients in unit.gradients:
         gradients.finish_reduce(unit.policy)
     policy = replace(unit.policy, reduce_gradients=True, all_reduce_gradients=over_replicas)
     with unit.backward.reducing_for_others(policy):
-        reduce(unit, policy)
-    finish_reduce(unit)
-    unit.land_gradients()
+        reduce(unit, policy, but)
 
 
 def finish_reduce(unit: Unit) -> None:
@@ -110,6 +116,13 @@ def finish_reduce(unit: Unit) -> None:
     if unit.policy.when_reduced is not None:
         unit.land_gradients()
         unit.policy.when_reduced()
+
+
+def finish_for_others(unit: Unit) -> None:
+    """Have gradients on the shards from here on, also those that go to host memory: no backward of this rank lands
+    them."""
+    finish_reduce(unit)
+    unit.land_gradients()
 
 
 def discard(unit: Unit) -> None:

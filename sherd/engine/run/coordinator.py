@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,29 @@ from sherd._torch import in_backward
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
-from sherd.engine.run.carry_out import gather_for_others, reduce_for_others
+from sherd.engine.run.attempt import Attempt, Failure, GivenUp
+from sherd.engine.run.carry_out import finish_for_others, gather_for_others, have_again, reduce_for_others
 from sherd.engine.run.ledger import Ledger, Table
 from sherd.engine.run.order_check import PlannedCollective
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
-from sherd.errors import CommError
+from sherd.errors import CommError, StateError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 from sherd.schedule.agreed import AgreedOrder, Kind, Step, Wish, choose
 from sherd.schedule.state import Live
 
+
+class _Flight(Protocol):
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether its collective was started, and has not been waited for."""
+
+
 VOTE = struct.Struct("<5q")
-"""The kind of the step that a rank wants, of what, its detail, whether in backward, and how many units the rank has."""
+"""The kind of the step that a rank wants, of what, its detail, where it stands, and how many units the rank has."""
 LEAVE = Step(Kind.LEAVE)
-FINISHED: Table = dict.fromkeys((Await, FinishReduce), lambda unit: None)
-"""For a collective that has been waited for."""
+GOES_ON = 4
+"""In the detail of a `BEGIN`: of an accumulation it is not the first, so that what is kept unsharded is up to date."""
 
 
 class Coordinator:
@@ -52,6 +60,11 @@ class Coordinator:
         self._numbers: dict[int, int] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._is_away = False
+        self._attempt: Attempt | None = None
+        self._failure: Failure | None = None
+        """Why the present attempt was given up."""
+        self._owed: Callable[[], None] | None = None
+        """Starts what this rank has taken and could not start, for which the others wait."""
         watcher.listen(self)
 
     # What this rank wants
@@ -70,7 +83,10 @@ class Coordinator:
             CommError: a rank has died, does not come before the timeout, or wants what cannot be joined.
         """
         is_training = any(module.training for module in unit.modules)
-        self._reach(Step(Kind.BEGIN, self._numbers[unit.id], 2 * torch.is_grad_enabled() + is_training))
+        accumulation = unit.policy.accumulation
+        goes_on = accumulation is not None and not accumulation.is_in_first_forward
+        mode = GOES_ON * goes_on + 2 * torch.is_grad_enabled() + is_training
+        self._reach(Step(Kind.BEGIN, self._numbers[unit.id], mode))
 
     def end_backward(self, unit: Unit) -> None:
         """A backward of the model of `unit`, a root, has ended: go on when all ranks have reduced what they have.
@@ -87,15 +103,16 @@ class Coordinator:
         Raises:
             CommError: as `begin`.
         """
-        number, is_in_backward, which = self._numbers[unit.id], in_backward(), 0
+        number, is_in_backward = self._numbers[unit.id], in_backward()
         if action is Gather:
-            which = int(unit.in_full_precision)
-            self._reach(Step(Kind.GATHER, number, which), is_in_backward)
+            step = Step(Kind.GATHER, number, int(unit.in_full_precision))
+            self._reach(step, is_in_backward)
             if unit.live is not Live.SHARDED:
                 unit.free()  # other ranks gather all of it, and from shards
         else:
-            self._reach(Step(Kind.REDUCE, number, int(unit.policy.all_reduce_gradients)), is_in_backward)
-        self._ledger.start(action, unit, which, do)
+            step = Step(Kind.REDUCE, number, int(unit.policy.all_reduce_gradients))
+            self._reach(step, is_in_backward)
+        self._start(step, unit, do[action])
 
     def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
         """Carry out `action`. Raises CommError as `begin`."""
@@ -107,11 +124,20 @@ class Coordinator:
         Raises:
             CommError: as `begin`; or ranks step different optimizers, or only some of them do.
         """
-        if self._is_away or in_backward() or not any(each in self._numbers for each in unit_ids):
+        attempt = self._attempt
+        if self._is_away or not any(each in self._numbers for each in unit_ids):
             return
-        number = self.know(optimizer)
-        wishes = self._reach(Step(Kind.STEP, number))
-        if any(wish.step == LEAVE for wish in wishes):
+        if in_backward():
+            if attempt is not None:
+                attempt.steps(for_good=True)
+            return
+        if attempt is not None and (reason := attempt.refuses(optimizer)) is not None:
+            self.fail(reason)
+        wishes = self._reach(Step(Kind.STEP, self.know(optimizer)))
+        is_any_away = any(wish.step == LEAVE for wish in wishes)
+        if attempt is not None:
+            attempt.steps(for_good=is_any_away)
+        if is_any_away:
             self._exchange_settings(_settings_of(optimizer))
 
     def know(self, optimizer: Optimizer) -> int:
@@ -143,25 +169,85 @@ class Coordinator:
         finally:
             self._is_away = False
 
+    # Attempts
+
+    def begin_attempt(self, attempt: Attempt) -> None:
+        """Have `GivenUp` raised wherever this rank is when a rank fails, until `end_attempt`.
+
+        Raises:
+            StateError: another attempt has not ended.
+        """
+        if self._attempt is not None:
+            raise StateError("sherd.step within sherd.step of models on the same ranks; leave the outer one first")
+        self._attempt = attempt
+
+    def end_attempt(self) -> None:
+        """This rank's attempt has ended, in whichever way."""
+        self._attempt = self._failure = self._owed = None
+
+    def done(self, with_all: bool = True) -> None:
+        """This rank has finished its attempt, or the part of it before collectives that are not ours if not `with_all`:
+        go on when all have that began one.
+
+        Raises:
+            GivenUp: another rank has failed.
+            CommError: as `begin`.
+        """
+        self._reach(Step(Kind.DONE, detail=int(not with_all)))
+
+    def fail(self, reason: str) -> NoReturn:
+        """This rank cannot finish its attempt, and has nothing in flight: have all ranks give it up.
+
+        Raises:
+            GivenUp: when all know.
+            CommError: as `begin`.
+        """
+        assert self._attempt is not None, "only an attempt fails"
+        self._attempt.fail(reason)
+        owed, self._owed = self._owed, None
+        if owed is not None and self._failure is None:
+            owed()
+        self._reach(Step(Kind.FAIL))
+        raise AssertionError("no rank goes on when one has failed")
+
+    def _give_up(self) -> None:
+        """A rank has failed. All ranks must call this; those that have an attempt leave it."""
+        attempt = self._attempt
+        mine = None if attempt is None else attempt.report()
+        reports = all_gather_objects(
+            mine, "the reports of ranks on a step that one of them cannot finish", self._group()
+        )
+        if attempt is not None:
+            self._failure = Failure.of(self._ranks, reports)
+            raise GivenUp(self._failure)
+        # What the others have reduced is here, too.
+        for unit in (each for ref in self._units if (each := ref()) is not None):
+            unit.zero_grad(True, {id(module) for module in unit.modules})
+
     # What all do
 
     def _reach(self, wanted: Step, is_in_backward: bool = False) -> Sequence[Wish]:
         """Go along with the others until it is the turn of `wanted`. Returns what all ranks wanted at the last vote."""
+        if self._failure is not None:
+            raise GivenUp(self._failure)
         wishes: Sequence[Wish] = ()
         while True:
             step = self._order.expected()
             if step is None:
-                wishes = self._vote(Wish(wanted, is_in_backward))
+                wishes = self._vote(Wish(wanted, is_in_backward, self._attempt is not None))
                 step = choose(wishes)
                 self._require_possible(step, wishes)
             self._order.take(step)
-            if wanted.is_served_by(step):
+            if step.kind is Kind.FAIL:
+                self._give_up()
+            elif wanted.is_served_by(step):
                 return wishes
-            self._go_along(step)
+            else:
+                self._go_along(step)
 
     def _vote(self, wish: Wish) -> list[Wish]:
         """Returns what all ranks want. All of them must call this."""
-        own = VOTE.pack(*wish.step, wish.in_backward, len(self._units))
+        own = VOTE.pack(*wish.step, wish.in_backward + 2 * wish.in_attempt, len(self._units))
         votes = [bytearray(VOTE.size) for _ in self._ranks]
         words = self._in_words(wish.step)
         asking = named(f"the vote of ranks, of which rank {dist.get_rank()} {words},", self._group())
@@ -169,7 +255,7 @@ class Coordinator:
             start_all_gather(own, votes, self._group()).wait()
         unpacked = [VOTE.unpack(vote) for vote in votes]
         self._fewest_units = min(units for *_, units in unpacked)
-        return [Wish(Step(Kind(kind), which, detail), bool(flag)) for kind, which, detail, flag, _ in unpacked]
+        return [Wish(Step(Kind(kind), *which), bool(at & 1), bool(at & 2)) for kind, *which, at, _ in unpacked]
 
     def _group(self) -> dist.ProcessGroup:
         parent = self._parent()
@@ -178,7 +264,7 @@ class Coordinator:
 
     def _require_possible(self, step: Step, wishes: Sequence[Wish]) -> None:
         """Raise, on all ranks alike, if some of them cannot go along with `step`."""
-        if step.kind <= Kind.END and step.which >= self._fewest_units:
+        if step.kind is not Kind.FAIL and step.kind <= Kind.END and step.which >= self._fewest_units:
             raise CommError(
                 f"ranks {self._wanting(step, wishes)} run a model whose forward other ranks have not begun yet; under "
                 "divergence='join' all ranks must run each model once before any of them may skip it"
@@ -204,9 +290,11 @@ class Coordinator:
         return {
             Kind.GATHER: f"gathers unit {name}",
             Kind.REDUCE: f"reduces the gradients of unit {name}",
+            Kind.FAIL: "cannot finish its step",
             Kind.BEGIN: f"begins a forward of {name}",
             Kind.END: f"has ended a backward of {name}",
             Kind.STEP: f"steps optimizer {step.which}",
+            Kind.DONE: "has finished its step",
             Kind.BATCH: "asks for its next batch",
             Kind.LEAVE: "has no batch left",
         }[step.kind]
@@ -215,7 +303,8 @@ class Coordinator:
         """Take part in what this rank did not want."""
         if step.kind is Kind.STEP:
             self._step_along(step.which)
-        if step.kind > Kind.REDUCE:
+        is_forward = step.kind is Kind.BEGIN and step.detail < GOES_ON
+        if step.kind > Kind.REDUCE and not is_forward:
             return
         unit = self._units[step.which]()
         if unit is None:
@@ -223,15 +312,31 @@ class Coordinator:
                 f"rank {dist.get_rank()} has deleted a model that other ranks still run ({self._in_words(step)}); "
                 "delete it on all ranks"
             )
+        if is_forward:
+            conductor = unit.sealed_into()
+            for each in conductor.units if conductor is not None else ():
+                if each.keeps_copies:
+                    each.may_be_written()  # as on the ranks whose forward begins, which gather it anew
+            return
+        live = unit.live
         with torch.no_grad():
+            self._start(step, unit, partial(_start_for_others, step))
             if step.kind is Kind.GATHER:
-                gathers = partial(gather_for_others, in_full_precision=bool(step.detail))
-                self._ledger.start(Gather, unit, step.detail, {Gather: gathers})
-                self._ledger.run(Await, unit, FINISHED)
+                self._ledger.run(Await, unit, {Await: partial(have_again, live=live)})
             else:
-                reduces = partial(reduce_for_others, over_replicas=bool(step.detail))
-                self._ledger.start(Reduce, unit, 0, {Reduce: reduces})
-                self._ledger.run(FinishReduce, unit, FINISHED)
+                self._ledger.run(FinishReduce, unit, {FinishReduce: finish_for_others})
+
+    def _start(self, step: Step, unit: Unit, run: Callable[[Unit], None]) -> None:
+        """Call `run`, which starts the collectives of `step`. If it raises (there was no memory for what is to come),
+        remember those that were not started: the other ranks wait for them."""
+        is_gather = step.kind is Kind.GATHER
+        action: type[Action] = Gather if is_gather else Reduce
+        try:
+            self._ledger.start(action, unit, step.detail if is_gather else 0, {action: run})
+        except Exception:
+            flights: Sequence[_Flight] = unit.weights if is_gather else unit.gradients
+            self._owed = partial(_pay, step, unit, {at for at, each in enumerate(flights) if each.is_in_flight})
+            raise
 
     def _step_along(self, number: int) -> None:
         """Step the optimizer as the ranks do that still train, with their learning rates; then drop its gradients."""
@@ -251,6 +356,21 @@ class Coordinator:
         """Returns the settings that the first rank has which steps. All ranks must call this."""
         found = all_gather_objects(mine, "the optimizers' settings, for ranks without a batch", self._group())
         return next(settings for settings in found if settings is not None)
+
+
+def _start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:
+    start = gather_for_others if step.kind is Kind.GATHER else reduce_for_others
+    start(unit, bool(step.detail), but)
+
+
+@torch.no_grad()
+def _pay(step: Step, unit: Unit, but: Collection[int]) -> None:
+    """Start the collectives of `step` for all groups of `unit` `but` those, and drop what they bring."""
+    _start_for_others(step, unit, but)
+    if step.kind is Kind.GATHER:
+        unit.free()
+    else:
+        finish_for_others(unit)
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

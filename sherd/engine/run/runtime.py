@@ -189,14 +189,17 @@ class Runtime:
             )
         self._look_for_unmanaged(in_backward=False)
         counted = self.root.policy.accumulation
-        if counted is None or counted.begin_forward(self.root.id):
+        is_first = counted is None or counted.begin_forward(self.root.id)
+        # First, as ranks that go along with others in there may gather what is kept, before it is stale once more:
+        # test_any_program_trains_as_the_plain_model.
+        for overseer in self.overseers:
+            overseer.begin(self.root)
+        if is_first:
             for member in self.units:
                 # Most units keep no copies and find their shards where they were, so nothing more is called for them.
                 if member.keeps_copies or member.shards.have_moved:
                     member.may_be_written()
         self.revise()
-        for overseer in self.overseers:
-            overseer.begin(self.root)
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
+from sherd.engine.run.conductor import Conductor
 from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.group import Group
 from sherd.engine.state.grouping import batches_of
@@ -39,19 +40,6 @@ from sherd.schedule.state import Live
 _ids = itertools.count()
 
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
-
-
-class Conductor(Protocol):
-    """The runtime that a unit is sealed into, as the unit knows it."""
-
-    def show_shards(self, unit: Unit) -> None:
-        """Free the unit's unsharded parameters, for somebody who will read or write shards."""
-
-    def shards_written(self, unit: Unit) -> None:
-        """Note that the unit's unsharded parameters, if there are any, are older than its shards."""
-
-    def before_backward(self, unit: Unit) -> None:
-        """Note that backward has reached the unit."""
 
 
 def _nowhere() -> None:
@@ -97,7 +85,7 @@ class Unit:
         self.surrounds = surrounds
         self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self.sealed_into: Callable[[], Conductor | None] = _nowhere
+        self.sealed_into: Callable[[], Conductor[Unit] | None] = _nowhere
         self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
@@ -131,7 +119,7 @@ class Unit:
         """Bytes of its gathered parameters."""
         return sum(weights.group.unsharded_bytes for weights in self.weights)
 
-    def join(self, conductor: Conductor | None) -> None:
+    def join(self, conductor: Conductor[Unit] | None) -> None:
         """Be sealed into a runtime, which holds the unit; the unit holds it weakly. None: into none, as at first."""
         self.sealed_into = _nowhere if conductor is None else weakref.ref(conductor)
 

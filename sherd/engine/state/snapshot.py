@@ -1,0 +1,165 @@
+"""Copies of what a step changes, by which it can be undone: buffers, gradients, random states, parameters, optimizers.
+
+Tensors get their elements back in place, because others hold views of them: shard buffers, spans of an optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd.engine.state.parameter import record_of
+from sherd.tensor.ragged import local_part
+
+Undo = Callable[[], None]
+
+
+class Stateful(Protocol):
+    """An object whose state can be taken and given back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Have this state."""
+
+
+class Snapshot:
+    """What one step may change on this rank, as it is now, but for what an optimizer steps.
+
+    Args:
+        model: its buffers, and gradients of parameters that no unit has, are kept.
+        shards: parameters whose gradients are kept.
+        optimizers: the settings of their groups are kept, and the gradients of their parameters.
+        others: gradient scalers, and whatever else has a state dict.
+        device: the one whose random state is kept, beside those of the CPU and of Python.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shards: Iterable[nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        others: Sequence[Stateful],
+        device: torch.device,
+    ) -> None:
+        plain = (each for each in model.parameters() if record_of(each) is None)
+        stepped = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
+        parameters = {id(each): each for each in (*shards, *plain, *stepped)}.values()
+        self.has_gradients = any(each.grad is not None for each in parameters)
+        self._undo = [_gradient(each) for each in parameters]
+        self._undo += [_buffer(*each) for module in model.modules() for each in _buffers_of(module)]
+        self._undo += [_entries(group, but=("params",)) for each in optimizers for group in each.param_groups]
+        self._undo += [_state(each) for each in others]
+        self._undo += _random_states(device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Have everything as it was."""
+        for undo in reversed(self._undo):
+            undo()
+
+    @torch.no_grad()
+    def keep_stepped(self, optimizer: Optimizer) -> None:
+        """Copy, too, what `optimizer` is about to change: parameters, state and settings."""
+        state = optimizer.state
+        for group in optimizer.param_groups:
+            self._undo += [_values(each) for each in group["params"]]
+            self._undo.append(_entries(group, but=("params",)))
+        self._undo += [_entries(state[parameter]) for parameter in state]
+        known = set(state)
+
+        def forget_new() -> None:
+            for parameter in [each for each in state if each not in known]:
+                del state[parameter]
+
+        self._undo.append(forget_new)
+
+
+def _values(tensor: torch.Tensor) -> Undo:
+    part = local_part(tensor)
+    kept = part.detach().clone()
+
+    def undo() -> None:
+        if not torch.equal(part, kept):  # what shows one element in many places cannot be written, nor is it
+            part.detach().copy_(kept)
+
+    return undo
+
+
+def _gradient(parameter: nn.Parameter) -> Undo:
+    gradient = parameter.grad
+    values = None if gradient is None else _values(gradient)
+
+    def undo() -> None:
+        parameter.grad = gradient
+        if values is not None:
+            values()
+
+    return undo
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [(module, name, each) for name, each in module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def _buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> Undo:
+    values = _values(tensor)
+    is_persistent = name not in module._non_persistent_buffers_set
+
+    def undo() -> None:
+        values()
+        if getattr(module, name, None) is not tensor:
+            module.register_buffer(name, tensor, is_persistent)
+
+    return undo
+
+
+def _entries(of: MutableMapping[str, Any], but: Sequence[str] = ()) -> Undo:
+    """The entries of a group of parameters, or of one parameter's state."""
+    before = {key: value for key, value in of.items() if key not in but}
+    tensors = [_values(value) for value in before.values() if torch.is_tensor(value)]
+    kept = {key: value if torch.is_tensor(value) else copy.deepcopy(value) for key, value in before.items()}
+
+    def undo() -> None:
+        for key in [key for key in of if key not in but and key not in kept]:
+            del of[key]
+        of.update(kept)
+        for values in tensors:
+            values()
+
+    return undo
+
+
+def _state(of: Stateful) -> Undo:
+    if isinstance(of, torch.amp.GradScaler):
+        # Its state dict lacks what it knows of gradients that were unscaled already, and asks the device.
+        attributes: Mapping[str, Any] = vars(of)
+        kept = {key: copy.deepcopy(value) for key, value in attributes.items() if _is_data(value)}
+        return lambda: of.__setstate__(copy.deepcopy(kept))
+    state = copy.deepcopy(of.state_dict())
+
+    def undo() -> None:
+        of.load_state_dict(state)
+
+    return undo
+
+
+def _is_data(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor | dict | int | float)
+
+
+def _random_states(device: torch.device) -> list[Undo]:
+    python, cpu = random.getstate(), torch.get_rng_state()
+    undo: list[Undo] = [lambda: random.setstate(python), lambda: torch.set_rng_state(cpu)]
+    if device.type != "cpu":
+        on_device = torch.get_device_module(device)
+        kept = on_device.get_rng_state()
+        undo.append(lambda: on_device.set_rng_state(kept))
+    return undo

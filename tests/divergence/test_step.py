@@ -1,0 +1,780 @@
+"""Inside `sherd.step` all ranks make a step, or all skip it and are as before, whatever fails on one of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import sherd
+from sherd.engine.moves.gradients import Gradients
+from sherd.engine.moves.weights import Weights
+from sherd.engine.run.coordinator import Coordinator
+from sherd.errors import CommError, GradientError, ModuleError, PolicyError, PolicyTypeError, StateError
+from tests.ranks import RanksFailed
+
+JOIN = sherd.CommPolicy(divergence="join")
+WIDTH, NUM_STEPS, FAILS_IN = 8, 4, 2
+
+
+class Block(nn.Module):
+    """With batch norm, whose statistics are buffers, and noise, which takes random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).relu() + 0.1 * torch.randn(x.shape) + random.random()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, fail: Any = None) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if fail is not None and number == 1:
+                fail()
+            x = block(x)
+        return self.head(x)
+
+
+class Recomputed(Net):
+    def forward(self, x: Tensor, fail: Any = None) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if fail is not None and number == 1:
+                fail()
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def sharded(mesh: Any = None, make: Any = Net, **more: Any) -> Any:
+    model: Any = make()
+    for block in model.blocks:
+        sherd.fully_shard(block, mesh=mesh, comm_policy=JOIN, **more)
+    return sherd.fully_shard(model, mesh=mesh, comm_policy=JOIN, **more)
+
+
+def hybrid() -> Any:
+    size = (dist.get_world_size() // 2, 2)
+    return sharded(init_device_mesh("cpu", size, mesh_dim_names=("replicas", "shards")))
+
+
+def wrapped(use_orig_params: bool = True) -> Any:
+    model: Any = Net()
+    options: Any = {"use_orig_params": use_orig_params, "comm_policy": JOIN}
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = sherd.FullyShardedDataParallel(block, **options)
+    return sherd.FullyShardedDataParallel(model, **options)
+
+
+MAKERS: dict[str, Any] = {
+    "fully_shard": sharded,
+    "Flat": lambda: sharded(placement=sherd.Flat()),
+    "Blocks": lambda: sharded(placement=sherd.Blocks(2)),
+    "Owned": lambda: sharded(placement=sherd.Owned()),
+    "kept": lambda: sharded(reshard_after_forward=False),
+    "DDP": lambda: sharded(placements="ddp"),
+    "ZeRO-1": lambda: sharded(placements="zero1"),
+    "HSDP": hybrid,
+    "recomputed": lambda: sharded(make=Recomputed),
+    "bfloat16": lambda: sharded(mp_policy=sherd.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    "wrapper": wrapped,
+    "flat parameters": lambda: wrapped(use_orig_params=False),
+}
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def seed() -> None:
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that a step changes on this rank."""
+    held = lambda each: each.to_local() if hasattr(each, "to_local") else each  # noqa: E731
+    found: dict[str, Any] = {}
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
+        found[name] = held(each.detach()).clone()
+        if each.grad is not None:
+            found[f"{name}.grad"] = held(each.grad).clone()
+    for at, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{at}.{key}"] = held(value).clone() if torch.is_tensor(value) else value
+    for at, group in enumerate(optimizer.param_groups):
+        found[f"group {at}"] = {key: value for key, value in group.items() if key != "params"}
+    return found | {"cpu": torch.get_rng_state(), "python": random.getstate()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        if torch.is_tensor(value):
+            assert torch.equal(value, expected[name]), name
+        else:
+            assert value == expected[name], name
+
+
+class Trouble(Exception):
+    """What a body raises."""
+
+
+def raises() -> None:
+    raise Trouble("of this rank alone")
+
+
+def runs_out() -> None:
+    raise torch.OutOfMemoryError("tried to allocate much")
+
+
+def poison(gradient: Tensor) -> Tensor:
+    return gradient * float("nan")
+
+
+def hook_that_raises(gradient: Tensor) -> None:
+    raises()
+
+
+def body(model: Any, optimizer: torch.optim.Optimizer, step: int, where: str | None) -> None:
+    """Forward, backward and step, failing at `where`."""
+    fail = {"forward": raises, "out of memory": runs_out}.get(where or "")
+    if where == "first":
+        raises()
+    out = model(batch(step, dist.get_rank()), fail)
+    if where == "before backward":
+        raises()
+    if where in ("backward", "nan"):
+        out.register_hook(poison if where == "nan" else hook_that_raises)
+    if where == "backward":
+        out = out * 1.0
+    loss = out.square().sum()
+    loss.backward()
+    if where == "after backward":
+        raises()
+    if where == "optimizer":
+        handle = optimizer.register_step_pre_hook(lambda *_: raises())
+        try:
+            optimizer.step()
+        finally:
+            handle.remove()
+    optimizer.step()
+    if where == "end":
+        raises()
+
+
+def trained(
+    maker: str, steps: list[int], fails_in: dict[int, tuple[int, str]], accumulates: bool = False, **options: Any
+) -> tuple[dict[str, Any], list[tuple[bool, int | None, str | None, int]]]:
+    """The state after these steps, in some of which a rank fails: `fails_in[step] == (rank, where)`. And what each
+    said."""
+    model = MAKERS[maker]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seed()
+    said = []
+    for step in steps:
+        if accumulates:
+            model(batch(step + 50, dist.get_rank())).square().sum().backward()
+        rank, where = fails_in.get(step, (-1, None))
+        before = state_of(model, optimizer)
+        with sherd.step(model, optimizer, **options) as attempt:
+            body(model, optimizer, step, where if rank == dist.get_rank() else None)
+        if attempt.skipped:
+            assert_same(state_of(model, optimizer), before)
+        optimizer.zero_grad()
+        said.append((attempt.skipped, attempt.rank, attempt.reason, attempt.num_skipped))
+    return state_of(model, optimizer), said
+
+
+WHERE = ["first", "forward", "out of memory", "before backward", "backward", "after backward", "nan"]
+
+
+def check_skips(found: list[Any], without: list[Any], where: str, rank: int, at: int) -> None:
+    for (state, said), (expected, _) in zip(found, without, strict=True):
+        assert_same(state, expected)
+        assert [skipped for skipped, *_ in said] == [step == at for step in range(NUM_STEPS)]
+        assert said[at] == said[at][:2] + found[0][1][at][2:]
+        assert [total for *_, total in said] == [int(step >= at) for step in range(NUM_STEPS)]
+        text = {"nan": "not finite", "out of memory": "OutOfMemoryError: tried to"}.get(where, "Trouble: of this rank")
+        assert text in said[at][2]
+        assert said[at][1] == (rank if where != "nan" else 0)  # all shards have a part of what is poisoned
+
+
+@pytest.mark.parametrize("at", [0, FAILS_IN])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("maker", ["fully_shard", "flat parameters"])
+def test_all_skip_a_step_that_one_cannot_finish_and_go_on_as_if_it_had_not_been(world, maker, where, at):
+    steps = list(range(NUM_STEPS))
+    found = world(2).run(trained, maker, steps, {at: (1, where)})
+    without = world(2).run(trained, maker, [step for step in steps if step != at], {})
+    check_skips(found, without, where, 1, at)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "nan"])
+@pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"fully_shard", "flat parameters", "HSDP"}))
+def test_under_each_placement_and_front_end(world, maker, where):
+    steps = list(range(NUM_STEPS))
+    found = world(2).run(trained, maker, steps, {FAILS_IN: (1, where)})
+    without = world(2).run(trained, maker, [0, 1, 3], {})
+    check_skips(found, without, where, 1, FAILS_IN)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "after backward", "nan"])
+@pytest.mark.parametrize("maker", ["fully_shard", "HSDP", "wrapper"])
+def test_on_four_ranks(world, maker, where):
+    steps = list(range(NUM_STEPS))
+    found = world(4).run(trained, maker, steps, {FAILS_IN: (2, where)})
+    without = world(4).run(trained, maker, [0, 1, 3], {})
+    check_skips(found, without, where, 2, FAILS_IN)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "nan"])
+@pytest.mark.parametrize("maker", ["fully_shard", "flat parameters"])
+def test_gradients_from_before_are_as_before(world, maker, where):
+    """`trained` compares all that a step changes around the one that is skipped, gradients too."""
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: (1, where)}, accumulates=True)
+    assert [[skipped for skipped, *_ in said] for _, said in found] == [[False, False, True, False]] * 2
+
+
+# An optimizer that has stepped
+
+
+@pytest.mark.parametrize("where", ["optimizer", "end"])
+@pytest.mark.parametrize("at", [0, FAILS_IN])
+@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1", "flat parameters"])
+def test_what_an_optimizer_has_changed_is_undone_if_copies_are_kept(world, maker, at, where):
+    steps = list(range(NUM_STEPS))
+    found = world(2).run(trained, maker, steps, {at: (1, where)}, undo_optimizer=True)
+    without = world(2).run(trained, maker, [step for step in steps if step != at], {}, undo_optimizer=True)
+    check_skips(found, without, where, 1, at)
+
+
+def flattened(fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:
+    model = sharded()
+    optimizer = sherd.flatten_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    seed()
+    for step in steps:
+        where = "end" if fails_in.get(step) == dist.get_rank() else None
+        with sherd.step(model, optimizer, undo_optimizer=True):
+            body(model, optimizer, step, where)
+        optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("at", [0, FAILS_IN])
+def test_the_spans_of_a_flattened_optimizer_are_undone(world, at):
+    found = world(2).run(flattened, {at: 1}, [0, 1, 2, 3])
+    for state, expected in zip(found, world(2).run(flattened, {}, [s for s in range(4) if s != at]), strict=True):
+        assert_same(state, expected)
+
+
+def fails_for_good(where: str) -> str:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with (
+        pytest.raises(Trouble if dist.get_rank() == 1 else CommError) as raised,
+        sherd.step(model, optimizer) as attempt,
+    ):
+        body(model, optimizer, 0, where if dist.get_rank() == 1 else None)
+    assert not attempt.skipped
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "end"])
+def test_without_copies_all_raise(world, where):
+    said = world(2).run(fails_for_good, where)
+    assert "of this rank alone" in said[1]
+    assert "rank 1 could not finish a step: Trouble: of this rank alone" in said[0]
+    assert "an optimizer has stepped on some ranks" in said[0]
+    assert "undo_optimizer=True" in said[0]
+
+
+# Errors of our own making
+
+
+class Scaled(Net):
+    """Its units have a group of each of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+            block.register_forward_hook(lambda block, args, out: out * block.scale.float())
+
+
+def short_of_memory(kind: str, fails_at: int | None) -> tuple[dict[str, Any], list[bool]]:
+    """On rank 1 the memory for the message of the group `fails_at` is missing in the step in the middle."""
+    patched, name = {"gather": (Weights, "_gather_shards"), "reduce": (Gradients, "reduce")}[kind]
+    plain, num_calls = getattr(patched, name), 0
+
+    def short(self: Any, *args: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == fails_at + 1:
+            runs_out()
+        plain(self, *args)
+
+    model: Any = Scaled()
+    for block in model.blocks:
+        sherd.fully_shard(block, comm_policy=JOIN)
+    sherd.fully_shard(model, comm_policy=JOIN)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seed()
+    said = []
+    for step in range(3):
+        if fails_at is None and step == 1:
+            continue
+        fails = step == 1 and dist.get_rank() == 1
+        with (
+            mock.patch.object(patched, name, short if fails else plain),
+            sherd.step(model, optimizer) as attempt,
+        ):
+            body(model, optimizer, step, None)
+        optimizer.zero_grad()
+        said.append(attempt.skipped)
+    return state_of(model, optimizer), said
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+@pytest.mark.parametrize("fails_at", [0, 3, 4])
+def test_a_collective_that_could_not_be_started_is_made_up_for(world, kind, fails_at):
+    found = world(2).run(short_of_memory, kind, fails_at)
+    for (state, said), (expected, _) in zip(found, world(2).run(short_of_memory, kind, None), strict=True):
+        assert said == [False, True, False]
+        assert_same(state, expected)
+
+
+# What users see
+
+
+def reported() -> tuple[list[Any], list[str]]:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seen: list[Any] = []
+    note = lambda attempt: seen.append((attempt.rank, attempt.reason, attempt.num_skipped_in_a_row))  # noqa: E731
+    handler = mock.Mock(level=logging.WARNING)
+    logging.getLogger("sherd").addHandler(handler)
+    try:
+        for step in range(6):
+            fails = dist.get_rank() == 1 and step in (0, 1, 4)
+            with sherd.step(model, optimizer, on_skip=note) as attempt:
+                body(model, optimizer, step, "forward" if fails else None)
+            optimizer.zero_grad()
+            seen.append((attempt.skipped, attempt.num_skipped, attempt.num_skipped_in_a_row))
+    finally:
+        logging.getLogger("sherd").removeHandler(handler)
+    return seen, [call.args[0].getMessage() for call in handler.handle.call_args_list]
+
+
+def test_skips_are_counted_called_back_and_logged(world):
+    text = "Trouble: of this rank alone"
+    (first, warned), *others = world(3).run(reported)
+    assert first == [
+        (1, text, 1),
+        (True, 1, 1),
+        (1, text, 2),
+        (True, 2, 2),
+        (False, 2, 0),
+        (False, 2, 0),
+        (1, text, 1),
+        (True, 3, 1),
+        (False, 3, 0),
+    ]
+    assert len(warned) == 3
+    assert "all ranks have skipped a step, since rank 1 could not finish it: Trouble: of this" in warned[0]
+    assert "3 steps were skipped so far, 1 in a row" in warned[2]
+    assert others == [(first, warned), (first, [])]
+
+
+def skips_too_often(where: str, max_skips: int) -> tuple[int, str, bool]:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(max_skips + 1):
+        before = state_of(model, optimizer)
+        try:
+            with sherd.step(model, optimizer, max_skips=max_skips):
+                body(model, optimizer, 0, where if dist.get_rank() == 1 or where == "nan" else None)
+        except (Trouble, CommError, GradientError) as error:
+            assert_same(state_of(model, optimizer), before)
+            with sherd.step(model, optimizer, max_skips=max_skips) as attempt:
+                body(model, optimizer, 0, None)
+            return step, f"{type(error).__name__}: {error}", attempt.skipped
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("max_skips", [0, 2])
+def test_after_a_limit_the_error_is_raised_on_all_ranks_which_are_as_before(world, max_skips):
+    first, second = world(2).run(skips_too_often, "forward", max_skips)
+    assert first[0] == second[0] == max_skips
+    assert second[1] == "Trouble: of this rank alone"
+    assert first[1].startswith("CommError: ")
+    assert f"rank 1 could not finish a step: Trouble: of this rank alone. It is not skipped: {max_skips} " in first[1]
+    assert not first[2]
+    assert not second[2]
+
+
+def test_after_a_limit_gradients_that_are_not_finite_are_an_error(world):
+    first, second = world(2).run(skips_too_often, "nan", 1)
+    assert first[1].startswith("GradientError: ")
+    assert second[1].startswith("CommError: ")
+    assert "gradients that are not finite: blocks.0.linear.weight, " in first[1]
+
+
+def ignores() -> bool:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with sherd.step(model, optimizer, nonfinite="ignore") as attempt:
+        body(model, optimizer, 0, "nan")
+    assert any(each.to_local().isnan().any() for each in model.parameters())
+    return attempt.skipped
+
+
+def test_what_is_not_finite_may_be_ignored(world):
+    assert world(2).run(ignores) == [False, False]
+
+
+def interrupted_after(out: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def is_interrupted() -> str:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if dist.get_rank() == 1:
+        with pytest.raises(KeyboardInterrupt), sherd.step(model, optimizer):
+            interrupted_after(model(batch(0, 0)))
+        os._exit(3)
+    with pytest.raises(CommError) as raised, sherd.step(model, optimizer):
+        body(model, optimizer, 0, None)
+    return str(raised.value)
+
+
+def test_a_rank_that_is_interrupted_leaves_and_the_others_raise(world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(is_interrupted)
+    assert failed.value.errors.keys() == {1}
+
+
+def swallows() -> tuple[dict[str, Any], bool]:
+    """Rank 0's body catches whatever comes, and goes on."""
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seed()
+    before = state_of(model, optimizer)
+    with sherd.step(model, optimizer) as attempt:
+        if dist.get_rank() == 1:
+            raises()
+        for _ in range(2):
+            try:  # noqa: SIM105
+                body(model, optimizer, 0, None)
+            except BaseException:
+                pass
+    assert_same(state_of(model, optimizer), before)
+    return {}, attempt.skipped
+
+
+def test_a_body_that_catches_everything_is_skipped_all_the_same(world):
+    assert [skipped for _, skipped in world(2).run(swallows)] == [True, True]
+
+
+# With other features
+
+
+def scaled(fails_in: dict[int, str], steps: list[int]) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler = sherd.ShardedGradScaler("cpu", init_scale=4.0, growth_interval=2)
+    seed()
+    said = []
+    for step in steps:
+        where = fails_in.get(step)
+        with sherd.step(model, optimizer, also=[scaler]) as attempt:
+            out = model(batch(step, dist.get_rank()))
+            if where == "inf":
+                out.register_hook(poison)
+            scaler.scale(out.square().sum()).backward()
+            if where == "after backward" and dist.get_rank() == 1:
+                raises()
+            attempt.agree()
+            if where == "after unscale":
+                scaler.unscale_(optimizer)
+            if where == "after unscale" and dist.get_rank() == 1:
+                raises()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        said.append(attempt.skipped)
+    return state_of(model, optimizer), scaler.state_dict(), said
+
+
+def test_a_scalers_own_skip_is_a_step_that_was_made(world):
+    for _, state, said in world(2).run(scaled, {1: "inf"}, [0, 1, 2]):
+        assert said == [False, False, False]
+        assert state["scale"] == 2.0
+
+
+@pytest.mark.parametrize("where", ["after backward", "after unscale"])
+def test_a_scaler_is_as_before(world, where):
+    found = world(2).run(scaled, {1: where}, [0, 1, 2])
+    for (state, scale, said), (expected, its, _) in zip(found, world(2).run(scaled, {}, [0, 2]), strict=True):
+        assert said == [False, True, False]
+        assert scale == its
+        assert_same(state, expected)
+
+
+def micro_batches(maker: str, fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:
+    model = MAKERS[maker]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seed()
+    for step in steps:
+        with sherd.step(model, optimizer):
+            with sherd.accumulate(model, 2):
+                for number in range(2):
+                    if number and fails_in.get(step) == dist.get_rank():
+                        raises()
+                    model(batch(10 * step + number, dist.get_rank())).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1", "HSDP", "wrapper"])
+def test_a_rank_fails_in_the_middle_of_an_accumulation(world, maker):
+    ranks = world(4 if maker == "HSDP" else 2)
+    found, expected = ranks.run(micro_batches, maker, {1: 0}, [0, 1, 2]), ranks.run(micro_batches, maker, {}, [0, 2])
+    for state, its in zip(found, expected, strict=True):
+        assert_same(state, its)
+
+
+def with_fewer_batches(fails: bool) -> tuple[dict[str, Any], list[bool]]:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seed()
+    said = []
+    with sherd.join(model, optimizer):
+        for step in range(3 if dist.get_rank() == 0 else 1):
+            if not fails and step == 1:
+                continue
+            with sherd.step(model, optimizer) as attempt:
+                body(model, optimizer, step, "before backward" if fails and step == 1 else None)
+            optimizer.zero_grad()
+            said.append(attempt.skipped)
+    return state_of(model, optimizer), said
+
+
+def test_a_rank_without_batches_skips_with_the_others(world):
+    found, expected = world(2).run(with_fewer_batches, True), world(2).run(with_fewer_batches, False)
+    assert [said for _, said in found] == [[False, True, False], [False]]
+    for (state, _), (its, _) in zip(found, expected, strict=True):
+        assert_same(state, its)
+
+
+def alone() -> list[bool]:
+    before, said = {}, []
+    model = sharded(init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for where in (None, "forward", "backward", "nan", None):
+        before = state_of(model, optimizer)
+        with sherd.step(model, optimizer) as attempt:
+            body(model, optimizer, 0, where)
+        if attempt.skipped:
+            assert_same(state_of(model, optimizer), before)
+        optimizer.zero_grad()
+        said.append(attempt.skipped)
+    with pytest.raises(Trouble), sherd.step(model, optimizer, max_skips=0):
+        raises()
+    with pytest.raises(GradientError), sherd.step(model, optimizer, max_skips=0):
+        body(model, optimizer, 0, "nan")
+    with sherd.step(model, optimizer) as attempt:
+        sherd.step(model, optimizer).__enter__()
+    assert "sherd.step within sherd.step of the same model, FSDPNet" in (attempt.reason or "")
+    return said
+
+
+def test_one_process_skips_by_itself(world):
+    assert world(1).run(alone) == [[False, True, True, True, False]]
+
+
+# Wrong use
+
+
+def refused() -> list[str]:
+    model, said = sharded(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def note(kind: type[Exception], of: Any, **options: Any) -> None:
+        with pytest.raises(kind) as raised, sherd.step(of, optimizer, **options):
+            pass
+        said.append(str(raised.value))
+
+    note(ModuleError, nn.Linear(2, 2))
+    note(PolicyError, sherd.fully_shard(nn.Linear(2, 2)))
+    note(PolicyError, model, nonfinite="raise")
+    note(PolicyError, model, max_skips=-1)
+    with pytest.raises(PolicyTypeError):
+        sherd.step(model, [model])
+    loss = model(batch(0, 0)).sum()
+    model.set_requires_gradient_sync(False)
+    loss.backward()
+    note(StateError, model)
+    optimizer.zero_grad()
+    model.zero_grad()
+    for unit in (*model.blocks, model):
+        unit.zero_grad()
+    model.set_requires_gradient_sync(True)
+    with sherd.step(model, optimizer) as attempt:
+        sherd.step(model, optimizer).__enter__()
+    said.append(attempt.reason or "")
+    second = sharded()
+    with sherd.step(model, optimizer) as attempt:
+        sherd.step(second, torch.optim.SGD(second.parameters(), lr=0.01)).__enter__()
+    said.append(attempt.reason or "")
+    with sherd.step(second, optimizer):
+        second(batch(0, 0))
+    with pytest.raises(StateError, match=r"outside of its sherd\.step"):
+        attempt.agree()
+    return said
+
+
+def test_wrong_use_is_named(world):
+    plain, error, choice, limit, unreduced, nested, other = world(2).run(refused)[0]
+    assert "step: nothing below Linear is sharded" in plain
+    assert 'comm_policy=CommPolicy(divergence="join")' in error
+    assert "expected 'skip' or 'ignore'" in choice
+    assert "expected 0 or more" in limit
+    assert "around all of its micro-batches" in unreduced
+    assert "sherd.step within sherd.step of models on the same ranks" in nested
+    assert "sherd.step within sherd.step of models on the same ranks" in other
+
+
+# Again and again, and elsewhere
+
+
+def failing_often(maker: str, transport: str, steps: list[int], fails_in: dict[int, dict[int, str]]) -> Any:
+    """`fails_in[step][rank]` is where that rank fails."""
+    policy = sherd.CommPolicy(divergence="join", transport=transport)
+    model: Any = Net()
+    more: Any = {"placements": "zero1"} if maker == "ZeRO-1" else {}
+    for unit in (*model.blocks, model):
+        sherd.fully_shard(unit, comm_policy=policy, **more)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seed()
+    said = []
+    for step in steps:
+        with sherd.step(model, optimizer, max_skips=9) as attempt:
+            body(model, optimizer, step, fails_in.get(step, {}).get(dist.get_rank()))
+        optimizer.zero_grad()
+        said.append(attempt.rank if attempt.skipped else None)
+    return state_of(model, optimizer), said
+
+
+OFTEN: dict[int, dict[int, str]] = {
+    0: {1: "first"},
+    1: {0: "backward", 1: "forward"},
+    3: {1: "first"},
+    4: {1: "first"},
+    5: {0: "nan", 1: "out of memory"},
+    6: {0: "after backward", 1: "after backward"},
+}
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1"])
+def test_steps_that_are_skipped_in_a_row_over_each_transport(world, maker, transport):
+    found = world(2).run(failing_often, maker, transport, list(range(8)), OFTEN)
+    without = world(2).run(failing_often, maker, transport, [2, 7], {})
+    for (state, said), (expected, _) in zip(found, without, strict=True):
+        assert said == [1, 1, None, 1, 1, 1, 0, None]
+        assert_same(state, expected)
+
+
+def two_optimizers(undoes: bool) -> tuple[bool, str]:
+    """Of a generator and a discriminator, as one module."""
+    pair: Any = nn.ModuleList([Net(), Net()])
+    for net in pair:
+        sherd.fully_shard(net, comm_policy=JOIN)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in pair]
+    before = [state_of(net, optimizer) for net, optimizer in zip(pair, optimizers, strict=True)]
+    try:
+        with sherd.step(pair, optimizers, undo_optimizer=undoes) as attempt:
+            body(pair[0], optimizers[0], 0, None)
+            body(pair[1], optimizers[1], 0, "backward" if dist.get_rank() == 1 else None)
+    except (Trouble, CommError) as error:
+        return False, str(error)
+    for net, optimizer, expected in zip(pair, optimizers, before, strict=True):
+        assert_same(state_of(net, optimizer), expected)
+    return attempt.skipped, ""
+
+
+def test_the_second_of_two_models_fails_when_the_first_has_stepped(world):
+    assert world(2).run(two_optimizers, True) == [(True, "")] * 2
+    (first, error), (second, own) = world(2).run(two_optimizers, False)
+    assert not first
+    assert not second
+    assert "an optimizer has stepped on some ranks" in error
+    assert own == "of this rank alone"
+
+
+def votes_of_each_step() -> list[int]:
+    counts, vote = [0], Coordinator._vote
+
+    def counted(self: Coordinator, wish: Any) -> Any:
+        counts[-1] += 1
+        return vote(self, wish)
+
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with mock.patch.object(Coordinator, "_vote", counted):
+        for step in range(6):
+            with sherd.step(model, optimizer):
+                body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
+            optimizer.zero_grad()
+            counts.append(0)
+    return counts[:-1]
+
+
+def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
+    for counts in world(2).run(votes_of_each_step):
+        assert counts[2:] == [4, 2, 4, 4]
+
+
+def evaluates_before(steps: list[int], fails: bool) -> tuple[dict[str, Any], list[bool]]:
+    """Rank 1 comes late to each step, since it evaluates; rank 0 fails in one before it has come."""
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    said = []
+    for step in steps:
+        if dist.get_rank() == 1:
+            model.eval()
+            with torch.no_grad():
+                model(batch(0, 0))
+            model.train()
+        seed()
+        with sherd.step(model, optimizer) as attempt:
+            body(model, optimizer, step, "first" if fails and step == 1 and dist.get_rank() == 0 else None)
+        optimizer.zero_grad()
+        said.append(attempt.skipped)
+    return state_of(model, optimizer), said
+
+
+def test_a_rank_that_fails_waits_for_one_that_has_not_begun_the_step(world):
+    found = world(2).run(evaluates_before, [0, 1, 2], True)
+    for (state, said), (expected, _) in zip(found, world(2).run(evaluates_before, [0, 2], False), strict=True):
+        assert said == [False, True, False]
+        assert_same(state, expected)
