@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,13 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
     except (KeyError, ValueError, RuntimeError):
         return True
     return False
+
+
+def forget_destroyed(known: MutableMapping[dist.ProcessGroup, Any]) -> None:
+    """Drop from `known`, which is kept by group, what belongs to destroyed groups: it would keep their threads alive."""
+    for group in tuple(known):  # a snapshot: ranks may be threads
+        if is_destroyed(group):
+            known.pop(group, None)
 
 
 def require_alive(group: dist.ProcessGroup, whose: str) -> None:
