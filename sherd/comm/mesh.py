@@ -313,8 +313,7 @@ def default_device_type(group: dist.ProcessGroup | None = None) -> str:
 
 
 _meshes: dict[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = {}
-"""Meshes by shard group, then by the id of the replicate group. Equal groups get the same mesh object. A mesh holds its
-groups, so those of destroyed ones go when the next one is made."""
+"""Meshes by shard group, then by the id of the replicate group. Equal groups get one mesh object, which holds them."""
 
 
 def mesh_of_groups(
@@ -334,8 +333,7 @@ def mesh_of_groups(
     """
     if replicate is not None:
         require_alive(replicate, "a given group")
-    if shard not in _meshes:
-        forget_destroyed(_meshes)
+    forget_destroyed(_meshes)
     known = _meshes.setdefault(shard, {})
     key = (id(replicate), device_type)
     if key not in known:

@@ -3,8 +3,8 @@
     fault = Fault(rank=1, step=2, phase=Phase.BACKWARD, kind=Kind.KILL)
     probe = Probe(fault, rank, tell)                      on each rank
 
-The program calls `probe.at(...)` wherever a phase is; the probe of the fault's rank acts in its step and phase, once. It
-tells when it acts, so that somebody else can do what a rank cannot do to itself: wake it up, or cut a cable.
+The program calls `probe.at(...)` wherever a phase is. The probe of the fault's rank acts in its step and phase, once.
+It tells when it acts, so that somebody else can do what a rank cannot do to itself: wake it up, or cut a cable.
 
     probe.at(Phase.BEFORE_FORWARD)                        x = probe.at(Phase.FORWARD, x, unit=1)
 """

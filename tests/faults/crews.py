@@ -38,8 +38,11 @@ TIMEOUT_S = 10.0
 """Of the process groups, where nobody should have to wait for so long."""
 SHORT_TIMEOUT_S = 4.0
 """Where nothing else ends the wait."""
-PATIENCE_S = 25.0
-"""Beyond the timeout. A rank that has not ended so long after the fault hangs."""
+PATIENCE_S = 30.0
+"""Beyond the timeout. A rank that has not ended so long after the fault hangs. A rank that comes to make a group with
+others that have ended may need five times the timeout: gloo tries to connect so often."""
+SHORT_PATIENCE_S = 8.0
+"""Where it is known that ranks may hang."""
 START_S = 90.0
 """For all that comes before the fault, on a machine however busy."""
 TIDY_S = 3.0
@@ -60,11 +63,16 @@ class Case:
         return SHORT_TIMEOUT_S if self.fault is not None and self.fault.kind in SILENT else TIMEOUT_S
 
     @property
+    def patience_s(self) -> float:
+        """How long after the fault a rank hangs that has not ended."""
+        return self.timeout_s + (SHORT_PATIENCE_S if self.is_across_hosts else PATIENCE_S)
+
+    @property
     def is_across_hosts(self) -> bool:
         return self.fault is not None and self.fault.kind in LINK
 
     def host_of(self, rank: int) -> int:
-        """Returns which of two hosts has that rank: the one of the fault's rank has it alone, or a half of the ranks."""
+        """Returns which of two hosts has that rank: each has half of the ranks, the first one rank more if need be."""
         return int(rank >= (self.setting.num_ranks + 1) // 2)
 
     def __str__(self) -> str:
@@ -86,10 +94,9 @@ class End:
     exit_code: int | None = None
     is_stuck: bool = False
     stack: str = ""
-    cpu_s: float = 0.0
     left: list[str] | None = None
-    """Threads and open files that it had more than at its start, after it has destroyed the process group. None if it
-    did not live to say so."""
+    """Threads and open files that it had more than at its start, after it has destroyed the process group. None after
+    an error, which its process must not survive."""
 
 
 @dataclass(slots=True)
@@ -128,12 +135,11 @@ def live(case: Case, rank: int, address: str, port: int, pipe: Connection, folde
     except BaseException as error:
         pipe.send(("error", type(error).__name__, str(error), time.monotonic()))
         code = error.code if isinstance(error, SystemExit) else 1
-    if code == 0 or case.fault is None or rank != case.fault.rank:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if code == 0:
+        dist.destroy_process_group()
         # torch's store leaves a pipe of its server open.
         left = _left(threads, files) if not (case.keeps_store and rank == 0) else []
-        pipe.send(("left", left, time.process_time()))
+        pipe.send(("left", left))
     atexit._run_exitfuncs()  # a forked process leaves them out
     os._exit(code)
 
@@ -146,7 +152,8 @@ def _say_end(case: Case, rank: int, address: str, port: int, pipe: Connection, p
     patience = timedelta(seconds=START_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.setting.num_ranks, timeout=patience)
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.timeout_s))  # all are there
+    store.set_timeout(timedelta(seconds=case.timeout_s))  # all are there
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.timeout_s))
     values = trained(case.setting, probe, Path(folder))
     pipe.send(("values", pickle.dumps({name: each.tolist() for name, each in values.items()}), time.monotonic()))
 
@@ -244,7 +251,7 @@ class Crew:
 
     def _listen(self) -> None:
         """Until all ranks have ended, or time is up."""
-        deadline, patience = time.monotonic() + START_S, self.case.timeout_s + PATIENCE_S
+        deadline = time.monotonic() + START_S
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         wake_at, is_awake = None, False
         while waiting and time.monotonic() < deadline:
@@ -256,7 +263,7 @@ class Crew:
             if self.ends.fault_at is None or is_awake:
                 continue
             if wake_at is None:
-                deadline, wake_at = time.monotonic() + patience, self._act()
+                deadline, wake_at = time.monotonic() + self.case.patience_s, self._act()
             others = [end for rank, end in enumerate(self.ends.of_rank) if rank != self.case.fault.rank]
             if time.monotonic() > wake_at or all(end.when for end in others):
                 is_awake = self._wake()
@@ -274,7 +281,7 @@ class Crew:
         elif what == "error":
             end.error, end.text, end.when = said
         else:
-            end.left, end.cpu_s = said
+            end.left = said[0]
 
     def _act(self) -> float:
         """What the rank with the fault cannot do. Returns when that is to be undone."""
@@ -282,7 +289,9 @@ class Crew:
         if self._hosts is not None:
             self._hosts.cut()
             self._pipes[self.case.fault.rank].send("cut")
-        return time.monotonic() + (MOMENT_S if kind in (Kind.PAUSE, Kind.BREAK) else self.case.timeout_s + PATIENCE_S / 2)
+        return time.monotonic() + (
+            MOMENT_S if kind in (Kind.PAUSE, Kind.BREAK) else self.case.timeout_s + PATIENCE_S / 2
+        )
 
     def _wake(self) -> bool:
         """Undo it. Returns False if it has not happened yet."""
@@ -323,7 +332,7 @@ class Crew:
 
     def _look_around(self) -> None:
         found = {path.name for path in self.folder.iterdir()}
-        allowed = {f"{rank}.{kind}" for rank in range(len(self._pipes)) for kind in ("ckpt", "stack", "part")}
+        allowed = {f"{rank}.{kind}" for rank in range(len(self._pipes)) for kind in ("ckpt", "stack")}
         self.ends.left += [f"file {name}" for name in sorted(found - allowed)]
         self.ends.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "sherd" in name]
 
@@ -333,13 +342,3 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return True  # it has ended, and a signal does nothing
-
-
-def rank_processes() -> list[int]:
-    """Returns the children of the fork server, among which are all ranks."""
-    server = multiprocessing.forkserver._forkserver._forkserver_pid
-    path = Path(f"/proc/{server}/task/{server}/children")
-    return [int(pid) for pid in path.read_text().split()] if server and path.exists() else []
-
-
-__all__ = ["Case", "Crew", "End", "Ends", "rank_processes"]

@@ -111,12 +111,16 @@ def whole(model: Any) -> dict[str, Tensor]:
         return {name: each.detach().clone() for name, each in named.items()}
 
 
-def owners(setting: Setting) -> dict[str, Tensor]:
-    """Returns for each element the rank that steps it, in another model that is sharded alike."""
-    model = sharded(setting, Chain())
-    for parameter in model.parameters():
-        local(parameter).fill_(dist.get_rank())
-    return whole(model)
+def owners(model: Any) -> dict[str, Tensor]:
+    """Returns for each element the rank that steps it."""
+    shards = [local(each) for each in model.parameters()]
+    values = [each.clone() for each in shards]
+    for each in shards:
+        each.fill_(dist.get_rank())
+    owned = whole(model)
+    for each, value in zip(shards, values, strict=True):
+        each.copy_(value)
+    return owned
 
 
 @contextlib.contextmanager
@@ -173,8 +177,8 @@ def one_step(probe: Probe, model: Any, optimizer: Any, folder: Path) -> None:
 def trained(setting: Setting, probe: Probe, folder: Path) -> dict[str, Tensor]:
     """Returns the parameters after a training with the fault that `probe` has, whole, and for a fault after which only
     some of the ranks have stepped, who steps which elements (`owner of ...`)."""
-    owned = owners(setting) if leaves_out_a_step(probe.fault, setting) else {}
     model = sharded(setting, Chain(probe))
+    owned = owners(model) if leaves_out_a_step(probe.fault, setting) else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     optimizer.register_step_pre_hook(lambda *_: probe.at(Phase.STEP))
     with joined(setting, model, optimizer):
