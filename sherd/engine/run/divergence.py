@@ -14,6 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from sherd.comm.board import board_of
+from sherd.comm.failures import named
 from sherd.comm.groups import default_group, group_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.coordinator import Coordinator
@@ -54,6 +55,7 @@ def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
 
     Raises:
         PolicyError: some units are to be joined and others are not, or a unit has ranks that the root lacks.
+        CommError: the process that has the store of the default group has died.
     """
     _require_one_policy(units)
     overseers: dict[int, Overseer] = {}
@@ -98,10 +100,12 @@ def _overseer_of(mesh: DataMesh) -> Overseer | None:
     if (policy, ranks) not in known:
         if policy == "join":
             known[policy, ranks] = Coordinator(parent, ranks, mesh.device)
-        elif (board := board_of(world)) is not None:
-            known[policy, ranks] = Guard(parent, ranks, mesh.device, board)
         else:
-            return None  # a rank that alone takes another way could not say so
+            with named("the connection to the store, for ranks that differ,", world):
+                board = board_of(world)
+            if board is None:
+                return None  # a rank that alone takes another way could not say so
+            known[policy, ranks] = Guard(parent, ranks, mesh.device, board)
     return known[policy, ranks]
 
 
