@@ -120,9 +120,14 @@ def may_become(case: Case) -> set[Outcome]:
 
 
 def may_hang(case: Case) -> bool:
-    """Returns whether a rank of `case` is known to hang: one that is cut off from the store, and has to compare.
-    tests/faults/test_campaign.py has a test that must fail as long as it is so."""
-    return case.fault is not None and case.fault.kind is Kind.CUT and case.setting.divergence == "error"
+    """Returns whether a rank of `case` is known to hang, or to wait for much longer than the timeout: one that is cut off
+    and has to compare, for which it asks the store, or to make a group, for which gloo tries again and again.
+
+    tests/faults/test_campaign.py has a test that must fail as long as the first is so.
+    """
+    fault = case.fault
+    makes_group = fault is not None and fault.step == 0 and fault.phase is Phase.BEFORE_FORWARD
+    return fault is not None and fault.kind is Kind.CUT and (case.setting.divergence == "error" or makes_group)
 
 
 # Judging

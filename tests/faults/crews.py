@@ -65,7 +65,8 @@ class Case:
     @property
     def patience_s(self) -> float:
         """How long after the fault a rank hangs that has not ended."""
-        return self.timeout_s + (SHORT_PATIENCE_S if self.is_across_hosts else PATIENCE_S)
+        compares = self.is_across_hosts and self.setting.divergence == "error"
+        return self.timeout_s + (SHORT_PATIENCE_S if compares else PATIENCE_S)
 
     @property
     def is_across_hosts(self) -> bool:
