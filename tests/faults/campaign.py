@@ -120,8 +120,8 @@ def may_become(case: Case) -> set[Outcome]:
 
 
 def may_hang(case: Case) -> bool:
-    """Returns whether a rank of `case` is known to hang, or to wait for much longer than the timeout: one that is cut off
-    and has to compare, for which it asks the store, or to make a group, for which gloo tries again and again.
+    """Returns whether a rank of `case` is known to hang, or to wait for much longer than the timeout: one that is cut
+    off and has to compare, for which it asks the store, or to make a group, for which gloo tries again and again.
 
     tests/faults/test_campaign.py has a test that must fail as long as the first is so.
     """
