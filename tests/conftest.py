@@ -32,6 +32,7 @@ DEVICE = Path(__file__).parent / "device"
 
 # Files that take longest, or mostly wait. They go first, so that at the end no worker is left alone with one of them.
 LONGEST = (
+    "tests/faults/test_campaign.py",
     "tests/machines/test_across.py",
     "tests/checkpoint/test_every_layout.py",
     "tests/parity/test_layouts.py",

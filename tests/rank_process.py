@@ -117,7 +117,7 @@ def _tidy() -> None:
     for group, _ in groups:
         dist.destroy_process_group(group)
     if groups:
-        _forget_meshes()
+        forget_meshes()
     compilations = torch._dynamo.utils.counters
     if compilations:
         # Else those of many tests add up to the limit that one code object has.
@@ -131,7 +131,7 @@ def _is_of_a_test(group: dist.ProcessGroup, name: str) -> bool:
     return group is not default and not name.startswith(f"sherd/{default.group_name}/")
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Empty what DTensor remembers by mesh: it would be given to equal meshes, though the groups are gone.
 
     A mesh that is remembered keeps its groups, and each of gloo's has a thread that wakes a hundred times a second: a

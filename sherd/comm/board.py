@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
+from sherd.comm.bounded_store import BoundedStore
 from sherd.comm.flight import OFTEN_UP_TO, Recorder
 from sherd.comm.groups import is_destroyed
 
@@ -101,6 +102,7 @@ class Board:
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self._group, self._store, self._rank, self.num_ranks = weakref.ref(group), store, group.rank(), group.size()
         timeout = timeout_of(group, torch.device("cpu")) or dist.default_pg_timeout
+        self._bounded = BoundedStore(store)  # for the main thread, which must not wait for ever
         self.recorder = Recorder(store, self._rank, self.num_ranks, timeout)
         self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
         self._open: dict[int, tuple[str, Position]] = {}
@@ -119,9 +121,9 @@ class Board:
 
     def inquire(self, key: str, position: Position) -> Inquiry:
         """Put on the board that this rank's party of this key wants to leave the path at `position`."""
-        number = self._store.add("number", 1)
-        self._store.set(str(number), json.dumps([key, asdict(position)]))
-        return Inquiry(self._store, number)
+        number = self._bounded.add("number", 1)
+        self._bounded.set(str(number), json.dumps([key, asdict(position)]))
+        return Inquiry(self._bounded, number)
 
     def look(self) -> None:
         """Serve the recorder; and answer what can be answered, if one of the parties is blocked."""

@@ -28,6 +28,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from sherd._torch import Store, users_line
+from sherd.comm.bounded_store import BoundedStore
 
 FOLDER, SIGNAL = "SHERD_FLIGHT_DIR", "SHERD_FLIGHT_SIGNAL"
 LOOK_EVERY_S = 0.25
@@ -79,6 +80,7 @@ class Recorder:
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._bounded = BoundedStore(store)  # for what a rank does that fails
         self._joined: list[weakref.ref[Source]] = []
         folder = os.environ.get(FOLDER, ".")
         self._folder = os.path.abspath(folder) if folder else ""
@@ -142,7 +144,7 @@ class Recorder:
         """Have all ranks write their records; returns the sentences about those of `ranks` that are not there."""
         number, found, deadline = 0, {}, time.monotonic() + ANSWERS_WITHIN * self._pause_s
         with contextlib.suppress(RuntimeError):
-            number = self._store.add("asked", 1)
+            number = self._bounded.add("asked", 1)
         self._answer(number, why, is_failing)
         # Ranks fail together, and one that has failed may have ended before this one asks.
         failures = self._num_failures + (not is_failing)
@@ -150,15 +152,17 @@ class Recorder:
         try:
             while missing and time.monotonic() < deadline:
                 for rank in list(missing):
-                    if self._store.check([key := f"where/{rank}"]):
-                        found[rank] = Whereabouts(**json.loads(self._store.get(key)))
+                    if self._bounded.check([key := f"where/{rank}"]):
+                        found[rank] = Whereabouts(**json.loads(self._bounded.get(key)))
                         if found[rank].asked >= number or found[rank].failures >= failures:
                             missing.discard(rank)
-                if (asked := self._store.add("asked", 0)) > self._answered:
+                if (asked := self._bounded.add("asked", 0)) > self._answered:
                     self._answer(asked, why)  # another rank waits for the same ones
                 time.sleep(self._pause_s / 25)
         except RuntimeError:
-            return "Where the other ranks are is not known: the process with the store of the process group is gone. "
+            return (
+                "Where the other ranks are is not known: the store of the process group, or the link to it, is gone. "
+            )
         sentences = []
         for rank in sorted({*found, *missing}):
             where, verb = found.get(rank), "is"
@@ -188,7 +192,7 @@ class Recorder:
             self._failed_at = newest if is_failing else self._failed_at
             self._answered = max(self._answered, asked)
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"where/{self._rank}", json.dumps(asdict(where)))
+                self._bounded.set(f"where/{self._rank}", json.dumps(asdict(where)))
 
     def _write(self, why: str, where: Whereabouts, is_failing: bool) -> None:
         if not self._folder:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sherd._torch import adopt_timeout, named_group, timeout_of
+from sherd.comm.failures import named
 from sherd.errors import MeshError
 
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
@@ -34,6 +36,9 @@ def group_beside(
         ranks: global ranks, this rank among them.
         device: the device whose timeout is taken.
         backend: the backend; None means the default group's.
+
+    Raises:
+        CommError: not all of `ranks` make the first call.
     """
     groups = _beside.setdefault(parent, {})
     key = (purpose, tuple(ranks))
@@ -41,7 +46,8 @@ def group_beside(
         # The parent's name is the same on all of its ranks, and no other group alive has it.
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()  # thousands of ranks would be long
         name = f"sherd/{parent.group_name}/{purpose}/{digest}"
-        groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
+        with named(f"the start of the group for {purpose}", parent):
+            groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
     return groups[key]
 
 
@@ -83,6 +89,13 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
     except (KeyError, ValueError, RuntimeError):
         return True
     return False
+
+
+def forget_destroyed(known: MutableMapping[dist.ProcessGroup, Any]) -> None:
+    """Drop from `known`, by group, what belongs to destroyed groups, whose threads it would keep alive."""
+    for group in tuple(known):  # a snapshot: ranks may be threads
+        if is_destroyed(group):
+            known.pop(group, None)
 
 
 def require_alive(group: dist.ProcessGroup, whose: str) -> None:

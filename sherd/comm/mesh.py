@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
 from sherd.comm.at_exit import wait_for_gloo_at_exit
-from sherd.comm.groups import default_group, group_beside, group_of, require_alive
+from sherd.comm.groups import default_group, forget_destroyed, group_beside, group_of, require_alive
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
@@ -313,8 +312,8 @@ def default_device_type(group: dist.ProcessGroup | None = None) -> str:
     return accelerator.type
 
 
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = weakref.WeakKeyDictionary()
-"""Meshes by shard group, then by the id of the replicate group. Equal groups get the same mesh object."""
+_meshes: dict[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = {}
+"""Meshes by shard group, then by the id of the replicate group. Equal groups get one mesh object, which holds them."""
 
 
 def mesh_of_groups(
@@ -334,6 +333,7 @@ def mesh_of_groups(
     """
     if replicate is not None:
         require_alive(replicate, "a given group")
+    forget_destroyed(_meshes)
     known = _meshes.setdefault(shard, {})
     key = (id(replicate), device_type)
     if key not in known:

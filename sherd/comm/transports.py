@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from sherd.comm.groups import is_destroyed, require_alive
+from sherd.comm.groups import forget_destroyed, require_alive
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.shared_memory import SharedMemory
 from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport
@@ -28,9 +28,7 @@ def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: 
         return _ONE_RANK
     known = _known.get(group)
     if known is None:
-        # A snapshot of the keys: ranks may be threads.
-        for destroyed in [old for old in tuple(_known) if is_destroyed(old)]:
-            _known.pop(destroyed, None)
+        forget_destroyed(_known)
         known = _known[group] = {}
     if policy.transport not in known:
         require_alive(group, "a sharded model")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from sherd.comm.bounded_store import BoundedStore
 from sherd.comm.flight import FOLDER, SIGNAL, Recorder
 from tests.comm.test_shared_memory_deaths import ends
 from tests.divergence.programs import sharded, step
@@ -116,9 +117,9 @@ def test_without_the_store_a_rank_writes_its_own_and_says_so(folder):
     one, _, store = recorders()
     source = Standing()
     one.join(source)
-    one._store = GoneStore(store)
+    one._bounded = BoundedStore(GoneStore(store))
     text = one.failed(source, "it failed", absent=True)
-    assert "the process with the store of the process group is gone" in text
+    assert "the process group's store, or the link to it, is gone" in text
     assert "Rank 1" not in text
     assert (folder / f"sherd-flight-{one.job}-rank0.json").exists()
 

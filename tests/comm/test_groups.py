@@ -1,12 +1,18 @@
 """Are sherd's own groups made once, by their ranks alone, and whatever groups a program has made or given up before?"""
 
+import gc
+import weakref
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd import fully_shard
+from sherd import FullyShardedDataParallel, fully_shard
 from sherd.comm.groups import group_beside, one_rank_group
+from sherd.errors import CommError
+from tests.rank_process import forget_meshes
 
 CPU = torch.device("cpu")
 
@@ -48,3 +54,40 @@ def test_a_group_is_made_once_for_each_purpose_and_ranks_beside_each_parent(worl
     for rank, (same, ranks) in enumerate(world(4).run(make_while_groups_come_and_go)):
         assert same == [True] * 3
         assert ranks == [every, [0, 1] if rank < 2 else [2, 3], every, every, [rank]]
+
+
+def one_rank_stays_away():
+    """Rank 1 makes no group."""
+    parent = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        with pytest.raises(CommError) as error:
+            group_beside(parent, "votes", [0, 1], CPU)
+        assert "the start of the group for votes among ranks [0, 1] failed on rank 0 with rank 1" in str(error.value)
+
+
+def test_a_rank_that_does_not_come_to_make_a_group_is_named(world):
+    world(2).run(one_rank_stays_away)
+
+
+def trained_over(group):
+    model = FullyShardedDataParallel(nn.Linear(4, 4), process_group=group)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def groups_that_come_and_go():
+    """How many of three groups live when the fourth is in use."""
+    gone = []
+    for _ in range(4):
+        group = dist.new_group()
+        gone.append(weakref.ref(group))
+        trained_over(group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+    forget_meshes()
+    gc.collect()
+    return sum(each() is not None for each in gone[:3])
+
+
+def test_a_destroyed_group_of_a_wrapper_is_let_go_when_the_next_one_is_used(world):
+    assert world(2).run(groups_that_come_and_go) == [0, 0]

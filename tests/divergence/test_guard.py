@@ -6,17 +6,18 @@ import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sherd
-from sherd.engine.run import guard
+from sherd.engine.run import divergence, guard
 from sherd.engine.run.carry_out import DO
 from sherd.engine.run.seal import runtime_of, unit_of
-from sherd.errors import PolicyError
+from sherd.errors import CommError, PolicyError
 from tests.divergence.programs import Chain, batch, sharded, step, wrapped
 from tests.ranks import RanksFailed
 
@@ -94,6 +95,20 @@ def hybrid() -> Any:
 def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
     for text in assert_all_name_both(world, 4, some_of_four, odd, make):
         assert any(f"rank {rank} " in text or f"{rank}, " in text or f" {rank} " in text for rank in odd)
+
+
+def the_store_is_gone() -> None:
+    gone = RuntimeError("the client socket has timed out")
+    model = sharded(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
+    with (
+        mock.patch.object(divergence, "board_of", side_effect=gone),
+        pytest.raises(CommError, match=r"the store.* among ranks \[0, 1\].* timed out"),
+    ):
+        step(model)
+
+
+def test_a_store_that_has_died_is_named(world):
+    world(2).run(the_store_is_gone)
 
 
 # Another kind of pass

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from sherd.comm.board import board_of
+from sherd.comm.failures import named
 from sherd.comm.groups import default_group, group_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.coordinator import Coordinator
@@ -55,6 +56,7 @@ def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
 
     Raises:
         PolicyError: some units are to be joined and others are not, or a unit has ranks that the root lacks.
+        CommError: the process that has the store of the default group has died.
     """
     _require_one_policy(units)
     overseers: dict[int, Overseer] = {}
@@ -95,8 +97,10 @@ def _overseer_of(mesh: DataMesh) -> Overseer | None:
     if len(ranks) == 1 or policy == "trust" or not sends or dist.get_backend(world) == "fake":
         return None
     parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
-    known, board = _overseers.setdefault(parent, {}), board_of(world)
+    known = _overseers.setdefault(parent, {})
     if (policy, ranks) not in known:
+        with named("the connection to the store, for ranks that differ,", world):
+            board = board_of(world)
         if policy == "join":
             ledger = Ledger(f"{parent.group_name} {ranks} join", ranks, None if board is None else board.recorder)
             known[policy, ranks] = Coordinator(parent, ranks, mesh.device, ledger)

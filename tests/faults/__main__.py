@@ -1,0 +1,46 @@
+"""The campaign by hand, and the tables of docs/faults.md: `python -m tests.faults --seeds 0:2000 --write`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+from tests.faults.campaign import Verdict, drawn, run_all  # noqa: E402
+from tests.faults.page import PAGE, sections, written  # noqa: E402
+
+
+def main() -> int:
+    """Print each bad case, and the tables."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--seeds", default="0:200", help="first:last")
+    parser.add_argument("--show", action="store_true", help="print every case")
+    parser.add_argument("--write", action="store_true", help=f"the tables into {PAGE.name}")
+    arguments = parser.parse_args()
+    first, last = map(int, arguments.seeds.split(":"))
+    verdicts: list[Verdict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, verdict in run_all(range(first, last), Path(folder)):
+            verdicts.append(verdict)
+            if arguments.show or not verdict.is_good:
+                said = (
+                    "as it should" if verdict.is_good else f"{'known' if verdict.is_known else 'BAD'}\n{verdict.words}"
+                )
+                print(f"{seed}: {drawn(seed)}: {verdict.outcome.value}, {verdict.seconds:.2f} s: {said}", flush=True)
+    if arguments.write:
+        PAGE.write_text(written(PAGE.read_text(), verdicts))
+    else:
+        print(*sections(verdicts).values(), sep="\n\n")
+    bad = sum(not (verdict.is_good or verdict.is_known) for verdict in verdicts)
+    print(f"{bad} of {len(verdicts)} cases are bad, and not known to be")
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Every drawn fault ends right, or with a named error on every surviving rank, in time, and leaves nothing behind.
+
+`SHERD_FAULTS=2000 pytest tests/faults/test_campaign.py` tries more. `python -m tests.faults` shows them by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.faults.builder import Fault, Kind, Phase
+from tests.faults.campaign import ERRORS, Outcome, run, run_all
+from tests.faults.crews import Case
+from tests.faults.page import PAGE
+from tests.faults.program import Setting
+
+NUM_CASES = int(os.environ.get("SHERD_FAULTS", "200"))
+AT_A_TIME = 50
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CASES, AT_A_TIME))
+def test_every_fault_ends_right_or_by_name(tmp_path, first):
+    seeds = range(first, min(first + AT_A_TIME, NUM_CASES))
+    verdicts = dict(run_all(seeds, tmp_path))
+    assert list(verdicts) == list(seeds)
+    bad = [
+        f"seed {seed}: {each.case}: {each.outcome.value}\n{each.words}"
+        for seed, each in verdicts.items()
+        if not (each.is_good or each.is_known)
+    ]
+    assert not bad, "\n\n".join(bad)
+
+
+def test_a_rank_that_is_cut_off_from_the_store_and_compares_raises(tmp_path):
+    setting = Setting(num_ranks=3, transport="torch", placement="Flat")
+    verdict = run(Case(setting, Fault(0, 1, Phase.BEFORE_FORWARD, Kind.CUT), keeps_store=True), tmp_path / "case")
+    if verdict.outcome is Outcome.IMPOSSIBLE:
+        pytest.skip(verdict.words)
+    assert verdict.outcome in ERRORS, verdict.words
+
+
+def test_the_page_shows_a_campaign_without_a_bad_case_that_is_not_known():
+    page = PAGE.read_text()
+    (bad,) = re.findall(r"<!-- bad -->\n(.*?)\n<!-- /bad -->", page, re.DOTALL)
+    known = re.compile(r"\| .*its machine's link is cut \| hung \|")
+    assert bad == "None." or all(known.fullmatch(line) for line in bad.splitlines()[2:]), bad
+    (outcomes,) = re.findall(r"<!-- outcomes -->\n(.*?)\n<!-- /outcomes -->", page, re.DOTALL)
+    for kind in Kind:
+        assert f"| {kind.value} |" in outcomes, "python -m tests.faults --write"
