@@ -160,9 +160,7 @@ class Recorder:
                     self._answer(asked, why)  # another rank waits for the same ones
                 time.sleep(self._pause_s / 25)
         except RuntimeError:
-            return (
-                "Where the other ranks are is not known: the store of the process group, or the link to it, is gone. "
-            )
+            return "Where the other ranks are is not known: the process group's store, or the link to it, is gone. "
         sentences = []
         for rank in sorted({*found, *missing}):
             where, verb = found.get(rank), "is"

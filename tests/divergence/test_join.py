@@ -428,6 +428,34 @@ def test_a_rank_without_any_batch_is_told_to_pass_its_optimizer(world):
         world(2).run(has_no_batch_and_does_not_know_the_optimizer)
 
 
+def changes_its_gradients(how: str) -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with sherd.join(model, optimizer):
+        for step in range(1 if dist.get_rank() else 3):
+            model(batch(dist.get_rank(), step)).square().sum().backward()
+            for parameter in model.parameters():
+                if how == "in place":
+                    parameter.grad.mul_(0.5)
+                elif how == "anew":
+                    parameter.grad = parameter.grad * 0.5
+            if how == "clipped":
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["in place", "anew", "clipped"])
+def test_gradients_that_a_rank_without_batches_cannot_change_likewise_are_an_error_on_all(world, how):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(changes_its_gradients, how)
+    for rank in range(2):
+        kind, text = failed.value.errors[rank]
+        assert kind == "CommError"
+        assert "rank 0 has changed its gradients" in text
+        assert "ranks.batches(loader)" in text
+
+
 def refused(kind: str) -> str:
     model: Any = Chain()
     if kind == "plain":

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine.run.attempt import Attempt, Failure, GivenUp
+from sherd.engine.run.away import ReducedGradients, Settings, refusal, settings_of, take_settings
 from sherd.engine.run.carry_out import finish_for_others, gather_for_others, have_again, reduce_for_others
 from sherd.engine.run.ledger import Ledger, Table
 from sherd.engine.run.order_check import PlannedCollective
@@ -63,6 +64,7 @@ class Coordinator:
         self._attempt: Attempt | None = None
         self._failure: Failure | None = None
         """Why the present attempt was given up."""
+        self._reduced = ReducedGradients(())
         self._owed: Callable[[], None] | None = None
         """Starts what this rank has taken and could not start, for which the others wait."""
         watcher.listen(self)
@@ -138,7 +140,8 @@ class Coordinator:
         if attempt is not None:
             attempt.steps(for_good=is_any_away)
         if is_any_away:
-            self._exchange_settings(_settings_of(optimizer))
+            changed = self._reduced.changed()
+            self._exchange_settings(refusal(changed) if changed else settings_of(optimizer))
 
     def know(self, optimizer: Optimizer) -> int:
         """Returns the number of `optimizer`, and gives it one if it has none."""
@@ -238,6 +241,10 @@ class Coordinator:
                 step = choose(wishes)
                 self._require_possible(step, wishes)
             self._order.take(step)
+            if step.kind is Kind.END:
+                is_any_away = any(wish.step == LEAVE for wish in wishes)
+                units = [unit for ref in self._units if (unit := ref()) is not None]
+                self._reduced = ReducedGradients(units if is_any_away else ())
             if step.kind is Kind.FAIL:
                 self._give_up()
             elif wanted.is_served_by(step):
@@ -347,15 +354,18 @@ class Coordinator:
                 f"rank {dist.get_rank()} has no batch left, and does not know optimizer {number}, which the other "
                 "ranks step; pass it: sherd.join(model, optimizer)"
             )
-        for group, chosen in zip(optimizer.param_groups, settings, strict=True):
-            group.update(chosen)
+        take_settings(optimizer, settings)
         optimizer.step()
         optimizer.zero_grad()
 
-    def _exchange_settings(self, mine: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """Returns the settings that the first rank has which steps. All ranks must call this."""
+    def _exchange_settings(self, mine: Settings | str | None) -> Settings:
+        """Returns the settings that the first rank has which steps. All ranks must call this; all raise CommError if
+        one has a reason not to step, in words."""
         found = all_gather_objects(mine, "the optimizers' settings, for ranks without a batch", self._group())
-        return next(settings for settings in found if settings is not None)
+        for each in found:
+            if isinstance(each, str):
+                raise CommError(each)
+        return next(settings for settings in found if isinstance(settings, list))
 
 
 def _start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:
@@ -371,12 +381,3 @@ def _pay(step: Step, unit: Unit, but: Collection[int]) -> None:
         unit.free()
     else:
         finish_for_others(unit)
-
-
-def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns what each group of parameters is stepped with: all but the parameters."""
-    return [_without_parameters(group) for group in optimizer.param_groups]
-
-
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

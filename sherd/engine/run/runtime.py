@@ -282,11 +282,11 @@ class Runtime:
             if unit.policy.on_touch == "unshard":
                 notice_touches(unit)
         self.on(EndBackward(self._is_last_backward))
-        for overseer in self.overseers:
-            overseer.end_backward(self.root)
         for unit in self.units:
             if unit.place.is_elsewhere:
                 unit.land_gradients()
+        for overseer in self.overseers:
+            overseer.end_backward(self.root)
         self.in_backward, self._brings_gradients = False, None
         if self.unmanaged.replicated and self.root.policy.reduce_gradients:
             self.unmanaged.average_gradients()
