@@ -636,3 +636,58 @@ def test_any_program_trains_as_the_plain_model(world, num_ranks):
             assert_as_reference(world(num_ranks).run(of_seed, seed), reference_of_seed(seed, num_ranks))
         except (RanksFailed, AssertionError) as error:
             raise AssertionError(f"seed {seed}") from error
+
+
+# A batch that a loop gives up
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ArithmeticError("in backward")
+
+
+def gives_up_a_backward(ranks: tuple[int, ...], use: str) -> dict[str, Tensor]:
+    model = sharded()
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2 and rank in ranks:
+            handle = model.blocks[1].register_forward_hook(lambda module, args, output: Fails.apply(output))
+        try:
+            model(batch(rank, step)).square().sum().backward()
+            optimizer.step()
+        except ArithmeticError:
+            handle.remove()
+            if use == "reset":
+                model.reset_iter_state()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("use", ["forward", "reset"])
+def test_a_rank_that_alone_gives_up_a_backward_and_goes_on_is_an_error_on_all(world, use):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(gives_up_a_backward, (1,), use)
+    for rank in range(2):
+        kind, text = failed.value.errors[rank]
+        assert kind == "CommError"
+        assert "ranks [1] gave up a backward in its middle" in text
+        assert "sherd.step" in text
+
+
+def test_ranks_that_all_give_up_a_backward_go_on(world):
+    found = world(2).run(gives_up_a_backward, (0, 1), "forward")
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (0, 1, 3):
+        for rank in range(2):
+            (model(batch(rank, step)).square().sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_as_reference(found, {name: each.detach() for name, each in model.named_parameters()})

@@ -115,7 +115,9 @@ def may_become(case: Case) -> set[Outcome]:
         return ERRORS
     if fault.phase in (Phase.BEFORE_FORWARD, Phase.FORWARD, Phase.BETWEEN):
         return {Outcome.RIGHT}
-    # Of a batch given up within backward, or behind it, some gradients are reduced and others are not.
+    if fault.phase is Phase.BACKWARD:
+        return ERRORS
+    # Behind backward a rank that gives up drops its part of all ranks' gradients.
     return {Outcome.ALIKE, *ERRORS}
 
 

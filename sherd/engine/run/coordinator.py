@@ -60,7 +60,7 @@ class Coordinator:
         self._units: list[weakref.ref[Unit]] = []
         self._numbers: dict[int, int] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._is_away = False
+        self._is_away = self._has_abandoned = False
         self._attempt: Attempt | None = None
         self._failure: Failure | None = None
         """Why the present attempt was given up."""
@@ -98,6 +98,11 @@ class Coordinator:
         """
         if unit.policy.reduce_gradients:
             self._reach(Step(Kind.END, self._numbers[unit.id]))
+
+    def abandon_backward(self, unit: Unit) -> None:
+        """A backward of the model of `unit`, a root, has raised in its middle, and the program goes on: some of its
+        gradients are in the sums of all ranks, others are not. All raise at the next vote, unless all have done so."""
+        self._has_abandoned = self._attempt is None
 
     def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
         """Carry out `action`, a collective of `unit`, when it is its turn on all ranks.
@@ -254,7 +259,8 @@ class Coordinator:
 
     def _vote(self, wish: Wish) -> list[Wish]:
         """Returns what all ranks want. All of them must call this."""
-        own = VOTE.pack(*wish.step, wish.in_backward + 2 * wish.in_attempt, len(self._units))
+        stands = wish.in_backward + 2 * wish.in_attempt + 4 * self._has_abandoned
+        own = VOTE.pack(*wish.step, stands, len(self._units))
         votes = [bytearray(VOTE.size) for _ in self._ranks]
         words = self._in_words(wish.step)
         asking = named(f"the vote of ranks, of which rank {dist.get_rank()} {words},", self._group())
@@ -262,6 +268,15 @@ class Coordinator:
             start_all_gather(own, votes, self._group()).wait()
         unpacked = [VOTE.unpack(vote) for vote in votes]
         self._fewest_units = min(units for *_, units in unpacked)
+        abandoned = [rank for rank, (*_, at, _) in zip(self._ranks, unpacked, strict=True) if at & 4]
+        if len(abandoned) == len(self._ranks):
+            self._has_abandoned = False
+        elif abandoned:
+            raise CommError(
+                f"ranks {abandoned} gave up a backward in its middle, and went on: some of its gradients were reduced, "
+                "and others were not. Let the error end the program, or make the step inside sherd.step, which all "
+                "ranks skip then; go on from a checkpoint"
+            )
         return [Wish(Step(Kind(kind), *which), bool(at & 1), bool(at & 2)) for kind, *which, at, _ in unpacked]
 
     def _group(self) -> dist.ProcessGroup:

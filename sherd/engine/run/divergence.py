@@ -37,6 +37,9 @@ class Overseer(Protocol):
     def end_backward(self, unit: Unit) -> None:
         """A backward of the model of `unit`, a root, has ended."""
 
+    def abandon_backward(self, unit: Unit) -> None:
+        """A backward of the model of `unit`, a root, has raised in its middle, and the program goes on."""
+
     def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
         """Carry out `action`, a collective of `unit`, when all ranks do."""
 

@@ -67,6 +67,9 @@ class Guard:
     def end_backward(self, unit: Unit) -> None:
         """A backward of the model of `unit`, a root, has ended."""
 
+    def abandon_backward(self, unit: Unit) -> None:
+        """A backward of the model of `unit`, a root, has raised in its middle: the next collective shows it."""
+
     def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
         """Carry out `action`, a collective of `unit`, as all ranks do.
 

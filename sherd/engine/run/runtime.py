@@ -333,6 +333,8 @@ class Runtime:
 
     def reset(self, gradients: bool = True) -> None:
         """Back to shards with nothing in flight; `gradients`: what has not reached the shards is lost."""
+        for overseer in self.overseers if self.in_backward else ():
+            overseer.abandon_backward(self.root)
         self.on(Reset(gradients))
         while self._calls:
             self._pop_call()
