@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -312,8 +313,8 @@ def default_device_type(group: dist.ProcessGroup | None = None) -> str:
     return accelerator.type
 
 
-_meshes: dict[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = {}
-"""Meshes by shard group, then by the id of the replicate group. Equal groups get one mesh object, which holds them."""
+_of_thread = threading.local()
+"""Its `meshes`, by shard group and id of the replicate group, hold these. Ranks that are threads have their own."""
 
 
 def mesh_of_groups(
@@ -333,14 +334,13 @@ def mesh_of_groups(
     """
     if replicate is not None:
         require_alive(replicate, "a given group")
-    forget_destroyed(_meshes)
-    known = _meshes.setdefault(shard, {})
-    key = (id(replicate), device_type)
+    meshes: dict[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = _of_thread.__dict__.setdefault("meshes", {})
+    forget_destroyed(meshes)
+    known, key = meshes.setdefault(shard, {}), (id(replicate), device_type)
     if key not in known:
         known[key] = _mesh_of(shard, replicate, device_type)
-    if replicate is None:
-        return DataMesh(known[key], shard_axis=0, replicate_axis=None, comm=comm)
-    return DataMesh(known[key], shard_axis=1, replicate_axis=0, comm=comm, copies=copies)
+    shard_axis, replicate_axis = (0, None) if replicate is None else (1, 0)
+    return DataMesh(known[key], shard_axis, replicate_axis, comm=comm, copies=copies)
 
 
 def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:

@@ -253,7 +253,7 @@ def naming(text: str, rank: int, fault: Fault, case: Case) -> Outcome:
     if case.is_across_hosts:
         here = case.host_of(rank)
         blamed = {each for each in range(case.setting.num_ranks) if case.host_of(each) != here}
-    if rank == fault.rank:
+    if rank == fault.rank and fault.kind not in CAUGHT:
         blamed = {each for each in range(case.setting.num_ranks) if each != rank}  # it was away, and finds them gone
     if blamed & alone:
         return Outcome.NAMED

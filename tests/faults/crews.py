@@ -179,7 +179,7 @@ def _left(threads: int, files: set[str]) -> list[str]:
     begun, left = time.monotonic(), ["?"]
     # sherd does that when it makes the next mesh and transport.
     forget_destroyed(transports._known)
-    forget_destroyed(mesh._meshes)
+    forget_destroyed(mesh._of_thread.__dict__.get("meshes", {}))
     while left and time.monotonic() - begun < TIDY_S:
         forget_meshes()
         left = [f"file {name}" for name in sorted(_files() - files) if name]

@@ -6,6 +6,7 @@ it steps; so the others look whether gradients are still as they were reduced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,12 +41,15 @@ class ReducedGradients:
     """Copies of the gradients of `units` as the last backward has left them."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+        self._units = [weakref.ref(unit) for unit in units]  # they hold the mesh, which holds what holds this
         self._kept = {id(parameter): gradient.clone() for parameter, gradient in _gradients_of(units)}
 
     def changed(self) -> list[str]:
         """Returns the parameters whose gradients are others now. The host waits for them."""
-        return [_name_of(each) for each, gradient in _gradients_of(self._units) if not self._is_kept(each, gradient)]
+        return [_name_of(each) for each, gradient in _gradients_of(self._alive()) if not self._is_kept(each, gradient)]
+
+    def _alive(self) -> Iterator[Unit]:
+        return (unit for ref in self._units if (unit := ref()) is not None)
 
     def _is_kept(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         kept = self._kept.get(id(parameter))
