@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -20,6 +21,11 @@ _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int,
     weakref.WeakKeyDictionary()
 )
 """By parent, then by purpose and ranks. An entry goes with its parent, so a later group of that name begins anew."""
+
+_meshes: weakref.WeakKeyDictionary[threading.Thread, dict[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By thread, as ranks may be threads, which do not know of each other's groups; then by shard group."""
 
 
 def group_beside(
@@ -96,6 +102,14 @@ def forget_destroyed(known: MutableMapping[dist.ProcessGroup, Any]) -> None:
     for group in tuple(known):  # a snapshot: ranks may be threads
         if is_destroyed(group):
             known.pop(group, None)
+
+
+def meshes_of(shard: dist.ProcessGroup) -> dict[tuple[int, str], DeviceMesh]:
+    """Returns the meshes that this thread has made for `shard`, by the id of the replicate group and the device's type.
+    They hold their groups, so those of destroyed ones are dropped here."""
+    meshes = _meshes.setdefault(threading.current_thread(), {})
+    forget_destroyed(meshes)
+    return meshes.setdefault(shard, {})
 
 
 def require_alive(group: dist.ProcessGroup, whose: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
 from sherd.comm.at_exit import wait_for_gloo_at_exit
-from sherd.comm.groups import default_group, forget_destroyed, group_beside, group_of, require_alive
+from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
@@ -313,10 +312,6 @@ def default_device_type(group: dist.ProcessGroup | None = None) -> str:
     return accelerator.type
 
 
-_of_thread = threading.local()
-"""Its `meshes`, by shard group and id of the replicate group, hold these. Ranks that are threads have their own."""
-
-
 def mesh_of_groups(
     shard: dist.ProcessGroup,
     replicate: dist.ProcessGroup | None,
@@ -334,9 +329,7 @@ def mesh_of_groups(
     """
     if replicate is not None:
         require_alive(replicate, "a given group")
-    meshes: dict[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = _of_thread.__dict__.setdefault("meshes", {})
-    forget_destroyed(meshes)
-    known, key = meshes.setdefault(shard, {}), (id(replicate), device_type)
+    known, key = meshes_of(shard), (id(replicate), device_type)
     if key not in known:
         known[key] = _mesh_of(shard, replicate, device_type)
     shard_axis, replicate_axis = (0, None) if replicate is None else (1, 0)

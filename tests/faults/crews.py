@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sherd.comm import mesh, transports
+from sherd.comm import groups, transports
 from sherd.comm.groups import forget_destroyed
 from tests.faults.builder import LINK, MOMENT_S, SILENT, Fault, Kind, Probe
 from tests.faults.program import Setting, trained
@@ -179,7 +179,8 @@ def _left(threads: int, files: set[str]) -> list[str]:
     begun, left = time.monotonic(), ["?"]
     # sherd does that when it makes the next mesh and transport.
     forget_destroyed(transports._known)
-    forget_destroyed(mesh._of_thread.__dict__.get("meshes", {}))
+    for known in list(groups._meshes.values()):
+        forget_destroyed(known)
     while left and time.monotonic() - begun < TIDY_S:
         forget_meshes()
         left = [f"file {name}" for name in sorted(_files() - files) if name]
