@@ -66,7 +66,8 @@ def replicate(
         ignored_params: parameters that are left alone, their gradients too.
         dp_mesh_dims: which axes of a larger `mesh` are data parallel.
         comm_policy: how bytes travel. Beyond torch.
-        unmanaged, on_touch: as for `fully_shard`. Beyond torch.
+        unmanaged: as for `fully_shard`. Beyond torch.
+        on_touch: likewise.
 
     Returns:
         `module`, changed in place: an `FSDPModule`.
