@@ -43,7 +43,7 @@ MOST_FRAMES = 8
 
 
 class Source(Protocol):
-    """What one rank has done among the ranks of a mesh; `key` is the same on all of them, and no other's."""
+    """The collectives of one rank among the ranks of a mesh; `key` is the same on all of them, and no other's."""
 
     key: str
     ranks: tuple[int, ...]

@@ -40,7 +40,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Mesh:
-    """What a rank has done in one `mesh`, among `ranks`. It `wants` what it has not started, or ""."""
+    """The collectives of a rank in one `mesh`, among `ranks`. It `wants` what it has not started, or ""."""
 
     mesh: str
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank has written."""
+    """The record that one rank has written."""
 
     job: str
     rank: int

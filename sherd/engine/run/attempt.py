@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from sherd.comm.agreement import in_short
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import record_of
+from sherd.engine.state.parameter import name_of
 from sherd.engine.state.snapshot import Snapshot
 from sherd.tensor.ragged import local_part
 
 
 class Report(NamedTuple):
-    """What a rank says of an attempt that some rank cannot finish. `reason`: why it cannot itself. `changed`: why it
+    """The words of a rank on an attempt that some rank cannot finish. `reason`: why it cannot itself. `changed`: why it
     cannot undo what it has done. `limit`: why it is not to skip the step. `had_gradients`: some were there before."""
 
     reason: str | None
@@ -145,8 +145,4 @@ def _not_finite_in(optimizer: Optimizer) -> list[str]:
     if all(bool(torch.stack([each.float() for each in norms]).isfinite().all()) for norms in largest):
         return []
     wrong = [parameter for parameter, part in held if not bool(part.isfinite().all())]
-    records = [record_of(each) for each in wrong]
-    return [
-        record.name if record is not None else f"a plain parameter of shape {tuple(each.shape)}"
-        for each, record in zip(wrong, records, strict=True)
-    ]
+    return [name_of(each) for each in wrong]

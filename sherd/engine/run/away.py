@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from sherd.comm.agreement import in_short
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import record_of
+from sherd.engine.state.parameter import name_of
 from sherd.tensor.ragged import local_part
 
 Settings = list[dict[str, Any]]
@@ -46,7 +46,7 @@ class ReducedGradients:
 
     def changed(self) -> list[str]:
         """Returns the parameters whose gradients are others now. The host waits for them."""
-        return [_name_of(each) for each, gradient in _gradients_of(self._alive()) if not self._is_kept(each, gradient)]
+        return [name_of(each) for each, gradient in _gradients_of(self._alive()) if not self._is_kept(each, gradient)]
 
     def _alive(self) -> Iterator[Unit]:
         return (unit for ref in self._units if (unit := ref()) is not None)
@@ -70,8 +70,3 @@ def _gradients_of(units: Iterable[Unit]) -> Iterator[tuple[nn.Parameter, torch.T
         for parameter in unit.shards.optimizer_params:
             if parameter.grad is not None:
                 yield parameter, local_part(parameter.grad).detach()
-
-
-def _name_of(parameter: nn.Parameter) -> str:
-    record = record_of(parameter)
-    return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name

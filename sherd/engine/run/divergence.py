@@ -63,9 +63,9 @@ def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
     """
     _require_one_policy(units)
     overseers: dict[int, Overseer] = {}
+    # A rank that skips a unit of a smaller mesh has to hear of it, so joined units have one order, the root's ranks'.
+    joins = units[0].mesh.comm.divergence == "join"
     for unit in units:
-        # A rank that skips a unit of a smaller mesh has to hear of it, so all units have one order, the root's ranks'.
-        joins = units[0].mesh.comm.divergence == "join"
         overseer = _overseer_of(units[0].mesh if joins else unit.mesh)
         if overseer is not None:
             overseer.watch(unit)
@@ -82,19 +82,19 @@ def _require_one_policy(units: Sequence[Unit]) -> None:
                 f"unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}), its root {root.name} "
                 f"{root.mesh.comm.divergence!r}: give all units of a model divergence='join', or none"
             )
-        if "join" in chosen and not _ranks_of(unit.mesh) <= _ranks_of(root.mesh):
+        if "join" in chosen and not set(_ranks_of(unit.mesh)) <= set(_ranks_of(root.mesh)):
             raise PolicyError(
                 f"unit {unit.name} is sharded over ranks that its root {root.name} is not sharded over; under "
                 "divergence='join' the root's mesh must hold all ranks of its units"
             )
 
 
-def _ranks_of(mesh: DataMesh) -> set[int]:
-    return set(mesh.mesh.mesh.flatten().tolist())
+def _ranks_of(mesh: DataMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.mesh.flatten().tolist())
 
 
 def _overseer_of(mesh: DataMesh) -> Overseer | None:
-    policy, ranks = mesh.comm.divergence, tuple(mesh.mesh.mesh.flatten().tolist())
+    policy, ranks = mesh.comm.divergence, _ranks_of(mesh)
     sends = not (mesh.comm.fake_all_gather or mesh.comm.fake_reduce)
     world = default_group()
     if len(ranks) == 1 or policy == "trust" or not sends or dist.get_backend(world) == "fake":

@@ -33,7 +33,7 @@ of the unit's: numbers, which the garbage collector leaves alone. Ranks that agr
 
 
 class Ledger:
-    """What one rank has started among `ranks`, the mesh of this `key`; `recorder` writes it, if there is one.
+    """The collectives that one rank has started among `ranks`, the mesh of this `key`. A `recorder` writes it, if any.
 
     Attributes:
         started: the last collectives, oldest first.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import outside_transforms, say_fully_sharded, write_into
+from sherd.comm.agreement import in_short
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.unit import Unit
@@ -126,10 +127,9 @@ def name_units(root: nn.Module) -> list[Unit]:
 def _require_data(units: list[Unit]) -> None:
     missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.shards.on_meta]
     if missing:
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise StateError(
-            f"parameters are still on the meta device: {shown}. Give them memory and values before the first forward: "
-            "model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
+            f"parameters are still on the meta device: {in_short(missing)}. Give them memory and values before the "
+            "first forward: model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
         )
 
 

@@ -48,6 +48,12 @@ def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
     return record if is_it else None
 
 
+def name_of(parameter: torch.Tensor) -> str:
+    """Returns the name of `parameter` if it is a unit's, else its shape, in words."""
+    record = record_of(parameter)
+    return f"a plain parameter of shape {tuple(parameter.shape)}" if record is None else record.name
+
+
 def _forget(key: int, died: object) -> None:
     """Drop the entry of the id `key`, if `died`, a weak reference, is a part of it: the id may have gone to another
     tensor since."""

@@ -31,7 +31,7 @@ class Stateful(Protocol):
 
 
 class Snapshot:
-    """What one step may change on this rank, as it is now, but for what an optimizer steps.
+    """Copies of all that one step may change on this rank, but for what an optimizer steps.
 
     Args:
         model: its buffers, and gradients of parameters that no unit has, are kept.
