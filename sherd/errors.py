@@ -16,6 +16,7 @@
     ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
     │   └── OptimStateError  AssertionError, ValueError    optimizer state that does not fit the model
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
+    ├── CheckpointError RuntimeError  a checkpoint that cannot be written, found or read
     ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
         └── RanksDifferError          ranks have changed a model in different ways
@@ -28,6 +29,7 @@ import os
 from typing import ClassVar
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "EquivalenceError",
     "GradientError",
@@ -121,6 +123,10 @@ class OptimStateError(OptimizerError, ValueError, AssertionError):
 
 class GradientError(SherdError, RuntimeError):
     """A gradient that cannot be reduced."""
+
+
+class CheckpointError(SherdError, RuntimeError):
+    """A checkpoint that cannot be written, found or read: a file is missing, damaged, or not what it says it is."""
 
 
 class EquivalenceError(SherdError, AssertionError):

@@ -162,3 +162,40 @@ def boxes_of_run(shape: Shape, run: Extent) -> tuple[Box, ...]:
             ]
             start += numel
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`box`, which lies in one run of its piece from element `start` on, and `wanted`, what is asked for of it."""
+
+    start: int
+    box: Box
+    wanted: Box
+
+
+def spans(piece: Box, part: Box, most: int, start: int = 0) -> Iterator[Span]:
+    """Yields the spans of `piece` that hold `part`, which lies within it, each of at most `most` elements, in order.
+
+    A span takes rows as a whole, also where a part of each is wanted, unless a row has more than `most` elements.
+    """
+    if not piece.sizes or (piece.numel <= most and part == piece):
+        yield Span(start, piece, part)
+        return
+    inner = prod(piece.sizes[1:])
+    first = part.offsets[0] - piece.offsets[0]
+    step = max(most // inner, 1)
+    for row in range(first, first + part.sizes[0], step):
+        rows = Extent(row, min(step, first + part.sizes[0] - row))
+        box = piece.narrowed(0, rows)
+        wanted = part.narrowed(0, Extent(row - first, rows.numel))
+        if inner <= most:
+            yield Span(start + row * inner, box, wanted)
+            continue
+        below = spans(Box(box.offsets[1:], box.sizes[1:]), Box(wanted.offsets[1:], wanted.sizes[1:]), most)
+        index = box.offsets[:1]
+        for each in below:
+            yield Span(
+                start + row * inner + each.start,
+                Box(index + each.box.offsets, (1, *each.box.sizes)),
+                Box(index + each.wanted.offsets, (1, *each.wanted.sizes)),
+            )

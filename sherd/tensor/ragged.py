@@ -28,7 +28,7 @@ from sherd._torch import (
 from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
-from sherd.tensor.checkpoint import chunk_list, box_at, write_items
+from sherd.tensor.checkpoint import box_at, chunk_list, write_items
 from sherd.tensor.gather import gather, gather_part, part_given, piece_of, shard_of
 from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
 from sherd.tensor.row_copy import as_told
