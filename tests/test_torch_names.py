@@ -197,6 +197,14 @@ def parts_of_a_twice_sharded_tensor() -> list[float]:
     return whole.tolist()
 
 
+def test_split_factor_of__is_that_of_a_strided_shard_and_of_nothing_else():
+    assert [_torch.split_factor_of(each) for each in (_torch.strided_shard(1, 3), Shard(1), Replicate())] == [
+        3,
+        None,
+        None,
+    ]
+
+
 def test_strided_shard__is_a_dim_that_an_axis_to_the_right_has_sharded_before(world):
     assert world(4).run(parts_of_a_twice_sharded_tensor) == [list(range(8))] * 4
 

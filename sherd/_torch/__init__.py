@@ -60,6 +60,7 @@ from sherd._torch.dtensors import (
     replace_local_tensor,
     spec_of,
     specs_of,
+    split_factor_of,
     strided_shard,
     swap_devices,
 )
@@ -174,6 +175,7 @@ __all__ = [
     "share_saving_hooks",
     "spec_of",
     "specs_of",
+    "split_factor_of",
     "splitting_stage",
     "steps_in_backward",
     "storage_uses",

@@ -28,7 +28,7 @@ Json = Any
 
 
 def encoded(value: object, path: str, keep: Callable[[str, torch.Tensor], None]) -> Json:
-    """Returns `value` as JSON. Each tensor with dimensions is handed to `keep`, with its name, which begins with `path`.
+    """Returns `value` as JSON. Each tensor with dimensions is handed to `keep` with its name, which begins with `path`.
 
     Raises:
         CheckpointError: an object is of another type. The message has its path.
@@ -58,8 +58,8 @@ def encoded(value: object, path: str, keep: Callable[[str, torch.Tensor], None])
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value, path)}
     raise CheckpointError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint holds tensors, numbers, texts, "
-        "lists and dicts alone, so that reading it never runs code; turn it into these, or leave it out"
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint holds tensors, numbers, "
+        "texts, lists and dicts alone, so that reading it never runs code; turn it into these, or leave it out"
     )
 
 
