@@ -54,8 +54,7 @@ class Ranks:
             result = action()
         except Exception as raised:
             own = raised
-        kind = next((each for each in (NoCheckpointError, CheckpointError) if isinstance(own, each)), OtherRankFailed)
-        failure = None if own is None else (CheckpointError if isinstance(own, OSError) else kind, _text_of(own))
+        failure = None if own is None else (_kind_of(own), _text_of(own))
         told = self.gather((result, failure), what)
         failed = {rank: each for rank, (_, each) in zip(self.numbers, told, strict=True) if each is not None}
         if own is not None and failure is not None and failure[0] is OtherRankFailed:
@@ -72,7 +71,13 @@ class Ranks:
         return self.each(action if self.rank == 0 else lambda: None, what)[0]  # type: ignore[return-value]
 
 
+def _kind_of(error: Exception) -> type[CheckpointError]:
+    if isinstance(error, NoCheckpointError):
+        return NoCheckpointError
+    return CheckpointError if isinstance(error, CheckpointError | OSError) else OtherRankFailed
+
+
 def _text_of(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
+    if not isinstance(error, CheckpointError) and isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return Exception.__str__(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -201,7 +202,8 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, place: Plac
         is_done = True
     finally:
         if not is_done:
-            place.remove(name)
+            with contextlib.suppress(OSError):
+                place.remove(name)
     return _manifest(plan, written, ranks.size)
 
 
