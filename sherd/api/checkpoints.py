@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -102,14 +103,22 @@ class _Save:
     def finish(self, plan: Plan, ranks: Ranks, contents: Mapping[str, Any]) -> str:
         """Write this rank's file, and have the first rank make it a checkpoint."""
         folder = Folder(place_of(self.folder))
-        with folder.locked():
-            place = folder.folder_of(self.step)
+        place = folder.folder_of(self.step)
+        what = f"the save of step {self.step} to {place}"
+        with contextlib.ExitStack() as lock:
+            ranks.each(lambda: lock.enter_context(folder.locked(make=True)), what)
             manifest = write(plan, contents, ranks, place)
-            what = f"the save of step {self.step} to {place}"
             ranks.first(lambda: folder.finish(self.step, manifest), what)
-        if self.keep_last is not None or self.keep_every is not None:
-            ranks.first(lambda: folder.prune(self.keep_last, self.keep_every, self.step), f"the clearing of {folder}")
+        ranks.gather(None, what)  # nobody of us holds the lock any more
+        ranks.first(lambda: self._clear(folder), what)
         return str(place)
+
+    def _clear(self, folder: Folder) -> None:
+        """Remove old checkpoints, and what killed saves have left. The save is done: if it fails, the next one may."""
+        with contextlib.suppress(OSError, CheckpointError):
+            if self.keep_last is not None:
+                folder.prune(self.keep_last, self.keep_every, upto=self.step)
+            folder.sweep()
 
 
 def save(
@@ -141,8 +150,8 @@ def save(
         per_rank: what differs between ranks, such as the position in the data: values as in `items`.
         random: save the state of the random generators of torch (CPU and accelerator), Python, and numpy if it is
             loaded.
-        keep_last: afterwards remove all but the newest so many checkpoints. None: keep all.
-        keep_every: keep those whose step is a multiple of this, too.
+        keep_last: afterwards remove all but the newest so many checkpoints up to this step. None: keep all.
+        keep_every: with `keep_last`, keep those whose step is a multiple of this, too.
         group: the ranks that save. None: all; without a process group, this process.
 
     Raises:
@@ -296,33 +305,37 @@ def load(
     ranks, place = Ranks(group), place_of(folder)
     _last.wait()
     own = items_of(items, strict)
-    damaged: dict[str, str] = {}
-    while True:
-        name, passed_over = ranks.first(lambda: _chosen(place, step, damaged), f"the look for a checkpoint in {place}")
-        try:
-            with Opened(place.below(name) if name else place) as source:
-                return _loaded(source, own, ranks, staging_bytes, random, passed_over)
-        except _Damaged as error:
-            if step is not None or not name:
-                raise CheckpointError(Exception.__str__(error)) from error
-            damaged[name] = Exception.__str__(error)
+    damaged: dict[int, str] = {}
+    what = f"the look for a checkpoint in {place}"
+    with contextlib.ExitStack() as lock:
+        ranks.each(lambda: lock.enter_context(Folder(place).locked()), what)
+        while True:
+            found, passed_over = ranks.first(lambda: _chosen(place, step, damaged), what)
+            try:
+                with Opened(place if found is None else Folder(place).folder_of(found)) as source:
+                    return _loaded(source, own, ranks, staging_bytes, random, passed_over)
+            except _Damaged as error:
+                if found is None or step is not None:
+                    raise CheckpointError(Exception.__str__(error)) from error
+                damaged[found] = Exception.__str__(error)
 
 
 class _Damaged(CheckpointError):
     """A checkpoint that looked whole, and is not."""
 
 
-def _chosen(place: Place, step: int | None, damaged: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Returns the name of the folder to load, "" for `place` itself, and what was passed over."""
+def _chosen(place: Place, step: int | None, damaged: Mapping[int, str]) -> tuple[int | None, tuple[str, ...]]:
+    """Returns the step to load, None if `place` itself is a checkpoint, and what was passed over."""
     if MANIFEST in place.names():
-        return "", ()
+        return None, ()
     passed_over: list[str] = []
-    for found, name, reason in Folder(place).whole():
-        why = reason or damaged.get(name, "")
-        if not why and step in (None, found):
-            return name, tuple(passed_over)
-        if why:
-            passed_over.append(f"{name}: {why}")
+    for found in Folder(place).each():
+        if step not in (None, found.step):
+            continue
+        why = found.why or damaged.get(found.step, "")
+        if not why:
+            return found.step, tuple(passed_over)
+        passed_over.append(f"step {found.step}: {why}")
     of_step = "" if step is None else f" of step {step}"
     told = f" ({'; '.join(passed_over)})" if passed_over else ""
     raise NoCheckpointError(f"{place} holds no whole checkpoint{of_step}{told}; save one first, or begin anew")

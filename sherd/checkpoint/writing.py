@@ -23,9 +23,10 @@ from sherd.checkpoint.tree import Json, encoded
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, Piece, whole
 from sherd.layout.placement import Shape
+from sherd.storage.folder import file_name
 from sherd.storage.manifest import Entry, File, Manifest, name_in_file
 from sherd.storage.places import Place
-from sherd.storage.writing import Content, file_name, write_file
+from sherd.storage.writing import Content, write_file
 
 PER_RANK = "per_rank"
 """Where the values have what belongs to single ranks, by their number."""
