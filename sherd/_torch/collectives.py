@@ -174,8 +174,8 @@ def abort_groups() -> None:
 
     `dist.distributed_c10d._abort_process_group` will not do: it forgets the groups too, so that the user's
     `destroy_process_group()` in a `finally` would raise, and hide what came before. As it does, communicators of NCCL
-    are aborted as one, or they wait for each other. `_world`, `_device_types`, `_get_backend` and `_group_start` have no
-    public names (2.11 to 2.13).
+    are aborted as one, or they wait for each other. `_world`, `_device_types`, `_get_backend` and `_group_start` have
+    no public names (2.11 to 2.13).
     """
     groups = list(distributed_c10d._world.pg_map)
     served = [backend_of(group, device) for group in groups for device in group._device_types if device.type != "cpu"]

@@ -1,14 +1,14 @@
 """The watchdog: on an accelerator the device waits for other ranks and the host does not, so nothing raises by itself.
 
-The board's thread looks, without waiting for the device, for how long it has been in a collective. If that will not end,
-because a process is gone or the timeout has passed, the thread says which rank is to blame, has the main thread raise
-that as a CommError where it is, and aborts the groups, so that a main thread which waits for the device comes out. A
-process whose main thread does not come out ends.
+The board's thread looks, without waiting for the device, for how long it has been in a collective. If that will not
+end, because a process is gone or the timeout has passed, the thread says which rank is to blame, has the main thread
+raise that as a CommError where it is, and aborts the groups, so that a main thread which waits for the device comes
+out. A process whose main thread does not come out ends.
 
     SHERD_TEAR_DOWN=0 torchrun ... train.py         names the rank, and leaves the process to the backend's own watchdog
 
-A process is known to be gone by its port (`Port`), not by its silence: a thread of Python is silent, too, while a C call
-of another one keeps the interpreter.
+A process is known to be gone by its port (`Port`), not by its silence: a thread of Python is silent, too, while a C
+call of another one keeps the interpreter.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 
 from sherd._torch import Store, abort_groups
+from sherd.comm.failures import in_short
 from sherd.comm.flight import LOOK_EVERY_S, OFTEN_UP_TO, Recorder
 from sherd.errors import CommError
 
@@ -50,9 +51,9 @@ class Port:
         self._store, self._host = store, socket.gethostname()
         self._listener = socket.create_server(("", 0))
         self._listener.setblocking(False)
-        this = weakref.ref(self)
+        self._close = weakref.finalize(self, self._listener.close)
         # A forked child, which loads data, would hold it open.
-        os.register_at_fork(after_in_child=lambda: (port := this()) and port.close())
+        os.register_at_fork(after_in_child=self._close)
         self._addresses: dict[int, tuple[str, int]] = {}
         self._unknown: set[int] = set()
         store.set(f"port/{rank}", json.dumps([self._host, self._listener.getsockname()[1]]))
@@ -90,7 +91,7 @@ class Port:
 
     def close(self) -> None:
         """Close the port."""
-        self._listener.close()
+        self._close()
 
 
 class Watchdog:
@@ -116,7 +117,8 @@ class Watchdog:
             return
         self._next_look = now + LOOK_EVERY_S
         waits = [(each.device_waits_s, each) for each in self._recorder.sources()]
-        found = [(waits_s, each) for waits_s, each in waits if waits_s is not None]
+        # Where it is the host that waits, it is to raise by itself, and gets the time to.
+        found = [(max(waits_s, each.waits_s - GRACE_S), each) for waits_s, each in waits if waits_s is not None]
         if not found:
             return
         waits_s, source = max(found, key=lambda each: each[0])
@@ -124,7 +126,8 @@ class Watchdog:
         gone: list[int] = []
         with contextlib.suppress(RuntimeError):  # the store has just gone: the next look will not ask it
             gone = self._gone(peers, waits_s, has_store)
-        where = f"rank {self._rank}'s device has been waiting for {waits_s:.1f} s in a collective among {source.ranks}"
+        ranks = in_short(source.ranks)
+        where = f"rank {self._rank} has been waiting for {waits_s:.1f} s in a collective among ranks {ranks}"
         if gone:
             who = f"rank {gone[0]} has died" if len(gone) == 1 else f"ranks {gone} have died"
             text = f"{where}: {who}, or left the group: no such process is there. Look for the first error in its log"

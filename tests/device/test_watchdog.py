@@ -1,12 +1,11 @@
 """The device waits for a rank that does not come, and the host goes on: who is named, when, and how does a process end?
 
-The ranks are processes of their own: those of `sim_world` are killed together as soon as one has died. The collectives of
-the simulated device would give up later than any test here, as a backend without a timeout.
+The ranks are processes of their own: those of `sim_world` are killed together as soon as one has died. The collectives
+of the simulated device would give up later than any test here, as a backend without a timeout.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -65,7 +64,6 @@ def live(
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     backend_of(dist.group.WORLD, torch.device("sim")).set_timeout(BACKENDS_TIMEOUT)
-    import faulthandler; faulthandler.dump_traceback_later(20)  # DEBUG
     value = fn(*args)
     (folder / f"value{rank}").write_text(str(value))
     (folder / f"done{rank}").write_text("")
@@ -120,17 +118,13 @@ def one_does_not_come(how: str, make: Make, more: dict[str, Any]) -> None:
         step(model)
     torch.accelerator.synchronize()
     dist.barrier()
-    begun = time.monotonic()
     if dist.get_rank() == 1:
         if how == "is killed":
+            (Path(os.environ[FOLDER]) / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for_the_reader()
-    try:
-        step(model)
-        torch.accelerator.synchronize()
-    except CommError:
-        print(f"after {time.monotonic() - begun} s", file=sys.stderr)
-        raise
+    step(model)
+    torch.accelerator.synchronize()
 
 
 WAYS: list[tuple[Make, dict[str, Any]]] = [
@@ -147,13 +141,14 @@ def test_a_rank_that_is_killed_is_named_in_seconds_by_all_others(tmp_path, make,
     assert found[1].code == -signal.SIGKILL
     for each in (found[0], found[2]):
         assert each.code == 1
-        assert float(each.said.split("after ")[-1].split(" s")[0]) < 5
         assert "CommError: " in each.said
         if "divergence" not in more:  # there it is the host that waits, and gloo that raises
             assert "rank 1 has died, or left the group" in each.said
         assert "rank 0 has died" not in each.said
         assert "rank 2 has died" not in each.said
-    assert sorted(recorded_in(tmp_path)) == [0, 2]
+    records, killed = recorded_in(tmp_path), float((tmp_path / "killed").read_text())
+    assert sorted(records) == [0, 2]
+    assert max(each["time"] for each in records.values()) - killed < 5
     assert [name for name, _ in faults(tmp_path)] == ["rank 1"]
 
 
@@ -161,7 +156,8 @@ def test_a_rank_that_is_killed_is_named_in_seconds_by_all_others(tmp_path, make,
 def test_a_rank_that_is_stuck_is_named_with_its_line_within_the_timeout(tmp_path, make, more):
     found = ends(tmp_path, 3, 4, one_does_not_come, "is stuck", make, more)
     for each in (found[0], found[2]):
-        assert each.code == 1
+        # Where the host waits in gloo, nothing brings it out.
+        assert each.code == (EXIT_CODE if "divergence" in more else 1)
         last = each.said[each.said.rindex("CommError: ") :]
         assert "Rank 1 has not come: it is at" in last
         assert "wait_for_the_reader()" in last
@@ -250,6 +246,11 @@ def test_the_process_is_left_alone_if_the_user_wants_it(tmp_path):
     assert "it went on" in end.said
 
 
+def step_and_wait(model: Any) -> None:
+    step(model)
+    torch.accelerator.synchronize()
+
+
 def cleans_up() -> str:
     model = on_device(sharded)
     for _ in range(3):
@@ -259,17 +260,13 @@ def cleans_up() -> str:
     if dist.get_rank() == 1:
         os._exit(3)
     try:
-        step(model)
-        x = torch.zeros(1, device="sim")
-        next(model.parameters()).to_local().sum().add(x).item()
-        time.sleep(0.1)
-        torch.accelerator.synchronize()
-    except CommError as error:
+        with pytest.raises(CommError) as first:
+            step_and_wait(model)
         with pytest.raises(CommError) as again:
             step(model)
-        assert str(again.value) == str(error)
     finally:
         dist.destroy_process_group()
+    assert str(again.value) == str(first.value)
     time.sleep(6)
     (Path(os.environ[FOLDER]) / "value0").write_text("cleaned up")
     os._exit(0)
@@ -283,18 +280,17 @@ def test_a_program_may_catch_the_error_and_clean_up_for_as_long_as_it_takes(tmp_
 def what_is_left(divergence: str) -> tuple[int, int, int]:
     """Watching threads before and after the group is destroyed, and events that are known after."""
     model = on_device(sharded, divergence=divergence)
-    before_any = watchers()
     for _ in range(3):
         step(model)
     torch.accelerator.synchronize()
     time.sleep(0.5)
-    before = watchers() - before_any + 1
+    before = watchers()
     dist.barrier()
     dist.destroy_process_group()
     deadline = time.monotonic() + 20
     while watchers() and time.monotonic() < deadline:
         time.sleep(0.02)
-    events = sum(len(lane) for each in gc.get_objects() if isinstance(each, Queued) for lane in each._by_lane.values())
+    events = sum(len(lane) for each in gc.get_objects() if type(each) is Queued for lane in each._by_lane.values())
     return before, watchers(), events
 
 
@@ -311,13 +307,6 @@ def test_threads_and_events_go_with_the_group(tmp_path, divergence):
 # Without new processes
 
 
-def queued_under(divergence: str) -> tuple[int, bool]:
-    model = on_device(sharded, divergence=divergence)
-    step(model)
-    known = [each for each in gc.get_objects() if isinstance(each, Queued)]
-    return sum(bool(each) for each in known) > 0, any(thread.name == "sherd board" for thread in threading.enumerate())
-
-
 def test_nothing_is_noted_under_trust_and_the_host_never_waits(sim_world):
     world = sim_world(2)
     found = world.run(steps_and_waits, "error")
@@ -325,11 +314,11 @@ def test_nothing_is_noted_under_trust_and_the_host_never_waits(sim_world):
     assert found.host_waits == plain.host_waits
     assert [noted for noted, _ in plain.values] == [0, 0]
     assert all(noted > 0 for noted, _ in found.values)
-    assert all(value == plain.values[0][1] for _, value in [*found.values, *plain.values])
+    assert [sums for _, sums in found.values] == [sums for _, sums in plain.values]
 
 
-def steps_and_waits(divergence: str) -> tuple[int, float]:
-    """How many collectives the lanes noted, and the sum of what was trained."""
+def steps_and_waits(divergence: str) -> tuple[int, tuple[float, ...]]:
+    """How many collectives the lanes noted, and sums of the shards."""
     noted = 0
     add = Queued.add
 
@@ -344,6 +333,4 @@ def steps_and_waits(divergence: str) -> tuple[int, float]:
         for _ in range(3):
             step(model)
             time.sleep(0.1)  # the thread looks
-    with contextlib.suppress(StopIteration):
-        return noted, float(next(model.parameters()).to_local().shape[0])
-    return noted, 0.0
+    return noted, tuple(parameter.to_local().sum().item() for parameter in model.parameters())
