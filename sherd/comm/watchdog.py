@@ -191,6 +191,9 @@ def _raise_in_main_thread(text: str, has_raised: threading.Event) -> None:
             super().__init__(text)
             has_raised.set()
 
+        def __reduce__(self) -> tuple[type[CommError], tuple[str]]:
+            return CommError, (text,)
+
     Lost.__name__ = Lost.__qualname__ = CommError.__name__
     Lost.__module__ = CommError.__module__
     main = ctypes.c_ulong(threading.main_thread().ident or 0)

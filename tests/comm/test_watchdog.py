@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 import time
@@ -174,6 +175,7 @@ def test_the_main_thread_raises_where_it_is_and_goes_no_further():
     thread.join()
     assert raised.is_set()
     assert type(caught.value).__name__ == "CommError"
+    assert type(pickle.loads(pickle.dumps(caught.value))) is CommError
 
 
 # Ports

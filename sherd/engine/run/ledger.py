@@ -111,6 +111,8 @@ class Ledger:
     @contextmanager
     def waiting(self, wants: PlannedCollective) -> Iterator[None]:
         """The rank waits for others inside, before the collective that it `wants`. Raises CommError as `run` does."""
+        if self._lost:
+            raise CommError(self._lost)
         self.thread, self._entered, self._wants = threading.get_ident(), time.monotonic(), wants
         try:
             yield
