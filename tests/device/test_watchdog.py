@@ -304,6 +304,40 @@ def test_threads_and_events_go_with_the_group(tmp_path, divergence):
         assert (each.code, each.value) == (0, "(1, 0, 0)"), each.said
 
 
+def the_store_dies_with_its_process() -> None:
+    """Rank 0 has the store of the default group, as where the environment names it and torchrun does not keep it."""
+    rank, num_ranks, folder = dist.get_rank(), dist.get_world_size(), Path(os.environ[FOLDER])
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.part").write_text(str(store.port))
+        (folder / "port.part").rename(folder / "port")
+    else:
+        while not (folder / "port").exists():
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
+    dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=rank, world_size=num_ranks)
+    model = on_device(sharded)
+    for _ in range(3):
+        step(model)
+    torch.accelerator.synchronize()
+    time.sleep(1)  # the threads look
+    dist.barrier()
+    if rank == 0:
+        (folder / "killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    step_and_wait(model)
+
+
+def test_the_rank_that_has_the_store_is_named_like_any_other(tmp_path):
+    found = ends(tmp_path, 3, 120, the_store_dies_with_its_process)
+    assert found[0].code == -signal.SIGKILL
+    assert "rank 0 has died, or left the group" in found[2].said
+    assert found[2].code == 1
+    assert recorded_in(tmp_path)[2]["time"] - float((tmp_path / "killed").read_text()) < 5
+
+
 # Without new processes
 
 
