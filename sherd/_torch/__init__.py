@@ -36,6 +36,7 @@ from sherd._torch.checkpointing import (
 )
 from sherd._torch.collectives import (
     Store,
+    abort_groups,
     adopt_timeout,
     all_gather_coalesced,
     all_gather_single,
@@ -114,6 +115,7 @@ __all__ = [
     "DTensorSpec",
     "SavingHooks",
     "Store",
+    "abort_groups",
     "adopt_timeout",
     "after_accumulation_hooks",
     "all_gather_coalesced",
