@@ -20,7 +20,7 @@ from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of, read_tensor
 from sherd.checkpoint.tree import decoded
 from sherd.checkpoint.writing import PER_RANK, Plan, contents_of, plan, write
 from sherd.comm.agreement import in_short
-from sherd.errors import CheckpointError, NoCheckpointError, PolicyTypeError
+from sherd.errors import CheckpointError, CommError, NoCheckpointError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
 from sherd.storage.folder import Folder
 from sherd.storage.manifest import MANIFEST
@@ -257,6 +257,8 @@ def async_save(
         staging.copy(planned.parts.tensors)
     except BaseException as error:
         staging.give_up(f"the copy to host memory failed: {error}")
+        with contextlib.suppress(CheckpointError, CommError):
+            saving.wait()
         raise
     return saving
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,10 @@ from sherd.checkpoint.pieces import local_shape_of, pieces_here
 from sherd.checkpoint.relayout import around
 from sherd.checkpoint.saving import needs_comparison, state_in_parts
 from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
-from sherd.checkpoint.tree import Json, decoded, encoded
-from sherd.comm.agreement import in_short
+from sherd.checkpoint.tree import Json, Tensors, decoded, encoded
 from sherd.errors import CheckpointError
 from sherd.storage.opened import Opened
 from sherd.tensor.state_kind import StateKind, kind_of
-
-Tensors = dict[str, torch.Tensor]
 
 EXTRA = "extra_state"
 """Where the JSON of a module has what `get_extra_state` of modules below it returns, by path."""
@@ -110,21 +108,22 @@ class ModuleItem(Item):
 
     def aliases(self) -> dict[str, str]:
         """Returns the other names of tied parameters."""
-        return {f"{self.name}/{a}": f"{self.name}/{b}" for each in self._tensors for a, b in each.aliases.items()}
+        return {self._named(a): self._named(b) for each in self._tensors for a, b in each.aliases.items()}
+
+    def _named(self, name: str) -> str:
+        return f"{self.name}/{_without_compiler(name)}"
 
     def held(self, compare: bool) -> tuple[Tensors, Json]:
         """Returns parameters and buffers by their names in the model."""
-        tensors: Tensors = {}
+        tensors = Tensors()
         for each in self._tensors:
             each.require_at_rest("sherd.save")
-            own = {f"{self.name}/{name}": tensor for name, tensor in each.saved.items()}
-            if twice := own.keys() & tensors.keys():
-                raise CheckpointError(f"{in_short(sorted(twice))}: several modules of {self.name!r} have this name")
-            tensors |= own
+            for name, tensor in each.saved.items():
+                tensors.keep(self._named(name), tensor)
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
         return tensors, {
             "kind": "module",
-            **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.__setitem__)} if extra else {}),
+            **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {}),
         }
 
     def _with_extra_state(self) -> Iterable[tuple[str, nn.Module]]:
@@ -147,8 +146,8 @@ class ModuleItem(Item):
             tuple(f"{name} has shape {a}, in the model {b}" for name, (a, b) in shapes.items() if a != b),
         )
 
-    def _own(self) -> Tensors:
-        return {f"{self.name}/{name}": each for of in self._tensors for name, each in of.saved.items()}
+    def _own(self) -> dict[str, torch.Tensor]:
+        return {self._named(name): each for of in self._tensors for name, each in of.saved.items()}
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
@@ -180,13 +179,15 @@ class OptimizerItem(Item):
 
     def held(self, compare: bool) -> tuple[Tensors, Json]:
         """Returns the elements of the state as `name/PARAMETER/KEY`."""
-        tensors: Tensors = {}
+        tensors = Tensors()
         state = state_in_parts(Catalog(*self._modules), self._optimizer, compare)
+        named = {_without_compiler(name): each for name, each in state["state"].items()}
+        groups = [{**group, "params": list(map(_without_compiler, group["params"]))} for group in state["param_groups"]]
         return tensors, {
             "kind": "optimizer",
             "class": type(self._optimizer).__name__,
-            "state": _by_parameter(state["state"], self.name, tensors),
-            "param_groups": encoded(state["param_groups"], f"{self.name}/param_groups", tensors.__setitem__),
+            "state": _by_parameter(named, self.name, tensors),
+            "param_groups": encoded(groups, f"{self.name}/param_groups", tensors.keep),
         }
 
     def load(self, source: Opened, most_bytes: int) -> None:
@@ -198,12 +199,12 @@ class OptimizerItem(Item):
             return Filed(shape, lambda spec: _read(source, name, spec, most_bytes))
 
         catalog = Catalog(*self._modules)
-        known = set(catalog.names)
+        known = {_without_compiler(name): name for name in catalog.names}
         state = decoded(found["state"], tensor)
         groups = decoded(found["param_groups"], tensor)
-        own = {name: each for name, each in state.items() if name in known}
+        own = {known[name]: each for name, each in state.items() if name in known}
         for group in groups:
-            group["params"] = [name for name in group["params"] if name in known]
+            group["params"] = [known[name] for name in group["params"] if name in known]
         to_load(catalog, self._optimizer, {"state": own, "param_groups": groups}, load_directly=True)
 
 
@@ -216,14 +217,14 @@ class StateItem(Item):
 
     def held(self, compare: bool) -> tuple[Tensors, Json]:
         """Returns the state dict; tensors are called by their path in it."""
-        tensors: Tensors = {}
-        return tensors, {"kind": "state", "state": encoded(self._of.state_dict(), self.name, tensors.__setitem__)}
+        tensors = Tensors()
+        return tensors, {"kind": "state", "state": encoded(self._of.state_dict(), self.name, tensors.keep)}
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
         """Load the state dict. A tensor that lies over the ranks is read as the state dict of now has it."""
-        now: Tensors = {}
-        encoded(self._of.state_dict(), self.name, now.__setitem__)
+        now = Tensors()
+        encoded(self._of.state_dict(), self.name, now.keep)
 
         def tensor(name: str) -> torch.Tensor:
             target = now.get(name)
@@ -244,8 +245,8 @@ class ValueItem(Item):
 
     def held(self, compare: bool) -> tuple[Tensors, Json]:
         """Returns the value; tensors are called by their path in it."""
-        tensors: Tensors = {}
-        return tensors, {"kind": "value", "value": encoded(self._value, self.name, tensors.__setitem__)}
+        tensors = Tensors()
+        return tensors, {"kind": "value", "value": encoded(self._value, self.name, tensors.keep)}
 
     def load(self, source: Opened, most_bytes: int) -> object:
         """Returns the value that was saved, with tensors in host memory."""
@@ -268,11 +269,31 @@ def items_of(given: Mapping[str, object], strict: bool = True) -> list[Item]:
 
 
 def _modules_of(value: object) -> list[nn.Module]:
-    """Returns `value` as modules: itself, or its elements if all of them are. Of an `nn.ModuleList`, itself."""
+    """Returns `value` as modules: itself, or its elements if all of them are. DDP's wrapper is left out.
+
+    Raises:
+        CheckpointError: a module is sharded by torch's FSDP1, of which each rank has other parameters of one name.
+    """
     if isinstance(value, nn.Module):
+        value = value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value
+        if any(_is_of_torchs_fsdp1(module) for module in value.modules()):
+            raise CheckpointError(
+                "torch's FullyShardedDataParallel shards this module: save it by torch.distributed.checkpoint, which "
+                "`sherd convert` reads, or wrap it with sherd.FullyShardedDataParallel"
+            )
         return [value]
     is_several = isinstance(value, list | tuple) and value and all(isinstance(each, nn.Module) for each in value)
-    return list(value) if is_several else []  # type: ignore[call-overload]
+    return [module for each in value for module in _modules_of(each)] if is_several else []  # type: ignore[attr-defined]
+
+
+def _is_of_torchs_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which is not imported for this
+    return fsdp is not None and type(module).__module__.startswith(f"{fsdp.__name__}.fully_sharded")
+
+
+def _without_compiler(name: str) -> str:
+    """Returns a parameter's name without the modules that `torch.compile` makes."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _item(name: str, value: object, modules: Sequence[nn.Module], strict: bool) -> Item:
@@ -304,8 +325,8 @@ def _by_parameter(state: Mapping[Any, Any], path: str, tensors: Tensors) -> Json
     def of(name: str, key: str, value: object) -> Json:
         place = f"{path}/{name}/{key}"
         if isinstance(value, torch.Tensor) and kind_of(key, value, torch.Size()) is StateKind.ELEMENTS:
-            tensors[place] = value
+            tensors.keep(place, value)
             return {"$tensor": place}
-        return encoded(value, place, tensors.__setitem__)
+        return encoded(value, place, tensors.keep)
 
     return {str(name): {str(key): of(name, key, value) for key, value in each.items()} for name, each in state.items()}

@@ -19,7 +19,7 @@ from sherd.checkpoint.items import Item
 from sherd.checkpoint.pieces import Described, Layouts, grid_of, pieces_here
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import dtype_name
-from sherd.checkpoint.tree import Json, encoded
+from sherd.checkpoint.tree import Json, Tensors, encoded
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, Piece, whole
 from sherd.layout.placement import Shape
@@ -103,7 +103,7 @@ class _Held:
     """What this rank holds of all items."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors = Tensors()
         self.described: dict[str, Described] = {}
         self.values: dict[str, Json] = {}
         self.aliases: dict[str, str] = {}
@@ -111,7 +111,8 @@ class _Held:
     def take(self, item: Item, compare: bool, layouts: Layouts) -> None:
         """Add an item."""
         tensors, self.values[item.name] = item.held(compare)
-        self.tensors |= tensors
+        for name, tensor in tensors.items():
+            self.tensors.keep(name, tensor)
         self.described |= {name: layouts.described(name, tensor) for name, tensor in tensors.items()}
         self.aliases |= item.aliases()
 
@@ -142,8 +143,8 @@ def _parts(held: _Held, choices: Mapping[str, Choice], rank: int, own: Mapping[s
             parts[key] = part
             if of.copies is not None and of.copies.cuts is None:
                 listed.setdefault(name, []).append(box)
-    private: dict[str, torch.Tensor] = {}
-    values = encoded(dict(own), f"{PER_RANK}/{rank}", private.__setitem__)
+    private = Tensors()
+    values = encoded(dict(own), f"{PER_RANK}/{rank}", private.keep)
     kinds = {name: (dtype_name(tensor.dtype, name), tuple(tensor.shape)) for name, tensor in private.items()}
     return Parts(parts | private, listed, kinds, values)
 

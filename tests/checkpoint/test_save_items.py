@@ -405,3 +405,49 @@ def test_some_ranks_save_what_lies_on_them(world, tmp_path):
     model = built(1)
     sherd.load(tmp_path, {"model": model})
     assert torch.equal(model.embed.weight, built().embed.weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_and_ddp_modules_are_called_as_the_users_own(world, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    compiled = nn.Sequential(torch.compile(model[0]))
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    compiled[0]._orig_mod(torch.ones(2)).sum().backward()
+    optimizer.step()
+    sherd.save(tmp_path, {"model": torch.compile(compiled), "optimizer": optimizer}, step=0)
+    other = nn.Sequential(nn.Linear(2, 2))
+    its = torch.optim.AdamW(other.parameters())
+    sherd.load(tmp_path, {"model": other, "optimizer": its})
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(its.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+    world(2).run(of_ddp, str(tmp_path / "ddp"))
+    sherd.load(tmp_path / "ddp", {"model": other})
+
+
+def of_ddp(folder):
+    torch.manual_seed(0)
+    sherd.save(folder, {"model": nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2)))}, step=0)
+    fsdp1 = pytest.importorskip("torch.distributed.fsdp").FullyShardedDataParallel
+    with pytest.raises(CheckpointError, match="torch's FullyShardedDataParallel"):
+        sherd.save(folder, {"model": fsdp1(nn.Linear(2, 2), device_id=torch.device("cpu"))}, step=1)
+
+
+def test_values_that_contain_themselves_or_two_tensors_of_one_name(tmp_path):
+    ring = []
+    ring.append(ring)
+    with pytest.raises(CheckpointError, match="contains itself"):
+        sherd.save(tmp_path, {"x": ring}, step=0)
+    with pytest.raises(CheckpointError, match="two tensors would be called x/a/b"):
+        sherd.save(tmp_path, {"x": {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}}}, step=0)
+
+
+def in_threads(folder):
+    sherd.save(folder, {"rows": model_in("rows")}, step=0, per_rank={"rank": dist.get_rank()})
+    model = model_in("flat", seed=1)
+    assert sherd.load(folder, {"rows": model}).per_rank == {"rank": dist.get_rank()}
+    return sherd.save(folder, {"rows": model}, step=1)
+
+
+def test_ranks_that_are_threads_save_and_load(threads, tmp_path):
+    built()
+    assert set(threads(3).run(in_threads, str(tmp_path))) == {str(tmp_path / "step-00000001")}
