@@ -1,6 +1,6 @@
 """Reads a checkpoint of format sherd/1 with Python's standard library alone; written from docs/checkpoint_format.md.
 
-    read("checkpoints/step-00000100") -> {name: (dtype, shape, bytes)}
+read("checkpoints/step-00000100") -> {name: (dtype, shape, bytes)}
 """
 
 import hashlib
@@ -85,7 +85,7 @@ def read(folder):
                 raise ValueError(f"{name}: its place in the file is wrong")
             for at, index in enumerate(product(*map(range, sizes))):
                 to = 0
-                for size, offset, inner in zip(shape, offsets, index):
+                for size, offset, inner in zip(shape, offsets, index, strict=True):
                     to = to * size + offset + inner
                 out[to * width : (to + 1) * width] = data[start + at * width : start + (at + 1) * width]
             filled += prod(sizes)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sherd.errors import CheckpointError
 from sherd.storage.blocks import Checked, Checksums, in_blocks
 from sherd.storage.places import Readable
+from tests.storage.writing import PROPERTY
 
 sizes = st.lists(st.one_of(st.integers(0, 50), st.integers(60_000, 140_000)), max_size=8)
 block_sizes = st.one_of(st.integers(1, 64), st.integers(50_000, 200_000))
@@ -38,6 +39,7 @@ def chunks_of(sizes):
     return raw, [memoryview(raw)[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
+@PROPERTY
 @given(sizes, st.one_of(st.integers(50, 64), st.integers(50_000, 200_000)))
 def test_chunks_end_where_blocks_do_and_are_the_same_bytes(sizes, block_bytes):
     if block_bytes < 100:
@@ -53,6 +55,7 @@ def test_chunks_end_where_blocks_do_and_are_the_same_bytes(sizes, block_bytes):
     assert len(found) <= len(sizes) * 2 + 2 * (len(raw) // block_bytes) + 1
 
 
+@PROPERTY
 @given(sizes, block_sizes)
 def test_the_checksums_are_those_of_the_blocks(sizes, block_bytes):
     if block_bytes < 100:
@@ -68,6 +71,7 @@ def checked(raw, was, block_bytes):
     return Checked(Bytes(raw), len(was), [zlib.crc32(block) for block in cut(was, block_bytes)], block_bytes)
 
 
+@PROPERTY
 @given(st.data())
 def test_any_part_is_read_as_it_was_written(data):
     raw = data.draw(st.binary(min_size=1, max_size=100))
@@ -79,6 +83,7 @@ def test_any_part_is_read_as_it_was_written(data):
         assert into == raw[start : start + len(into)]
 
 
+@PROPERTY
 @given(st.data())
 def test_a_bit_that_flipped_in_any_byte_is_found_and_other_blocks_are_read(data):
     raw = data.draw(st.binary(min_size=1, max_size=100))
@@ -97,6 +102,7 @@ def test_a_bit_that_flipped_in_any_byte_is_found_and_other_blocks_are_read(data)
             assert bytes(into) == raw[start : start + 1]
 
 
+@PROPERTY
 @given(st.binary(max_size=100), st.binary(max_size=100))
 def test_a_file_of_another_length_is_refused(raw, was):
     if len(raw) != len(was):
@@ -109,6 +115,7 @@ def test_what_is_cut_off_while_it_is_read_is_told():
     file._file.raw = b"a" * 20
     with pytest.raises(CheckpointError, match="x cannot be read at byte 16: it ends"):
         file.read_into(0, memoryview(bytearray(50)))
+    file = checked(b"a" * 50, b"a" * 50, 16)
     with pytest.raises(CheckpointError, match="ends at byte 50, before what was asked for"):
         file.read_into(48, memoryview(bytearray(3)))
 

@@ -1,11 +1,13 @@
 """Is a manifest read as it was written, and one that contradicts itself refused, whoever has signed it?"""
 
+import contextlib
 import copy
 import json
+import os
 import subprocess
 import sys
-import time
 import tracemalloc
+import zlib
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from sherd.storage.manifest import Entry, File, Manifest, name_in_file, parsed, 
 from sherd.storage.opened import Opened, read_manifest
 from sherd.storage.places import Disk
 from sherd.storage.safetensors import BITS
-from tests.storage.writing import read_all, save, save_into, tensors_of
+from tests.storage.writing import PROPERTY, read_all, save, save_into, tensors_of
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 trees = st.recursive(
@@ -73,6 +75,7 @@ def manifests(draw):
     )
 
 
+@PROPERTY
 @given(manifests())
 def test_a_manifest_is_read_as_it_was_written(manifest):
     raw = manifest.to_bytes()
@@ -81,6 +84,7 @@ def test_a_manifest_is_read_as_it_was_written(manifest):
     assert parsed(raw, "x").to_bytes() == raw
 
 
+@PROPERTY
 @given(manifests(), st.data())
 def test_any_byte_that_changed_any_cut_and_anything_added_is_found(manifest, data):
     raw = bytearray(manifest.to_bytes())
@@ -139,7 +143,8 @@ def changed(path, value):
 HUGE = 10**4000
 WRONG = [
     *[("files/0/name", name) for name in
-      ("", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", ".hidden", "a\0b", "x" * 300, "ab-00001.safetensors", 3, None)],
+      ("", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", ".hidden", "a\0b", "x" * 300, "ab-00001.safetensors",
+       3, None)],
     *[("files/0/bytes", size) for size in (-1, 1.0, True, None, "100", 0, 1 << 62, HUGE)],
     *[("files/0/crc32", sums) for sums in
       ([], ["00000001"], ["1", "2"], ["0x000001"] * 2, ["-0000001"] * 2, ["0000_001"] * 2, [1, 2], "ab", None)],
@@ -150,7 +155,8 @@ WRONG = [
     *[("save_id", name) for name in ("", "xyz", "../..", "a" * 40, 3)],
     *[("saved", name) for name in ("", "now", 3, "1" * 50)],
     *[("tensors/w/shape", shape) for shape in
-      (None, 3, "43", [-4, 3], [4.0, 3], [True, 3], [1 << 61, 3], [HUGE], [1 << 62] * 64, [1] * 65, [1] * 100_000, {"a": 1})],
+      (None, 3, "43", [-4, 3], [4.0, 3], [True, 3], [1 << 61, 3], [HUGE], [1 << 62] * 64, [1] * 65, [1] * 100_000,
+       {"a": 1})],
     *[("tensors/w/dtype", name) for name in (None, "F31", ["F32"], {}, 3)],
     *[("tensors/w/file", number) for number in (-1, 1, 2, HUGE, None, "0", 0.0, True)],
     *[("tensors/w/cuts", cuts) for cuts in
@@ -171,7 +177,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("path", "value"), WRONG, ids=[f"{path}-{n}" for n, (path, _) in enumerate(WRONG)])
 def test_a_signed_manifest_that_contradicts_itself_is_refused(path, value):
-    with pytest.raises(CheckpointError, match="^x") as told:
+    with pytest.raises(CheckpointError, match=r"^x") as told:
         parsed(changed(path, value), "x")
     assert len(str(told.value)) < 1000
 
@@ -194,24 +200,26 @@ def test_the_seed_of_these_is_right_and_fields_of_later_versions_are_passed_over
     ],
 )
 def test_what_is_no_json_is_refused(text):
-    with pytest.raises(CheckpointError, match="^x"):
+    with pytest.raises(CheckpointError, match=r"^x"):
         parsed(signed(b'{"format": "sherd/1",' + text.encode("latin-1")), "x")
 
 
-def test_a_deep_value_is_refused_or_read_wherever_the_stack_is():
-    for depth in (100, 900, 960, 980, 1000, 5000):
-        nested = "[" * depth + "]" * depth
-        for key in ("values", "later", "files"):
-            body = SEED.to_bytes()[:-81].decode()
-            body = (
-                body.replace(f'"{key}": ', f'"{key}": {nested}, "was": ')
-                if key != "later"
-                else f'{body}, "later": {nested}'
-            )
-            try:
-                parsed(signed(body.encode()), "x")
-            except CheckpointError as error:
-                assert len(str(error)) < 1000
+@pytest.mark.parametrize("key", ["values", "later", "files"])
+@pytest.mark.parametrize("depth", [100, 900, 960, 980, 1000, 5000])
+def test_a_deep_value_is_refused_or_read_however_deep_the_stack_is(key, depth):
+    nested = "[" * depth + "]" * depth
+    body = SEED.to_bytes()[:-81].decode().replace(f'"{key}": ', f'"{key}": {nested}, "was": ')
+    raw = signed((body if nested in body else f'{body}, "{key}": {nested}').encode())
+
+    def below(frames):
+        if frames:
+            below(frames - 1)
+            return
+        with contextlib.suppress(CheckpointError):
+            parsed(raw, "x")
+
+    for frames in range(0, 60, 3):
+        below(frames)
 
 
 def nodes(tree):
@@ -225,7 +233,7 @@ strange = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(PROPERTY, max_examples=400)
 @given(st.data())
 def test_a_mutated_manifest_is_refused_or_means_something_small(data):
     fields = json.loads(SEED.to_bytes())
@@ -235,7 +243,7 @@ def test_a_mutated_manifest_is_refused_or_means_something_small(data):
         key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
         match data.draw(st.sampled_from(["set", "drop", "copy", "twice"])):
             case "set":
-                holder[key] = data.draw(strange)
+                holder[key] = copy.deepcopy(data.draw(strange))
             case "drop":
                 del holder[key]
             case "copy":
@@ -254,20 +262,18 @@ def test_a_mutated_manifest_is_refused_or_means_something_small(data):
     assert all(manifest.entry(name) for name in manifest.aliases)
 
 
-@settings(max_examples=200)
+@settings(PROPERTY, max_examples=200)
 @given(st.data())
 def test_mutated_bytes_of_a_signed_manifest_are_refused_or_read(data):
     body = bytearray(SEED.to_bytes()[:-81])
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(body) - 1))
         body[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    try:
+    with contextlib.suppress(CheckpointError):
         parsed(signed(bytes(body)), "x")
-    except CheckpointError:
-        pass
 
 
-@settings(max_examples=200)
+@settings(PROPERTY, max_examples=200)
 @given(st.data())
 def test_mutated_files_under_matching_checksums_are_refused_or_read(tmp_path_factory, data):
     """Whoever can sign a manifest can sum a file, too: what is read then lies within it."""
@@ -279,8 +285,6 @@ def test_mutated_files_under_matching_checksums_are_refused_or_read(tmp_path_fac
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(raw) - 1))
         raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
-    import zlib
-
     path.write_bytes(raw)
     files = (File(manifest.files[0].name, len(raw), (zlib.crc32(raw),)),)
     text = Manifest(1, "ab", "2026", 1, files, entries, block_bytes=1 << 20).to_bytes()
@@ -292,15 +296,15 @@ def test_mutated_files_under_matching_checksums_are_refused_or_read(tmp_path_fac
     assert {name: len(value) for name, value in found.items()} == {"w": 48, "b": 1}
 
 
-def peak_and_seconds(action):
+def peak_of(action):
+    """The most memory that `action` holds until it is refused."""
     tracemalloc.start()
-    begin = time.process_time()
-    with pytest.raises(CheckpointError):
-        action()
-    seconds = time.process_time() - begin
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak, seconds
+    try:
+        with pytest.raises(CheckpointError):
+            action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def test_refusing_takes_memory_in_proportion_to_the_text_and_no_long_computation():
@@ -314,9 +318,7 @@ def test_refusing_takes_memory_in_proportion_to_the_text_and_no_long_computation
         ("aliases", {f"a{n}": f"a{n + 1}" for n in range(30_000)}),
     ]:
         raw = changed(path, value)
-        peak, seconds = peak_and_seconds(lambda raw=raw: parsed(raw, "x"))
-        assert peak < 100 * len(raw) + (1 << 20)
-        assert seconds < 60  # an hour, if the search for shared elements had no bound
+        assert peak_of(lambda raw=raw: parsed(raw, "x")) < 100 * len(raw) + (1 << 20)
 
 
 def test_sizes_that_are_only_claimed_are_not_allocated(tmp_path):
@@ -325,7 +327,7 @@ def test_sizes_that_are_only_claimed_are_not_allocated(tmp_path):
     place = folder.folder_of(1)
     with open(place.path / "manifest.json", "r+b") as file:
         file.truncate(1 << 40)
-    assert peak_and_seconds(lambda: read_manifest(place))[0] < 1 << 20
+    assert peak_of(lambda: read_manifest(place)) < 1 << 20
     save_into(folder, 2)
     found, passed_over = folder.newest()
     assert (found.step, passed_over) == (2, [])
@@ -333,12 +335,10 @@ def test_sizes_that_are_only_claimed_are_not_allocated(tmp_path):
     with open(place.path / found.manifest.files[0].name, "r+b") as file:
         file.truncate(1 << 40)
     with Opened(place) as checkpoint:
-        assert peak_and_seconds(lambda: checkpoint.file(0))[0] < 1 << 20
+        assert peak_of(lambda: checkpoint.file(0)) < 1 << 20
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):
-    import os
-
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(CheckpointError, match="it is no file"):
         read_manifest(Disk(tmp_path))

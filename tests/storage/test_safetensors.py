@@ -10,6 +10,7 @@ from safetensors import numpy as real
 
 from sherd.errors import CheckpointError
 from sherd.storage.safetensors import BITS, header_length, header_of, nbytes_of, parsed
+from tests.storage.writing import PROPERTY
 
 NUMPY = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "u2", "I16": "i2", "U32": "u4", "I32": "i4", "U64": "u8", "I64": "i8",
@@ -27,6 +28,7 @@ def read(raw):
     return parsed(header, len(raw), "x")
 
 
+@PROPERTY
 @given(listed, metadata)
 def test_the_package_reads_what_is_written_here(tensors, metadata):
     header, places = header_of(tensors, metadata)
@@ -39,6 +41,7 @@ def test_the_package_reads_what_is_written_here(tensors, metadata):
     assert read(header + b"".join(data.values())) == (places, metadata)
 
 
+@PROPERTY
 @given(listed, metadata)
 def test_what_the_package_writes_is_read_here(tensors, metadata):
     arrays = {
