@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from sherd.errors import CheckpointError
-from sherd.storage.places import PART, Chunks, Place, Readable
+from sherd.storage.place import PART, Chunks, Place, Readable
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ class Remote(Place):
                 self._fs.rmdir(self._path)
 
     def tried(self, action: Callable[[], T], name: str = "", source: _Source | None = None) -> T:
-        """Returns what `action` returns, tried up to `ATTEMPTS` times. Raises OSError with the URL and the last cause."""
+        """Returns what `action` returns, tried `ATTEMPTS` times. Raises OSError with the URL and the last cause."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return action()
