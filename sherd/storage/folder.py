@@ -141,12 +141,8 @@ class Folder:
             if lock is Lock.BUSY:
                 return []
             counted = [each for each in self.whole() if upto is None or each.step <= upto]
-            going = [
-                each
-                for each in counted[keep_last:]
-                if each.step not in keep and (keep_every is None or each.step % keep_every)
-            ]
-            return [each.step for each in going if _dropped(each)]
+            old = [each for each in counted[keep_last:] if each.step not in keep]
+            return [each.step for each in old if (keep_every is None or each.step % keep_every) and _dropped(each)]
 
     def sweep(self, *, by_hand: bool = False) -> list[str]:
         """Remove what saves have left that were never finished, or were replaced, if nobody else saves or loads here.

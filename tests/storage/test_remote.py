@@ -192,7 +192,8 @@ def test_what_is_not_there_or_not_allowed_is_told_at_once(store, calls):
 
 
 def test_a_server_that_is_not_there_is_named(store):
-    place = place_of("s3://checkpoints/run", endpoint_url="http://127.0.0.1:9")
+    config = {"retries": {"max_attempts": 0}}
+    place = place_of("s3://checkpoints/run", endpoint_url="http://127.0.0.1:9", config_kwargs=config)
     place._fs.retries = 1
     with pytest.raises(OSError, match=r"127.0.0.1:9.*tried 4 times: 's3://checkpoints/run/x'"):
         place.write("x", chunks_of(b"abc"))
