@@ -59,8 +59,6 @@ class Folder:
         """Hold the folder's lock: shared to save (`make` the folder then) or load, alone to remove."""
         return self.place.locked(shared=shared, make=make)
 
-    # Finding
-
     def steps(self) -> list[int]:
         """Returns the steps that have a folder, whole or not, the newest first."""
         named = map(_STEP.fullmatch, self.place.names())
@@ -97,8 +95,6 @@ class Folder:
             passed_over.append(found)
         return None, passed_over
 
-    # Saving
-
     def finish(self, step: int, manifest: Manifest) -> None:
         """Make the checkpoint of `step` whole, whose files are written, and remove those of the one that it replaces.
 
@@ -114,8 +110,6 @@ class Folder:
         latest = json.dumps({"format": FORMAT, "folder": f"step-{step:08d}", "step": step}).encode() + b"\n"
         self.place.write(LATEST, lambda: [memoryview(latest)])
         _remove(place, {file.name for file in replaced} - {file.name for file in manifest.files})
-
-    # Removing
 
     def prune(
         self, keep_last: int, keep_every: int | None = None, keep: Collection[int] = (), *, upto: int | None = None
