@@ -143,6 +143,8 @@ def test_all_of_a_piece_is_one_span_and_rows_are_not_split_if_they_fit():
 
 def test_the_search_for_boxes_that_share_elements_ends():
     slabs = [Box((n, n), (1 << 20, 1)) for n in range(200)]
-    assert overlapping(slabs) is None
+    assert overlapping(slabs, 1) is None  # behind each other along dim 1
+    grid = [Box((n, m), (1, 1)) for n in range(20) for m in range(20)]
+    assert overlapping(grid, 20) is None
     with pytest.raises(OverflowError):
-        overlapping(slabs, most_steps=1000)
+        overlapping(grid, 9)
