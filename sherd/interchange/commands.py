@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -37,9 +38,14 @@ def run(args: argparse.Namespace) -> int:
     """
     command = {"convert": _convert, "inspect": _inspect, "verify": _verify, "diff": _diff}[args.interchange]
     try:
-        return command(args)
+        code = command(args)
+        sys.stdout.flush()
+        return code
     except CheckpointError as error:
         raise InputError(str(error)) from error
+    except BrokenPipeError:  # who reads stdout has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"sherd {args.interchange}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return NO_ROOM

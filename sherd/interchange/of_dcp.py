@@ -275,8 +275,8 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
                 save(file, leaf, read)
                 written[key] = storage_info(name, start, file.tell() - start)
             paths[flat], places[index] = at, written[key]
-    written = meta.Metadata(kinds, paths, places, meta.StorageMeta(), version="1.0.0")
-    Disk(path).write(METADATA, lambda: [memoryview(pickle.dumps(written))])
+    metadata = meta.Metadata(kinds, paths, places, meta.StorageMeta(), version="1.0.0")
+    Disk(path).write(METADATA, lambda: [memoryview(pickle.dumps(metadata))])
     return ()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 
-FORMATS = ("sherd", "dcp", "hf", "torch")
+FORMATS = ("sherd", "dcp", "deepspeed", "universal", "hf", "torch")
 """The formats, by name. They are tried in this order where none is named."""
 WRITTEN = ("sherd", "dcp", "hf", "torch")
 PRESETS = ("llama", "qwen", "mixtral", "gpt2", "llama-torchtitan")
