@@ -146,7 +146,10 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 def _opened(path: Path, format: str | None) -> Iterator[Source]:
     if format is not None and format not in FORMATS:
         raise InputError(f"unknown format {format}; known are {', '.join(FORMATS)}")
-    source = open_source(path, format)
+    try:
+        source = open_source(path, format)
+    except OSError as error:
+        raise InputError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
     try:
         yield source
     finally:

@@ -85,7 +85,7 @@ def _elements(
             same = (parts[0] == parts[1]).flatten()  # integers of more than 53 bits
             apart = apart.clamp(min=1.0)
         apart = torch.where(same, 0.0, torch.where(apart.isnan(), torch.inf, apart))
-        beyond = ~same & ~(apart <= atol + rtol * of_b.abs())
+        beyond = ~same & ~(apart.isfinite() & (apart <= atol + rtol * of_b.abs()))
         num += int(beyond.sum())
         max_abs = max(max_abs, float(apart.max()))
         relative = torch.where(same, 0.0, apart / of_b.abs())

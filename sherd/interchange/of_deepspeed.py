@@ -329,6 +329,8 @@ def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
 
 def read_universal(path: Path) -> LazySource:
     """Returns the universal checkpoint at `path`, open for reading. Raises CheckpointError."""
+    if not is_universal(path):
+        raise CheckpointError(f"{path} holds no universal checkpoint of DeepSpeed: no zero/NAME/fp32.pt")
     files, found = _Files(), Collected()
     with _reading(path, files):
         tensors: dict[str, Any] = {}
