@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -16,85 +16,87 @@ from sherd.interchange.mapping import Rule, each_match, filled, matcher
 from sherd.interchange.state_trees import GROUPS, PARAMS, STATE
 from sherd.layout.boxes import Box
 
+T = TypeVar("T")
 
-class _Things(ABC):
+
+class _Things(ABC, Generic[T]):
     """What one name has in a layer: a tensor, or a value. It knows what the rules do with such."""
 
     @abstractmethod
-    def transposed(self, of: Any, name: str) -> Any:
+    def transposed(self, of: T, name: str) -> T:
         """Returns `of` transposed."""
 
     @abstractmethod
-    def permuted(self, of: Any, rule: Rule, name: str) -> Any:
+    def permuted(self, of: T, rule: Rule, name: str) -> T:
         """Returns `of` with its rows in another order."""
 
     @abstractmethod
-    def joined(self, parts: Sequence[Any], rule: Rule, name: str) -> Any:
+    def joined(self, parts: Sequence[T], rule: Rule, name: str) -> T:
         """Returns one for several."""
 
     @abstractmethod
-    def cut(self, of: Any, rule: Rule, name: str) -> Sequence[Any]:
+    def cut(self, of: T, rule: Rule, name: str) -> Sequence[T]:
         """Returns several for one."""
 
     @abstractmethod
-    def stacked(self, parts: Sequence[Any], name: str) -> Any:
+    def stacked(self, parts: Sequence[T], name: str) -> T:
         """Returns one for several."""
 
     @abstractmethod
-    def rows(self, of: Any, name: str, num: int) -> Sequence[Any]:
+    def rows(self, of: T, name: str, num: int) -> Sequence[T]:
         """Returns several for one; `num` of them where it does not say itself."""
 
 
-class _Tensors(_Things):
-    def transposed(self, of: Any, name: str) -> Any:
+class _Tensors(_Things[Lazy]):
+    def transposed(self, of: Lazy, name: str) -> Lazy:
         return views.transposed(of, name)
 
-    def permuted(self, of: Any, rule: Rule, name: str) -> Any:
+    def permuted(self, of: Lazy, rule: Rule, name: str) -> Lazy:
         return views.permuted(of, rule.heads, rule.backwards, name)
 
-    def joined(self, parts: Sequence[Any], rule: Rule, name: str) -> Any:
+    def joined(self, parts: Sequence[Lazy], rule: Rule, name: str) -> Lazy:
         return views.joined(parts, rule.dim, rule.ratio, name)
 
-    def cut(self, of: Any, rule: Rule, name: str) -> Sequence[Any]:
+    def cut(self, of: Lazy, rule: Rule, name: str) -> Sequence[Lazy]:
         return views.cut(of, rule.dim, rule.ratio or [1] * len(rule.to), name)
 
-    def stacked(self, parts: Sequence[Any], name: str) -> Any:
+    def stacked(self, parts: Sequence[Lazy], name: str) -> Lazy:
         return views.stacked(parts, name)
 
-    def rows(self, of: Any, name: str, num: int) -> Sequence[Any]:
+    def rows(self, of: Lazy, name: str, num: int) -> Sequence[Lazy]:
         shape = of.spec.shape
         if not shape:
             raise CheckpointError(f"{name} has no dims, so it cannot be cut into rows")
         return [views.Row(of, number) for number in range(shape[0])]
 
 
-class _Values(_Things):
+class _Values(_Things[object]):
     """Values are the same for all parts of a tensor."""
 
-    def transposed(self, of: Any, name: str) -> Any:
+    def transposed(self, of: object, name: str) -> object:
         return of
 
-    def permuted(self, of: Any, rule: Rule, name: str) -> Any:
+    def permuted(self, of: object, rule: Rule, name: str) -> object:
         return of
 
-    def joined(self, parts: Sequence[Any], rule: Rule, name: str) -> Any:
+    def joined(self, parts: Sequence[object], rule: Rule, name: str) -> object:
         return self.stacked(parts, name)
 
-    def cut(self, of: Any, rule: Rule, name: str) -> Sequence[Any]:
+    def cut(self, of: object, rule: Rule, name: str) -> Sequence[object]:
         return [of] * len(rule.to)
 
-    def stacked(self, parts: Sequence[Any], name: str) -> Any:
+    def stacked(self, parts: Sequence[object], name: str) -> object:
         if any(part != parts[0] for part in parts):
             raise CheckpointError(f"{name} would be one of several parameters whose settings or steps differ")
         return parts[0]
 
-    def rows(self, of: Any, name: str, num: int) -> Sequence[Any]:
+    def rows(self, of: object, name: str, num: int) -> Sequence[object]:
         return [of] * num
 
 
-def _applied(rule: Rule, layer: dict[str, Any], things: _Things, rows: Mapping[str, int]) -> dict[str, Any]:
+def _applied(rule: Rule, layer: Mapping[str, T], things: _Things[T], rows: Mapping[str, int]) -> dict[str, T]:
     """Returns a layer, what each name has, after `rule`. `rows` are the first dims of the model's tensors."""
-    made: dict[str, Any] = {}
+    made: dict[str, T] = {}
     gone: set[str] = set()
     if rule.regex:
         renamed = {name: re.sub(rule.of[0], rule.to[0], name) for name in layer}
@@ -117,11 +119,9 @@ def _applied(rule: Rule, layer: dict[str, Any], things: _Things, rows: Mapping[s
     return _in_order(layer, left, made, gone)
 
 
-def _in_order(
-    layer: Mapping[str, Any], left: Mapping[str, Any], made: dict[str, Any], gone: set[str]
-) -> dict[str, Any]:
+def _in_order(layer: Mapping[str, T], left: Mapping[str, T], made: dict[str, T], gone: set[str]) -> dict[str, T]:
     """Returns `left` and `made`, the latter from where the first one that is gone was."""
-    found: dict[str, Any] = {}
+    found: dict[str, T] = {}
     waiting = dict(made)
     for name in layer:
         if name in left:
@@ -139,10 +139,10 @@ def _made(
     rule: Rule,
     names: Sequence[str],
     holes: Mapping[str, str],
-    of: Sequence[Any],
-    things: _Things,
+    of: Sequence[T],
+    things: _Things[T],
     rows: Mapping[str, int],
-) -> dict[str, Any]:
+) -> dict[str, T]:
     if rule.kind == "drop":
         return {}
     if rule.kind == "unstack":
@@ -160,11 +160,11 @@ def _made(
     return {to[0]: of[0]}
 
 
-def _stack(rule: Rule, layer: Mapping[str, Any], things: _Things) -> tuple[dict[str, Any], set[str]]:
+def _stack(rule: Rule, layer: Mapping[str, T], things: _Things[T]) -> tuple[dict[str, T], set[str]]:
     experts: dict[str, dict[int, str]] = {}
     for name, holes in each_match(rule, list(layer)):
         experts.setdefault(filled(rule.to[0], holes), {})[int(holes["expert"])] = name
-    made: dict[str, Any] = {}
+    made: dict[str, T] = {}
     for to, numbered in experts.items():
         if sorted(numbered) != list(range(len(numbered))):
             raise CheckpointError(f"{to} is to be stacked of experts {sorted(numbered)}, and some are not there")
