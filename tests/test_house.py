@@ -1,8 +1,8 @@
 """The size of the code, held by ceilings: files, classes, functions, writes, types, cycles of imports, hops of a step.
 
 The core is all of sherd/ except the `sherd` command, the adapters to other packages and their checkpoints, the
-migration guide and the host's transports. `pytest tests/test_house.py -s` prints every figure. CONTRIBUTING.md says what
-to do when one is too high.
+migration guide and the host's transports. `pytest tests/test_house.py -s` prints every figure. CONTRIBUTING.md says
+what to do when one is too high.
 """
 
 import ast

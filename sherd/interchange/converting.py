@@ -84,7 +84,8 @@ def _written(
 
     part = target.absolute().with_name(f".part-{os.getpid()}-{target.name}")
     try:
-        left_out = list(write(part, contents, read))
+        left_out = [note for note in source.notes() if " is left out: " in note]
+        left_out += write(part, contents, read)
         if target.exists():
             target.rmdir()
         part.rename(target)

@@ -21,7 +21,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 from sherd.interchange.contents import Contents, LazySource, Read, Spec, path_inside
 from sherd.interchange.of_torch import save
-from sherd.interchange.pickles import Dict, Inert, Unpickler, inert
+from sherd.interchange.pickles import Dict, Inert, UnknownName, Unpickler, inert
 from sherd.interchange.state_trees import Pending, collected, tree_of
 from sherd.interchange.torch_files import Range, Strided, TorchFile
 from sherd.layout.boxes import Box, overlapping
@@ -146,9 +146,9 @@ def metadata_of(path: Path) -> Inert:
     return found
 
 
-def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files]:
-    """Returns the tensors and values of the folder at `path`, by their paths in the state dict that was saved, and its
-    files. Raises CheckpointError."""
+def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files, list[str]]:
+    """Returns the tensors and values of the folder at `path`, by their paths in the saved state dict, its files,
+    and what is left out, in sentences: values of classes that are not known. Raises CheckpointError."""
     metadata, files = metadata_of(path), _Files(path)
     where = str(path / METADATA)
     items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
@@ -168,16 +168,21 @@ def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files]:
     paths = metadata.get("planner_data", 1)
     paths = paths if isinstance(paths, Mapping) else {}
     leaves: dict[tuple[Any, ...], Any] = {}
+    notes: list[str] = []
     for name, kind in kinds.items():
         if isinstance(kind, _Tensor):
             leaf: Any = _chunked(name, kind, items, where)
         else:
             if (name, None) not in items:
                 raise CheckpointError(f"{where} does not say where {name} is")
-            leaf = items[name, None].tree()
+            try:
+                leaf = items[name, None].tree()
+            except UnknownName as error:
+                notes.append(f"{name} is left out: {error}")
+                continue
         at_path = paths.get(name, (name,))
         leaves[tuple(at_path) if isinstance(at_path, tuple | list) else (name,)] = leaf
-    return leaves, files
+    return leaves, files, notes
 
 
 def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> Chunked:
@@ -230,9 +235,10 @@ def _listed(tree: Any) -> Any:
 
 def read(path: Path) -> LazySource:
     """Returns the folder at `path`, open for reading. Raises CheckpointError."""
-    leaves, files = leaves_of(path)
+    leaves, files, notes = leaves_of(path)
     try:
         found = collected(nested(leaves), str(path))
+        found.notes += notes
         counts = {name: len(lazy.chunks) for name, lazy in found.tensors.items() if isinstance(lazy, Chunked)}
         return found.source(FORMAT, files.close, {name: number for name, number in counts.items() if number > 1})
     except BaseException:

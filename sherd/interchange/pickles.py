@@ -12,6 +12,10 @@ Names = Mapping[tuple[str, str], object]
 """What stands in the place of a class or function of a pickle, by module and name."""
 
 
+class UnknownName(CheckpointError):
+    """A pickle names what is not among the names that its format needs."""
+
+
 class _Sealed(type):
     """A class that a pickle cannot change."""
 
@@ -81,7 +85,7 @@ class Unpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if module.split(".")[0] in self._stubs:
             return self._made.setdefault(full, inert(full))
-        raise CheckpointError(
+        raise UnknownName(
             f"{self._where} names {full[:200]}, which is not among the names that this format needs; it is not "
             "loaded, as reading a checkpoint never runs code of others"
         )

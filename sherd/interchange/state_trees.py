@@ -19,6 +19,8 @@ OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optim_state_dict")
 STEPS = ("step", "global_step", "global_steps", "iteration")
 
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
+SETTINGS = "param_to_group_meta"
+"""Where Megatron-FSDP has each parameter's settings, in the place of groups."""
 
 
 def is_lazy(value: object) -> bool:
@@ -182,6 +184,8 @@ def _optimizer(
     """Returns an optimizer's state and groups, by the names of parameters, of which `names` are known."""
     if isinstance(held.get(STATE), Mapping):
         groups = held.get(GROUPS, [])
+        if isinstance(held.get(SETTINGS), Mapping):
+            groups = _grouped(held[SETTINGS])
         groups = list(groups.values()) if isinstance(groups, Mapping) else groups
         state, groups = dict(held[STATE]), [dict(group) for group in groups]
         numbered = any(type(each) is int for each in [*state, *(n for group in groups for n in group.get(PARAMS, ()))])
@@ -194,8 +198,7 @@ def _optimizer(
 
 
 def _unflattened(held: Mapping[Any, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the state and groups of {"state.NAME.KEY": ..., "param_groups.NAME.KEY": ...}. Parameters whose settings
-    are the same make one group."""
+    """Returns the state and groups of {"state.NAME.KEY": ..., "param_groups.NAME.KEY": ...}."""
     known = set(names)
     state: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -204,13 +207,18 @@ def _unflattened(held: Mapping[Any, Any], names: Sequence[str]) -> tuple[dict[st
         if kind in (STATE, GROUPS):
             name, key = _cut(rest, known)
             (state if kind == STATE else settings).setdefault(name, {})[key] = value
+    return state, _grouped(settings)
+
+
+def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups of parameters whose settings, by name, are the same."""
     groups: list[dict[str, Any]] = []
     for name, of_parameter in settings.items():
         alike = next((each for each in groups if {**each, PARAMS: 0} == {**of_parameter, PARAMS: 0}), None)
         if alike is None:
             groups.append(alike := {**of_parameter, PARAMS: []})
         alike[PARAMS].append(name)
-    return state, groups
+    return groups
 
 
 def _cut(rest: str, known: set[str]) -> tuple[str, str]:

@@ -1,5 +1,8 @@
 """Are folders that torch's own FSDP and DDP save read by name, and does torch read those that are written here?"""
 
+import argparse
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sherd.interchange.contents import Named
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import open_source
+from sherd.interchange.mapped import Mapped
+from sherd.interchange.mapping import rules_of
 from sherd.interchange.state_trees import in_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -110,3 +115,40 @@ def test_what_is_written_is_read_by_torchs_own_conversion_to_a_file(tmp_path):
     back = torch.load(tmp_path / "y.pt")
     assert torch.equal(back["model"]["w"], state["model"]["w"])
     assert back["optimizer"] == state["optimizer"]
+
+
+def test_values_of_classes_that_are_not_known_are_left_out_and_named(tmp_path):
+    state = {"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "iteration": 40}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = open_source(tmp_path / "dcp")
+    (note,) = convert(source, tmp_path / "out", "sherd")
+    assert note.startswith("args is left out: ")
+    assert "names argparse.Namespace, which is not among the names" in note
+    assert (source.contents.step, list(source.contents.values)) == (40, ["model"])
+
+
+def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path):
+    """The form that Megatron-LM's documents and tests give for `--ckpt-format fsdp_dtensor`; it needs a GPU to save."""
+    names = [f"module.module.decoder.layers.{i}.linear.weight" for i in range(3)]
+    settings = [{"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.1, "weight_decay": 0.1}]
+    state = {
+        "model": {name: torch.full((2,), float(i)) for i, name in enumerate(names)},
+        "optimizer": {
+            "state": {name: {"exp_avg": torch.full((2,), i + 10.0)} for i, name in enumerate(names)},
+            "param_to_group_meta": dict(zip(names, settings, strict=True)),
+        },
+        "iteration": 25,
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps({"rules": [{"rename": "module.module.{*rest}", "to": "{*rest}"}]}))
+    source = Mapped(open_source(tmp_path / "dcp"), rules_of(str(rules), {}))
+    short = [name.removeprefix("module.module.") for name in names]
+    assert source.contents.step == 25
+    for i, name in enumerate(short):
+        assert in_memory(Named(source, f"model/{name}")).tolist() == [i, i]
+        assert in_memory(Named(source, f"optimizer/{name}/exp_avg")).tolist() == [i + 10, i + 10]
+    assert source.contents.values["optimizer"]["param_groups"] == [
+        {"lr": 0.1, "weight_decay": 0.1, "params": [short[0], short[2]]},
+        {"lr": 0.1, "weight_decay": 0.0, "params": [short[1]]},
+    ]
