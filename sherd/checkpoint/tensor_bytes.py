@@ -47,9 +47,11 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host, which must outlive the view."""
+    """Returns the memory of a contiguous tensor on the host; it lives as long as the view."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), "its memory is one run on the host"
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.of = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -110,17 +110,25 @@ def cell(box: Box, cuts: Iterable[tuple[int, int, int]]) -> Box:
     return box
 
 
-def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+def overlapping(boxes: Iterable[Box], most_steps: int | None = None) -> tuple[Box, Box] | None:
     """Returns two of `boxes` that share elements, or None. Boxes of one tensor; it takes n log n steps for n boxes that
-    lie behind each other along one dim."""
+    lie behind each other along one dim.
+
+    Raises:
+        OverflowError: it takes more than `most_steps` (None: as many as it takes).
+    """
     listed = [box for box in boxes if box.numel]
     dims = range(len(listed[0].sizes)) if listed else range(0)
     dim = max(dims, key=lambda each: len({box.offsets[each] for box in listed}), default=None)
     if dim is None:
         return (listed[0], listed[1]) if len(listed) > 1 else None  # scalars
     active: list[Box] = []
+    steps = 0
     for box in sorted(listed, key=lambda each: each.offsets[dim]):
         active = [other for other in active if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        steps += len(active)
+        if most_steps is not None and steps > most_steps:
+            raise OverflowError
         for other in active:
             if box.intersect(other) is not None:
                 return other, box

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, GridCut, Piece, overlapping, whole
 from sherd.layout.placement import Shape
-from sherd.storage.safetensors import BITS, in_brief, nbytes_of, read_json
+from sherd.storage.safetensors import BITS, MOST, MOST_DIMS, in_brief, nbytes_of, read_json
 
 T = TypeVar("T")
 
@@ -25,8 +26,11 @@ MANIFEST = "manifest.json"
 FORMAT = "sherd/1"
 BLOCK_BYTES = 4 << 20
 """A checksum is of as many bytes: a slice of a tensor is checked without reading all of the file."""
+MOST_BYTES = 1 << 30
+"""The longest manifest: of some million pieces."""
 _MOST_BLOCK_BYTES = 256 << 20
-_MOST_DIMS = 64
+_MOST_STEPS = 20_000_000
+_CRC32 = re.compile("[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _SIGNATURE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
 _SIGNATURE_BYTES = 81
@@ -176,7 +180,7 @@ def parsed(raw: bytes, where: str) -> Manifest:
     files = tuple(read.each("files", list, lambda _, entry: _file(entry, block_bytes)))
     names = [file.name for file in files]
     if len(set(names)) != len(names):
-        raise CheckpointError(f"{where}: two files have one name, {next(n for n in names if names.count(n) > 1)}")
+        raise CheckpointError(f"{where}: two files have one name, {Counter(names).most_common(1)[0][0]}")
     tensors = dict(read.each("tensors", dict, lambda name, entry: (name, _entry(entry, len(files)))))
     needed, held = sum(entry.nbytes for entry in tensors.values()), sum(file.nbytes for file in files)
     if needed > held:
@@ -240,9 +244,9 @@ def _require(is_right: object, otherwise: str) -> None:
         raise _Wrong(otherwise)
 
 
-def _numbers(values: Any, most: int = 1 << 62) -> tuple[int, ...]:
+def _numbers(values: Any) -> tuple[int, ...]:
     found = tuple(values)
-    _require(all(type(each) is int and 0 <= each <= most for each in found), "a size is no number")
+    _require(all(type(each) is int and 0 <= each <= MOST for each in found), "a size is no number")
     return found
 
 
@@ -251,7 +255,9 @@ def _file(entry: Any, block_bytes: int) -> File:
     _require(
         isinstance(name, str) and _FILE_NAME.fullmatch(name), "the name of a file has letters, digits, - _ . alone"
     )
-    sums = tuple(int(each, 16) for each in entry["crc32"])
+    listed = entry["crc32"]
+    _require(all(_CRC32.fullmatch(each) for each in listed), "a checksum has 8 hex digits")
+    sums = tuple(int(each, 16) for each in listed)
     _require(len(sums) == -(-nbytes // block_bytes), f"{nbytes} bytes have {-(-nbytes // block_bytes)} checksums")
     return File(name, nbytes, sums)
 
@@ -259,12 +265,14 @@ def _file(entry: Any, block_bytes: int) -> File:
 def _entry(entry: Any, num_files: int) -> Entry:
     dtype, shape = entry["dtype"], _numbers(entry["shape"])
     _require(dtype in BITS, f"{in_brief(dtype)} is no dtype")
-    _require(len(shape) <= _MOST_DIMS, "there are too many dims")
+    _require(len(shape) <= MOST_DIMS, "there are too many dims")
     if "pieces" in entry:
         return Entry(dtype, shape, _pieces(entry["pieces"], shape, num_files))
     (file,) = _numbers([entry["file"]])
     cuts = tuple(GridCut(*_numbers(cut)) for cut in entry.get("cuts", ()))
+    _require(len(cuts) <= MOST_DIMS, "there are too many cuts")
     _require(all(cut.dim < len(shape) and cut.parts for cut in cuts), "a cut is of a dim that is not there")
+    _require(prod(cut.parts for cut in cuts) <= num_files, "a grid has one piece in a file at most")
     last = file + sum((cut.parts - 1) * cut.stride for cut in cuts)
     _require(last < num_files, f"there is no file {last}")
     return Entry(dtype, shape, Grid(file, cuts))
@@ -272,6 +280,7 @@ def _entry(entry: Any, num_files: int) -> Entry:
 
 def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
     found = []
+    _require(isinstance(listed, list), "its pieces are no list")
     for file, offsets, sizes in listed:
         box = Box(_numbers(offsets), _numbers(sizes))
         _require(type(file) is int and 0 <= file < num_files, f"there is no file {in_brief(file)}")
@@ -281,7 +290,10 @@ def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
         found.append((file, box))
     numel = sum(box.numel for _, box in found)
     _require(numel == prod(shape) and found, f"its pieces have {numel} elements of {prod(shape)}")
-    _require(overlapping(box for _, box in found) is None, "two of its pieces share elements")
+    try:
+        _require(overlapping((box for _, box in found), _MOST_STEPS) is None, "two of its pieces share elements")
+    except OverflowError:
+        raise _Wrong("its pieces are too many, and too entangled, to be told apart") from None
     return tuple(found)
 
 

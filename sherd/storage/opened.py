@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.storage.blocks import Checked
-from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file, parsed
+from sherd.storage.manifest import MANIFEST, MOST_BYTES, Entry, Manifest, name_in_file, parsed
 from sherd.storage.places import Place
 from sherd.storage.safetensors import Stored, header_length
 from sherd.storage.safetensors import parsed as parsed_header
@@ -95,8 +96,12 @@ class Opened:
 def read_manifest(place: Place) -> Manifest:
     """Returns the manifest of the checkpoint in `place`. Raises CheckpointError if there is none, or it is damaged."""
     try:
-        raw = place.read(MANIFEST)
+        with contextlib.closing(place.open(MANIFEST)) as file:
+            if file.nbytes > MOST_BYTES:
+                raise CheckpointError(f"{file.name} has {file.nbytes} bytes, more than any manifest")
+            raw = bytearray(file.nbytes)
+            file.read_into(0, memoryview(raw))
     except (OSError, EOFError) as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise CheckpointError(f"{place} is no whole checkpoint: {MANIFEST} {why}") from None
-    return parsed(raw, f"{place}/{MANIFEST}")
+    return parsed(bytes(raw), f"{place}/{MANIFEST}")

@@ -11,9 +11,12 @@ written here. A file is not trusted: nothing in its header leads to a read outsi
 from __future__ import annotations
 
 import json
+import reprlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from sherd.errors import CheckpointError
 from sherd.layout.placement import Shape
@@ -28,6 +31,9 @@ BITS = {
 LONGEST_HEADER = 100_000_000
 """The longest header in bytes, as the `safetensors` package has it."""
 METADATA = "__metadata__"
+MOST_DIMS = 64
+MOST = 1 << 62
+"""The largest size or offset, which also keeps products of hostile ones short."""
 _ALIGNED = 8
 """The data begins at a multiple of as many bytes, so that it can be mapped into memory."""
 
@@ -50,7 +56,13 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 def header_of(
     tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Returns how a file with `tensors`, (dtype, shape) by name, begins, and where each of them will be, in order."""
+    """Returns how a file with `tensors`, (dtype, shape) by name, begins, and where each of them will be, in order.
+
+    Raises:
+        CheckpointError: a tensor has the name that the format keeps for itself, or the header would be too long.
+    """
+    if METADATA in tensors:
+        raise CheckpointError(f"a tensor cannot be called {METADATA} in a safetensors file; rename it")
     fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     places: dict[str, Stored] = {}
     start = 0
@@ -61,6 +73,8 @@ def header_of(
         start = stop
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNED)
+    if len(text) > LONGEST_HEADER:
+        raise CheckpointError(f"the header of a file would have {len(text)} bytes; {LONGEST_HEADER} are possible")
     first = 8 + len(text)
     moved = {name: Stored(at.dtype, at.shape, first + at.start, first + at.stop) for name, at in places.items()}
     return len(text).to_bytes(8, "little") + text, moved
@@ -94,22 +108,23 @@ def parsed(header: bytes, nbytes: int, file: str) -> tuple[dict[str, Stored], di
     end = first
     for name, at in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
         if at.start < end and at.stop > at.start:
-            raise CheckpointError(f"{file}: {name} begins at byte {at.start}, inside another tensor")
+            raise CheckpointError(f"{file}: {in_brief(name)} begins at byte {at.start}, inside another tensor")
         end = max(end, at.stop)
     return found, metadata
 
 
 def _stored(name: str, entry: object, first: int, nbytes: int, file: str) -> Stored:
     try:
-        assert isinstance(entry, dict)
-        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        assert all(type(size) is int and size >= 0 for size in (*shape, start, stop))
+        fields: Any = entry
+        dtype, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         bits = BITS[dtype]
-    except (AssertionError, KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{file}: the entry of {name} is {in_brief(entry)}, not a dtype, shape and place"
-        ) from None
-    if not 0 <= start <= stop <= nbytes - first:
+        are_sizes = all(type(size) is int and 0 <= size <= MOST for size in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        are_sizes = False
+    name = in_brief(name)
+    if not are_sizes or len(shape) > MOST_DIMS:
+        raise CheckpointError(f"{file}: the entry of {name} is {in_brief(entry)}, not a dtype, shape and place")
+    if not start <= stop <= nbytes - first:
         raise CheckpointError(f"{file}: {name} lies at bytes {start} to {stop} of {nbytes - first}")
     if bits // 8 * prod(shape) != stop - start:
         raise CheckpointError(f"{file}: {name} is {dtype} of shape {shape}, which are not {stop - start} bytes")
@@ -122,13 +137,15 @@ def read_json(text: bytes, file: str) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in found if names.count(name) > 1)
+            ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
             raise CheckpointError(f"{file}: {in_brief(twice)} is in it twice")
         return found
 
+    def refused(constant: str) -> None:
+        raise CheckpointError(f"{file} is no JSON: it has {constant}")
+
     try:
-        found = json.loads(text, object_pairs_hook=unique)
+        found = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refused)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -138,7 +155,11 @@ def read_json(text: bytes, file: str) -> dict[str, object]:
     return found
 
 
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong = 3, 100, 40
+
+
 def in_brief(value: object) -> str:
-    """Returns `value` for an error's text, cut after 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    """Returns `value` for an error's text, shortened where it is long or deep."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."

@@ -21,11 +21,6 @@ class Content:
     chunks: Chunks
 
 
-def file_name(save_id: str, number: int) -> str:
-    """Returns the name of file `number` of a save."""
-    return f"{save_id}-{number:05d}.safetensors"
-
-
 def write_file(
     place: Place,
     name: str,
