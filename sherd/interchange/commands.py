@@ -1,4 +1,4 @@
-"""The commands `sherd convert`, `inspect`, `verify` and `diff`."""
+"""The commands `sherd convert`, `inspect`, `verify`, `diff` and `prune`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sherd.errors import CheckpointError
+from sherd.errors import CheckpointError, PolicyError
 from sherd.interchange import of_hf, showing
 from sherd.interchange.comparing import differences
 from sherd.interchange.contents import Source
@@ -22,6 +22,8 @@ from sherd.interchange.converting import convert
 from sherd.interchange.formats import FORMATS, open_source
 from sherd.interchange.mapping import numbers_of, rules_of
 from sherd.interchange.verifying import damages
+from sherd.storage.folder import Folder
+from sherd.storage.places import place_of
 from sherd.train.codes import NO_ROOM
 from sherd.train.config import InputError
 
@@ -36,12 +38,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         InputError: it cannot be done.
     """
-    command = {"convert": _convert, "inspect": _inspect, "verify": _verify, "diff": _diff}[args.interchange]
+    commands = {"convert": _convert, "inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
+    command = commands[args.interchange]
     try:
         code = command(args)
         sys.stdout.flush()
         return code
-    except CheckpointError as error:
+    except (CheckpointError, PolicyError) as error:
         raise InputError(str(error)) from error
     except BrokenPipeError:  # who reads stdout has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,6 +135,23 @@ def _diff(args: argparse.Namespace) -> int:
         print(f"{each.name}: {each.what}{most}")
     print(f"{len(found)} differences" if found else f"{args.source} and {args.other} are the same")
     return 1 if found else 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    folder = Folder(place_of(args.source))
+    if not folder.steps():
+        raise InputError(f"{args.source} holds no checkpoint of sherd: no step-00000000")
+    removed = folder.prune(args.keep_last, args.keep_every)
+    swept = folder.sweep() if args.sweep else []
+    if args.json:
+        print(json.dumps({"removed": removed, "swept": swept, "left": folder.steps()}))
+        return 0
+    for step in removed:
+        print(f"step {step} is removed")
+    for path in swept:
+        print(f"{path} is removed")
+    print(f"{len(folder.steps())} checkpoints are left in {args.source}")
+    return 0
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:

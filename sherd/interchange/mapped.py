@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from sherd.errors import CheckpointError
 from sherd.interchange import views
 from sherd.interchange.contents import Contents, Lazy, Named, Source
 from sherd.interchange.mapping import Rule, each_match, filled, matcher
-from sherd.interchange.state_trees import GROUPS, PARAMS, STATE
+from sherd.interchange.state_trees import GROUPS, PARAMS, STATE, references
 from sherd.layout.boxes import Box
 
 T = TypeVar("T")
@@ -189,6 +189,8 @@ class Mapped:
         self._lazy: dict[str, Lazy] = {name: Named(source, name) for name in of.tensors}
         aliases, values = dict(of.aliases), dict(of.values)
         models, optimizers = of.of_kind("module"), of.of_kind("optimizer")
+        for item in optimizers:
+            values[item] = _without_references(item, values[item])
         for rule in rules:
             rows: dict[str, int] = {}
             for item in models:
@@ -201,6 +203,8 @@ class Mapped:
                 for key in sorted({name.rpartition("/")[2] for name in self._lazy if name.startswith(f"{item}/")}):
                     self._layer(rule, item, f"/{key}")
                 values[item] = _optimizer_values(rule, values[item], rows)
+        for item in optimizers:
+            values[item] = _with_references(item, values[item], self._lazy)
         specs = {name: lazy.spec for name, lazy in self._lazy.items()}
         lost = [alias for alias, name in aliases.items() if name not in specs]
         if lost:
@@ -266,6 +270,26 @@ def _renamed(rule: Rule, name: str, begin: str) -> str:
     if not name.startswith(begin):
         return name
     return begin + next(iter(_applied(rule, {name[len(begin) :]: None}, _Values(), {})))
+
+
+def _without_references(item: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an optimizer has beside tensors that are called item/NAME/KEY."""
+    state = {
+        name: {key: each for key, each in kept.items() if each != {"$tensor": f"{item}/{name}/{key}"}}
+        for name, kept in value.get(STATE, {}).items()
+    }
+    return {**value, STATE: state}
+
+
+def _with_references(item: str, value: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
+    """Returns the same, with the names of these tensors in their places."""
+    state = {name: dict(kept) for name, kept in value.get(STATE, {}).items()}
+    nested = references(state) | references(value.get(GROUPS, []))
+    for full in tensors:
+        if full.startswith(f"{item}/") and full not in nested:
+            name, _, key = full.removeprefix(f"{item}/").rpartition("/")
+            state.setdefault(name, {})[key] = {"$tensor": full}
+    return {**value, STATE: state}
 
 
 def _optimizer_values(rule: Rule, value: Mapping[str, Any], rows: Mapping[str, int]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from sherd.errors import CheckpointError
 from sherd.interchange.contents import Contents, LazySource, Read, Spec, path_inside
 from sherd.interchange.of_torch import save
 from sherd.interchange.pickles import Dict, Inert, UnknownName, Unpickler, inert
-from sherd.interchange.state_trees import Pending, collected, tree_of
+from sherd.interchange.state_trees import Pending, collected, left_out_of_tree, tree_of
 from sherd.interchange.torch_files import Range, Strided, TorchFile
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.places import Disk, Readable
@@ -283,7 +283,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
             paths[flat], places[index] = at, written[key]
     metadata = meta.Metadata(kinds, paths, places, meta.StorageMeta(), version="1.0.0")
     Disk(path).write(METADATA, lambda: [memoryview(pickle.dumps(metadata))])
-    return ()
+    return left_out_of_tree(contents)
 
 
 def _leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

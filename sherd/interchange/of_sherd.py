@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +15,13 @@ from sherd.checkpoint.tensor_bytes import read_into
 from sherd.errors import CheckpointError
 from sherd.interchange.contents import Contents, Read, Spec
 from sherd.layout.boxes import Box, Grid
-from sherd.storage.manifest import FORMAT as MANIFEST_FORMAT
+from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
 from sherd.storage.opened import Opened
 from sherd.storage.places import place_of
-from sherd.storage.writing import Content, file_name, write_file
+from sherd.storage.writing import Content, write_file
 
 FORMAT = "sherd"
-LATEST = "latest"
 FILE_BYTES = 4 << 30
 """A file takes no further tensor once it has as many bytes."""
 
@@ -47,6 +45,9 @@ class SherdSource:
         self.opened = Opened(place_of(self.folder))
         manifest = self.opened.manifest
         specs = {name: Spec(entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+        wrong = next((item for item, value in manifest.values.items() if not isinstance(value, dict)), None)
+        if wrong is not None:
+            raise CheckpointError(f"{self.folder}/{MANIFEST}: the values of {wrong} are no object")
         self.contents = Contents(specs, manifest.aliases, manifest.values, manifest.step, manifest.user)
 
     def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
@@ -81,8 +82,8 @@ def folder_of(path: Path) -> Path:
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     """Write `path/step-00000000/`, with the step's own number, and `path/latest`. The manifest is written last."""
     step, save_id = contents.step or 0, secrets.token_hex(8)
-    name = f"step-{step:08d}"
-    place = place_of(path).below(name)
+    folder = Folder(place_of(path))
+    place = folder.folder_of(step)
     files: list[File] = []
     entries: dict[str, Entry] = {}
     for names in _files(contents):
@@ -105,9 +106,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
         values=contents.values,
         user=contents.user,
     )
-    place.write(MANIFEST, lambda: [memoryview(manifest.to_bytes())])
-    latest = json.dumps({"format": MANIFEST_FORMAT, "folder": name, "step": step}).encode() + b"\n"
-    place_of(path).write(LATEST, lambda: [memoryview(latest)])
+    folder.finish(step, manifest)
     return ()
 
 

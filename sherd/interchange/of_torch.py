@@ -16,7 +16,7 @@ import torch
 from sherd._torch import rebuild_tensor, rebuild_tensor_of_bytes
 from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of
 from sherd.interchange.contents import Contents, LazySource, Read
-from sherd.interchange.state_trees import Pending, collected, tree_of
+from sherd.interchange.state_trees import Pending, collected, left_out_of_tree, tree_of
 from sherd.interchange.torch_files import STORAGE_OF, opened
 
 FORMAT = "torch"
@@ -38,7 +38,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     """Write a file that `torch.load` reads, with `weights_only`, too."""
     with open(path, "xb") as file:
         save(file, tree_of(contents, numbered=True), read)
-    return ()
+    return left_out_of_tree(contents)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sherd.interchange.contents import Source
-from sherd.interchange.state_trees import GROUPS, PARAMS, STATE
+from sherd.interchange.state_trees import GROUPS, PARAMS, STATE, references
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -45,7 +45,7 @@ def _lines(source: Source, path: str) -> Iterator[str]:
         mine = contents.of_item(item)
         total = nbytes_said(sum(spec.nbytes for spec in mine.values()))
         yield ""
-        yield f"{item}: {value.get('kind')}, {len(mine)} tensors, {total}"
+        yield f"{item}: {value.get('kind', 'values')}, {len(mine)} tensors, {total}"
         width = max(map(len, mine), default=0)
         for name, spec in mine.items():
             number = pieces.get(f"{item}/{name}", 1)
@@ -69,12 +69,15 @@ def _values(value: dict[str, Any]) -> Iterator[str]:
     if value.get("kind") == "optimizer":
         alike: dict[str, int] = {}
         for kept in value.get(STATE, {}).values():
-            text = json.dumps(kept)[:200]
+            # Tensors are in the list above.
+            text = json.dumps({key: each for key, each in kept.items() if not references(each)})[:200]
             alike[text] = alike.get(text, 0) + 1
         for text, number in alike.items():
             yield f"  state of {number} parameters: {text}"
-    elif STATE in value:
-        yield f"  {json.dumps(value[STATE])[:300]}"
+    else:
+        held = {key: each for key, each in value.items() if key != "kind"}
+        if held:
+            yield f"  {json.dumps(held)[:300]}"
 
 
 def nbytes_said(nbytes: int) -> str:

@@ -99,10 +99,7 @@ class Collected:
             for key, value in of_parameter.items():
                 if "/" in str(key):
                     raise CheckpointError(f"{item}: the state of {name} has the key {key}; a key may not hold a /")
-                if is_lazy(value) and value.spec.shape:
-                    self.tensors[f"{item}/{name}/{key}"] = value
-                else:
-                    kept.setdefault(name, {})[str(key)] = self.encode(value, f"{item}/{name}/{key}")
+                kept.setdefault(name, {})[str(key)] = self.encode(value, f"{item}/{name}/{key}")
         listed = [
             {key: self.encode(value, f"{item}/{GROUPS}/{key}") for key, value in group.items()} for group in groups
         ]
@@ -112,7 +109,8 @@ class Collected:
         """Add anything else."""
         if item in self.values:
             raise CheckpointError(f"two parts of the checkpoint are called {item}")
-        self.values[item] = {"kind": "state", "state": self.encode(value, item)}
+        kind = "state" if isinstance(value, Mapping) else "value"
+        self.values[item] = {"kind": kind, kind: self.encode(value, item)}
 
 
 @dataclass(frozen=True)
@@ -295,11 +293,34 @@ def tree_of(contents: Contents, numbered: bool = False) -> dict[str, Any]:
             tree[item] = mine
         elif kind == "optimizer":
             tree[item] = _optimizer_tree(item, value, mine, pending, numbered)
-        else:
-            tree[item] = _decoded(value.get("state"), pending)
+        elif kind in ("state", "value"):
+            tree[item] = _decoded(value.get(kind), pending)
     if contents.step is not None and not any(step in tree for step in STEPS):
         tree["step"] = contents.step
     return tree
+
+
+def left_out_of_tree(contents: Contents) -> list[str]:
+    """Returns what `tree_of` leaves out, in sentences."""
+    found = []
+    for item, value in contents.values.items():
+        kind = value.get("kind")
+        if kind not in ("module", "optimizer", "state", "value"):
+            found.append(f"{item} is left out: it is about the ranks that have saved, and sherd's alone")
+        elif kind == "module" and len(value) > 1:
+            found.append(f"the extra state of {item} is left out: other formats have no place for it")
+    return found
+
+
+def references(value: Any) -> set[str]:
+    """Returns the names of the tensors that `value`, an encoded tree, refers to."""
+    if isinstance(value, list):
+        return set().union(*map(references, value)) if value else set()
+    if not isinstance(value, Mapping):
+        return set()
+    if set(value) == {"$tensor"}:
+        return {str(value["$tensor"])}
+    return references(list(value.values()))
 
 
 def _decoded(value: Any, pending: Mapping[str, Pending]) -> Any:
@@ -310,7 +331,7 @@ def _decoded(value: Any, pending: Mapping[str, Pending]) -> Any:
             return {key: held(item) for key, item in of.items()}
         return type(of)(map(held, of)) if isinstance(of, list | tuple) else of
 
-    return held(decoded(value, lambda name: pending[name]))
+    return held(decoded(value, pending.__getitem__))
 
 
 def _optimizer_tree(
@@ -319,9 +340,11 @@ def _optimizer_tree(
     groups: list[dict[str, Any]] = [_decoded(group, pending) for group in value.get(GROUPS, ())]
     values: dict[str, Any] = {name: _decoded(kept, pending) for name, kept in value.get(STATE, {}).items()}
     state: dict[Any, dict[str, Any]] = {}
+    referred = references(value.get(STATE, {})) | references(value.get(GROUPS, []))
     for name, each in mine.items():
         parameter, _, key = name.rpartition("/")
-        state.setdefault(parameter, {})[key] = each
+        if f"{item}/{name}" not in referred:
+            state.setdefault(parameter, {})[key] = each
     for name, kept in values.items():
         state.setdefault(name, {}).update(kept)
     if numbered:

@@ -1,5 +1,5 @@
-"""The words of the commands for checkpoints: convert, inspect, verify and diff. Loads no torch: a refusal takes no
-second."""
+"""The words of the commands for checkpoints: convert, inspect, verify, diff and prune. Loads no torch: a refusal takes
+no second."""
 
 from __future__ import annotations
 
@@ -59,6 +59,13 @@ def add_interchange(commands: Any) -> None:
     )
     p.add_argument("--atol", type=float, default=0.0, metavar="T", help="and by T; 0 unless told")
     p.add_argument("--model-only", action="store_true", help="compare the models alone")
+
+    codes = f"exit code: 0, done; {BAD_INPUT}, there is no such folder"
+    p = _command(commands, "prune", "remove old checkpoints of sherd from a folder", codes)
+    p.add_argument("source", metavar="FOLDER", help="the folder that sherd.save was given")
+    p.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many of the newest are kept")
+    p.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N are kept, too")
+    p.add_argument("--sweep", action="store_true", help="remove what saves have left that were never finished, too")
 
 
 def _command(commands: Any, name: str, about: str, epilog: str) -> argparse.ArgumentParser:

@@ -68,7 +68,10 @@ VALUES = {
     "optimizer": {
         "kind": "optimizer",
         "param_groups": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": None, "params": ["b", "w"]}],
-        "state": {"w": {"step": {"$scalar": ["F32", 3.0]}}, "b": {"step": {"$scalar": ["F32", 3.0]}}},
+        "state": {
+            name: {"exp_avg": {"$tensor": f"optimizer/{name}/exp_avg"}, "step": {"$scalar": ["F32", 3.0]}}
+            for name in ("w", "b")
+        },
     },
     "loader": {
         "kind": "state",
