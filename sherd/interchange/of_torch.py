@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -38,6 +39,8 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     """Write a file that `torch.load` reads, with `weights_only`, too."""
     with open(path, "xb") as file:
         save(file, tree_of(contents, numbered=True), read)
+        file.flush()
+        os.fsync(file.fileno())
     return left_out_of_tree(contents)
 
 
