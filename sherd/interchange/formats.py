@@ -34,7 +34,7 @@ def _is_sherd(path: Path) -> bool:
 def _is_hf(path: Path) -> bool:
     if path.is_file():
         return path.suffix == ".safetensors" or path.name == of_hf.INDEX
-    return (path / of_hf.INDEX).exists() or len(list(path.glob("*.safetensors"))) == 1 or (path / of_hf.ONE).exists()
+    return (path / of_hf.INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 FORMATS: Mapping[str, Format] = {

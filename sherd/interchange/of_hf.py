@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -16,12 +17,14 @@ from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.interchange.contents import MODEL, Contents, LazySource, Read, Spec, path_inside
 from sherd.interchange.state_trees import Collected
-from sherd.layout.boxes import Box, spans, whole
+from sherd.layout.boxes import Box, overlapping, spans, whole
 from sherd.storage.places import Disk, Readable
 from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of, parsed, read_json
 
 FORMAT = "hf"
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDED = "DCP_SHARDING_INFO"
+"""Where files that `torch.distributed.checkpoint` writes as safetensors say which pieces of tensors they have."""
 SHARD_BYTES = 5 << 30
 """The most bytes of a file with several tensors, unless told."""
 
@@ -59,6 +62,22 @@ class _InFile:
                 place.copy_(read[span.wanted.within(span.box)])
 
 
+@dataclass(frozen=True)
+class _InFiles:
+    """A tensor that lies in pieces in several files."""
+
+    spec: Spec
+    pieces: tuple[tuple[Box, _InFile], ...]
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        for box, piece in self.pieces:
+            shared = box.intersect(part)
+            if shared is not None:
+                offsets = tuple(a - b for a, b in zip(shared.offsets, box.offsets, strict=True))
+                piece.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
+
+
 def header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns the tensors and the metadata of a safetensors file. Raises CheckpointError if it is none."""
     try:
@@ -74,6 +93,7 @@ def header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
 def read(path: Path) -> LazySource:
     """Returns the file, or the folder of files, at `path`, open for reading. Raises CheckpointError."""
     found, files = Collected(), dict[str, Readable]()
+    pieces: dict[str, list[tuple[Box, _InFile]]] = {}
     found.values[MODEL] = {"kind": "module"}
 
     def close() -> None:
@@ -86,15 +106,49 @@ def read(path: Path) -> LazySource:
             tensors, metadata = header(file)
             if names is not None and not names <= set(tensors):
                 raise CheckpointError(f"{file_path} lacks {min(names - set(tensors))}, which the index says it has")
+            if SHARDED in metadata:
+                for name, offsets in _offsets(metadata[SHARDED], tensors, str(file_path)).items():
+                    box = Box(offsets, tensors[name].shape)
+                    pieces.setdefault(name, []).append((box, _InFile(file, tensors[name])))
+                continue
+            if len(files) > 1 and names is None:
+                raise CheckpointError(f"{path} has several files, and neither {INDEX} nor places of pieces in them")
             for name in tensors if names is None else [name for name in tensors if name in names]:
                 found.tensors[f"{MODEL}/{name}"] = _InFile(file, tensors[name])
             for alias, name in metadata.items():
                 if name in tensors and alias not in tensors:
                     found.aliases[f"{MODEL}/{alias}"] = f"{MODEL}/{name}"
-        return found.source(FORMAT, close)
+        found.tensors |= {f"{MODEL}/{name}": _joined(name, boxes, path) for name, boxes in pieces.items()}
+        counts = {f"{MODEL}/{name}": len(boxes) for name, boxes in pieces.items() if len(boxes) > 1}
+        return found.source(FORMAT, close, counts)
     except BaseException:
         close()
         raise
+
+
+def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, tuple[int, ...]]:
+    """Returns the index of the first element of each tensor of a file of pieces. Raises CheckpointError."""
+    told = read_json(text.encode(), file)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, at in tensors.items():
+        entry = told.get(name)
+        offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        listed = offsets if isinstance(offsets, list) else [None]
+        if len(listed) != len(at.shape) or not all(type(each) is int and each >= 0 for each in listed):
+            raise CheckpointError(f"{file} does not say which piece of {name} it has")
+        found[name] = tuple(listed)
+    return found
+
+
+def _joined(name: str, boxes: Sequence[tuple[Box, _InFile]], path: Path) -> _InFiles:
+    dims = len(boxes[0][0].sizes)
+    if any(len(box.sizes) != dims or piece.at.dtype != boxes[0][1].at.dtype for box, piece in boxes):
+        raise CheckpointError(f"{path}: the pieces of {name} have several dtypes or numbers of dims")
+    shape = tuple(max(box.offsets[dim] + box.sizes[dim] for box, _ in boxes) for dim in range(dims))
+    numel = sum(box.numel for box, _ in boxes)
+    if numel != prod(shape) or overlapping(box for box, _ in boxes) is not None:
+        raise CheckpointError(f"{path}: the pieces of {name} have {numel} elements of {prod(shape)}, or share some")
+    return _InFiles(Spec(boxes[0][1].at.dtype, shape), tuple(boxes))
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
@@ -105,9 +159,9 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     if not index.exists():
         alone = path / ONE
         others = sorted(path.glob("*.safetensors"))
-        if not alone.exists() and len(others) != 1:
+        if not alone.exists() and not others:
             raise CheckpointError(f"{path} has neither {INDEX} nor {ONE}")
-        return {alone if alone.exists() else others[0]: None}
+        return {alone: None} if alone.exists() else dict.fromkeys(others)
     if index.stat().st_size > _MOST_BESIDE:
         raise CheckpointError(f"{index} has {index.stat().st_size} bytes")
     fields = read_json(index.read_bytes(), str(index))

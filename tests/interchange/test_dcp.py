@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from sherd.errors import CheckpointError
 from sherd.interchange.contents import Named
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import open_source
@@ -152,3 +153,22 @@ def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path)
         {"lr": 0.1, "weight_decay": 0.1, "params": [short[0], short[2]]},
         {"lr": 0.1, "weight_decay": 0.0, "params": [short[1]]},
     ]
+
+
+def save_safetensors(folder):
+    model, _ = make("fsdp2")
+    dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+
+
+def test_pieces_in_safetensors_files_of_ranks_are_joined(world, tmp_path):
+    expected = world(2).run(save_safetensors, tmp_path / "hf")[0]
+    source = open_source(tmp_path / "hf")
+    assert source.format == "hf"
+    assert source.pieces()["model/0.weight"] == 2
+    assert set(source.contents.tensors) == {f"model/{name}" for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(in_memory(Named(source, f"model/{name}")), tensor)
+    next(iter((tmp_path / "hf").glob("shard-00001*"))).unlink()
+    with pytest.raises(CheckpointError, match=r"elements of"):
+        open_source(tmp_path / "hf")
