@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -133,7 +134,7 @@ def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, t
     for name, at in tensors.items():
         entry = told.get(name)
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
-        listed = offsets if isinstance(offsets, list) else [None]
+        listed: list[Any] = offsets if isinstance(offsets, list) else [None]
         if len(listed) != len(at.shape) or not all(type(each) is int and each >= 0 for each in listed):
             raise CheckpointError(f"{file} does not say which piece of {name} it has")
         found[name] = tuple(listed)

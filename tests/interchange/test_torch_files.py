@@ -11,8 +11,8 @@ from sherd.interchange.converting import convert
 from sherd.interchange.formats import open_source
 from sherd.interchange.state_trees import in_memory
 from sherd.interchange.torch_files import opened
-from sherd.layout.boxes import Box
-from tests.interchange.checkpoints import CLASSES, bytes_of, random_tensor, trained
+from sherd.layout.boxes import Box, Grid
+from tests.interchange.checkpoints import CLASSES, bytes_of, put, random_tensor, trained
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,3 +122,12 @@ def test_a_file_of_the_old_form_is_refused_with_what_to_do(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="save it again"):
         open_source(tmp_path / "x.pt")
+
+
+def test_tensors_lie_where_they_can_be_mapped(tmp_path):
+    named = {f"model/{name}": (torch.ones(size), Grid(0)) for name, size in {"a": 1, "b": 70, "long" * 20: 3}.items()}
+    put(tmp_path / "in", named)
+    convert(open_source(tmp_path / "in"), tmp_path / "x.pt", "torch")
+    tree = opened(tmp_path / "x.pt").tree
+    assert [tensor.storage.start % 64 for tensor in tree["model"].values()] == [0, 0, 0]
+    assert opened(tmp_path / "x.pt").damaged() is None
