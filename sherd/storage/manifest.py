@@ -29,7 +29,8 @@ BLOCK_BYTES = 4 << 20
 MOST_BYTES = 1 << 30
 """The longest manifest: of some million pieces."""
 _MOST_BLOCK_BYTES = 256 << 20
-_MOST_STEPS = 20_000_000
+_MOST_SIDE_BY_SIDE = 200
+"""A piece may have as many others beside it, whichever dim one goes along: more take long to be told apart."""
 _CRC32 = re.compile("[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _SIGNATURE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
@@ -184,7 +185,7 @@ def parsed(raw: bytes, where: str) -> Manifest:
     tensors = dict(read.each("tensors", dict, lambda name, entry: (name, _entry(entry, len(files)))))
     needed, held = sum(entry.nbytes for entry in tensors.values()), sum(file.nbytes for file in files)
     if needed > held:
-        raise CheckpointError(f"{where}: its tensors would take {needed} bytes, its files have {held}")
+        raise CheckpointError(f"{where}: its tensors would take {in_brief(needed)} bytes, its files have {held}")
     aliases = dict(read.each("aliases", dict, lambda name, other: (name, _alias(name, other, tensors))))
     return Manifest(
         step=read.number("step", 0, 1 << 62),
@@ -289,9 +290,9 @@ def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
         _require(all(end <= size for end, size in zip(ends, shape, strict=True)), "a piece is not inside the tensor")
         found.append((file, box))
     numel = sum(box.numel for _, box in found)
-    _require(numel == prod(shape) and found, f"its pieces have {numel} elements of {prod(shape)}")
+    _require(numel == prod(shape) and found, f"its pieces have {in_brief(numel)} elements of {in_brief(prod(shape))}")
     try:
-        _require(overlapping((box for _, box in found), _MOST_STEPS) is None, "two of its pieces share elements")
+        _require(overlapping((box for _, box in found), _MOST_SIDE_BY_SIDE) is None, "two of its pieces share elements")
     except OverflowError:
         raise _Wrong("its pieces are too many, and too entangled, to be told apart") from None
     return tuple(found)

@@ -1,8 +1,11 @@
 """Which checkpoints of a folder are whole, which is chosen, and is nothing removed that somebody needs?"""
 
 import contextlib
+import errno
 import json
 import os
+import signal
+from threading import Thread
 
 import pytest
 
@@ -255,6 +258,34 @@ def test_the_files_of_ranks_are_numbered():
     assert file_name("5f3a9c21", 7) == "5f3a9c21-00007.safetensors"
 
 
+def test_a_folder_on_a_medium_that_cannot_be_written_is_read_and_nothing_of_it_is_lost(folder, monkeypatch):
+    tensors = save_into(folder, 1)
+    save_into(folder, 2)
+    files = {step: names(folder, step) for step in (1, 2)}
+
+    opened = os.open
+
+    def refusing(function):
+        def refuse(*args, **kwargs):
+            if function is opened and not args[1] & (os.O_RDWR | os.O_CREAT):
+                return function(*args, **kwargs)
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        return refuse
+
+    for name in ("open", "mkdir", "unlink", "replace", "rmdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    monkeypatch.setattr("sherd.storage.places.open", refusing(open), raising=False)
+    with folder.locked() as lock:
+        assert lock is Lock.NONE
+    with pytest.raises(OSError, match="Read-only"):
+        save_into(folder, 3)
+    assert folder.prune(1) == folder.sweep(by_hand=True) == []
+    assert {step: names(folder, step) for step in folder.steps()} == files
+    assert folder.newest(verify=True)[0].step == 2
+    assert read_all(folder.folder_of(1)) == tensors
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_read(folder, tmp_path):
     tensors = save_into(folder, 1)
@@ -264,3 +295,35 @@ def test_a_folder_that_cannot_be_written_is_read(folder, tmp_path):
         assert read_all(folder.newest(verify=True)[0].place) == tensors
     with pytest.raises(PermissionError):
         save_into(folder, 2)
+
+
+def test_who_saves_waits_for_who_removes(folder):
+    said = []
+
+    def save_soon():
+        with folder.locked(make=True) as lock:
+            said.append(lock)
+
+    saver = Thread(target=save_soon)
+    with folder.locked(shared=False, make=True) as lock:
+        assert lock is Lock.HELD
+        saver.start()
+        saver.join(0.2)
+        assert said == []
+    saver.join()
+    assert said == [Lock.HELD]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of the threads of other tests
+def test_a_forked_process_does_not_hold_the_lock_on(folder):
+    with folder.locked(make=True):
+        child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+    try:
+        with folder.locked(shared=False) as lock:
+            assert lock is Lock.HELD
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
