@@ -13,6 +13,7 @@ from typing import NoReturn, get_type_hints
 
 from sherd import __version__
 from sherd.doctor.words import add_doctor
+from sherd.interchange.words import add_interchange
 from sherd.train.axes import axes_of
 from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="command")
     add_uses(commands)
     add_doctor(commands)
+    add_interchange(commands)
     p = commands.add_parser(
         "train",
         usage="sherd train [options] [section.field=value ...], in any order",
