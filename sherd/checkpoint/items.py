@@ -205,7 +205,8 @@ class OptimizerItem(Item):
         own = {known[name]: each for name, each in state.items() if name in known}
         for group in groups:
             group["params"] = [known[name] for name in group["params"] if name in known]
-        to_load(catalog, self._optimizer, {"state": own, "param_groups": groups}, load_directly=True)
+        given = {"state": own, "param_groups": groups}
+        to_load(catalog, self._optimizer, given, load_directly=True, as_it_comes=True)
 
 
 class StateItem(Item):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -83,6 +83,8 @@ def configurations(draw: Any, dtype: torch.dtype, optimizer: str) -> Configurati
     front = draw(st.sampled_from(["plain", "fully_shard", "wrapper", "flat wrapper"]))
     cut = "flat" if "wrapper" in front else draw(st.sampled_from(sorted(CUTS)))
     levels = tuple(draw(st.sampled_from(list(Level))) for _ in mesh)
+    # A flat parameter needs an axis to lie on.
+    assume(front != "flat wrapper" or len(mesh) == 1 or any(level is not Level.COPIES for level in levels))
     offload = front == "fully_shard" and draw(st.booleans()) and levels[-1] is Level.PARAMETERS
     return Configuration(world, mesh, front, cut, levels, offload, optimizer, dtype)
 
