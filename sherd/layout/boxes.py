@@ -188,6 +188,19 @@ def boxes_of_run(shape: Shape, run: Extent) -> tuple[Box, ...]:
     return tuple(found)
 
 
+def start_of_run(piece: Box, part: Box) -> int | None:
+    """Returns the first element of `part` in `piece`, in which it lies, if it is one run of it; else None."""
+    # Behind the first dim of which it has more than one index, it has all of each.
+    dims = range(len(part.sizes))
+    cut = next((dim for dim in dims if part.sizes[dim] > 1), len(part.sizes))
+    if any(part.sizes[dim] != piece.sizes[dim] for dim in dims[cut + 1 :]):
+        return None
+    start = 0
+    for dim in dims:
+        start = start * piece.sizes[dim] + part.offsets[dim] - piece.offsets[dim]
+    return start
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """`box`, which lies in one run of its piece from element `start` on, and `wanted`, what is asked for of it."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, spans, whole
+from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, spans, start_of_run, whole
 from sherd.layout.extent import Extent
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -148,3 +148,12 @@ def test_the_search_for_boxes_that_share_elements_ends():
     assert overlapping(grid, 20) is None
     with pytest.raises(OverflowError):
         overlapping(grid, 9)
+
+
+@given(st.data())
+def test_a_part_that_is_one_run_of_its_piece_begins_where_it_is_said(data):
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=3).map(tuple))
+    part = data.draw(parts(shape))
+    places = elements(shape, part)
+    is_run = places == list(range(places[0], places[0] + len(places)))
+    assert start_of_run(whole(shape), part) == (places[0] if is_run else None)
