@@ -95,11 +95,12 @@ class Line:
     def in_order(self) -> Iterator[torch.Tensor]:
         """Yields this rank's part: shards in `dtype`, and something of the size of the padding between them."""
         end = 0
-        for extent, shard in sorted(zip(self.held(), self.shards(), strict=True), key=lambda each: each[0].start):
+        held = ((extent, shard) for extent, shard in zip(self.held(), self.shards(), strict=True) if extent.numel)
+        for extent, shard in sorted(held, key=lambda each: each[0].start):
             if extent.start > end:
                 yield torch.empty(extent.start - end, dtype=self.dtype)
             yield shard.to(self.dtype)
-            end = extent.start + extent.numel
+            end = extent.stop
         if end < self.packing.shard_numels[self.mesh.piece]:
             yield torch.empty(self.packing.shard_numels[self.mesh.piece] - end, dtype=self.dtype)
 
@@ -180,8 +181,9 @@ class _Onto:
             self._copies.append(copy_out(line.packing, line.unsharded))
 
     def own_pieces(self) -> list[torch.Tensor]:
-        """Returns this rank's part, in pieces."""
-        return [piece for line in self._lines for piece in line.in_order()]
+        """Returns this rank's part, in pieces; one without elements if it holds nothing."""
+        pieces = [piece for line in self._lines for piece in line.in_order()]
+        return pieces or [torch.empty(0, dtype=self._lines[0].dtype)]
 
     def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
         """Copy a rank's part to where its elements go in the unsharded buffers."""
