@@ -22,7 +22,7 @@ from sherd.checkpoint.full_tensors import Full, FullTensors
 from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
-from sherd.storage.places import Disk
+from sherd.storage.places import Disk, flush
 
 MAX_SHARD_BYTES = 5_000_000_000
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -87,6 +87,7 @@ def save_pretrained(
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
             _publish(part, folder)
+            part.rmdir()  # before the other ranks go on
 
         ranks.first(finish, what)
     finally:
@@ -124,7 +125,7 @@ class _Named:
         self._inner = inner
         self._names = _kept_names(inner, tensors)
         full = {name: tensors.described[own] for own, name in self._names.items()}
-        self._renamed, whole = dict.fromkeys(full, ""), dict(full)
+        self._renamed, whole = {name: name for name in full}, full
         revert = _revert_of_transformers()
         if revert is not None:
             meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in full.items()}
@@ -132,8 +133,6 @@ class _Named:
             by_id = {id(tensor): name for name, tensor in meta.items()}
             self._renamed = {by_id[id(each)]: name for name, each in reverted.items() if id(each) in by_id}
             whole = {name: Full(each.shape, each.dtype) for name, each in reverted.items()}
-        else:
-            self._renamed = {name: name for name in full}
         self.sources = []
         for own, name in self._names.items():
             results: Mapping[str, Full] = {self._renamed[name]: full[name]} if name in self._renamed else {}
@@ -230,14 +229,6 @@ def _publish(part: Path, folder: Path) -> None:
             (folder / name).unlink()
     for name in new:
         if name == CONFIG:
-            _flush(folder)
+            flush(folder)
         os.replace(part / name, folder / name)
-    _flush(folder)
-
-
-def _flush(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    flush(folder)

@@ -1,4 +1,4 @@
-"""`iter_full_parameters`: a sharded model's weights, unsharded one after the other, for an inference engine or a file."""
+"""`iter_full_parameters`: the unsharded weights of a sharded model, one after the other, for an inference engine."""
 
 from __future__ import annotations
 

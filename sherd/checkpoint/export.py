@@ -1,12 +1,13 @@
 """An export: unsharded tensors as safetensors files, of which each rank writes some while all ranks gather.
 
-    files      | 1 | 2 |          written by ranks 0 and 1, side by side
-               | 3 | 4 |          then these
-    gather     1a 2a 1b 2b ...    by turns, so that both ranks have something to write
+files      | 1 | 2 |          written by ranks 0 and 1, side by side
+           | 3 | 4 |          then these
+gather     1a 2a 1b 2b ...    by turns, so that both ranks have something to write
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,21 +67,11 @@ def write_files(
     """
     names, sizes = file_names(len(files)), []
     for first in range(0, len(files), ranks.size):
-        wave = files[first : first + ranks.size]
-        reading = tensors.read(_by_turns(wave), _BUCKET_BYTES)
-
-        def write() -> int | None:
-            try:
-                if ranks.rank >= len(wave):
-                    return None
-                contents = _contents(wave[ranks.rank], _Reader(reading, convert))
-                return write_file(place, names[first + ranks.rank], contents, {"format": "pt"}).nbytes
-            finally:
-                for _ in reading:  # the other ranks need this one to the end, also if it cannot write
-                    pass
-
-        sizes += [size for size in ranks.each(write, what) if size is not None]
-    return sizes
+        wave = _Wave(tensors, files[first : first + ranks.size], convert)
+        own = first + ranks.rank
+        name = names[own] if own < len(files) else None
+        sizes += ranks.each(functools.partial(wave.write, ranks.rank, name, place), what)
+    return [size for size in sizes if size is not None]
 
 
 _BUCKET_BYTES = 64 << 20
@@ -97,31 +88,37 @@ def _by_turns(wave: Sequence[Sequence[Source]]) -> list[str]:
     return [name for _, _, name in sorted(begins, key=lambda each: each[:2])]
 
 
-def _contents(file: Sequence[Source], reader: _Reader) -> dict[str, Content]:
-    return {
-        name: Content(dtype_name(full.dtype, name), tuple(full.shape), reader.chunks(source.name, name))
-        for source in file
-        for name, full in source.results.items()
-    }
+class _Wave:
+    """Files that are written side by side, one by each rank, from one reading."""
 
-
-class _Reader:
-    """The tensors of one file, among those that are gathered for all."""
-
-    def __init__(self, reading: Iterator[tuple[str, torch.Tensor]], convert: Convert) -> None:
-        self._reading, self._convert = reading, convert
+    def __init__(self, tensors: FullTensors, files: Sequence[Sequence[Source]], convert: Convert) -> None:
+        self._files, self._convert = files, convert
+        self._reading = tensors.read(_by_turns(files), _BUCKET_BYTES)
         self._at = ""
         self._results: dict[str, torch.Tensor] = {}
 
-    def chunks(self, source: str, name: str) -> Callable[[], Iterator[memoryview]]:
-        """Returns the function for the bytes of `name`, which `source` becomes. They are asked for in order."""
+    def write(self, rank: int, name: str | None, place: Place) -> int | None:
+        """Write this rank's file, `name`, and return its size; without a name, only take part. Raises OSError."""
+        try:
+            if name is None:
+                return None
+            contents = {
+                key: Content(
+                    dtype_name(full.dtype, key), tuple(full.shape), functools.partial(self._chunks, source, key)
+                )
+                for source in self._files[rank]
+                for key, full in source.results.items()
+            }
+            return write_file(place, name, contents, {"format": "pt"}).nbytes
+        finally:
+            for _ in self._reading:  # the other ranks need this one to the end, also if it cannot write
+                pass
 
-        def found() -> Iterator[memoryview]:
-            while self._at != source:
-                self._at, tensor = next(self._reading)
-                if self._at == source:
-                    self._results = self._convert(source, tensor)
-                del tensor
-            yield from chunks_of(self._results.pop(name))
-
-        return found
+    def _chunks(self, source: Source, key: str) -> Iterator[memoryview]:
+        """Yields the bytes of `key`, which `source` becomes. They are asked for in the order of the files."""
+        while self._at != source.name:
+            self._at, tensor = next(self._reading)
+            if self._at == source.name:
+                self._results = self._convert(source.name, tensor)
+            del tensor
+        yield from chunks_of(self._results.pop(key))

@@ -1,7 +1,7 @@
 """The tensors of a model, gathered one bucket after the other for a reader: while it has one, the next is gathered.
 
-    gather       | bucket 0 | bucket 1 |          | bucket 2 |
-    reader                  | tensors of bucket 0 | tensors of bucket 1 | ...
+gather       | bucket 0 | bucket 1 |          | bucket 2 |
+reader                  | tensors of bucket 0 | tensors of bucket 1 | ...
 """
 
 from __future__ import annotations
@@ -146,7 +146,10 @@ class _Bucket:
         lines = [line for of_way in ways.values() for line in of_way]
         self._later = [line for line in lines if not line.lands_in_place]
         self._give_memory([line for line in lines if line.lands_in_place])
-        rows = {id(line): each for line, each in self._taken(self._later, [line.packing.gathered_numel for line in self._later])}
+        rows = {
+            id(line): each
+            for line, each in self._taken(self._later, [line.packing.gathered_numel for line in self._later])
+        }
         self._gatherings = [Gathering(of_way, rows.get(id(of_way[0]))) for of_way in ways.values()]
         self._whole: dict[str, torch.Tensor] = {}
 
@@ -185,7 +188,7 @@ class _Bucket:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all of them by name."""
-        last = next(reversed(self._tensors))
+        last = list(self._tensors)[-1]
         for name, tensor in self._tensors.items():
             if name in self._whole:
                 yield name, self._whole.pop(name)

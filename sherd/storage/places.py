@@ -108,7 +108,7 @@ class Disk(Place):
             with contextlib.suppress(OSError):
                 part.unlink()  # its space is needed
             raise
-        _flush(self.path)
+        flush(self.path)
 
     def open(self, name: str) -> Readable:
         """Returns the file `name`, open."""
@@ -140,7 +140,7 @@ class _DiskFile(Readable):
         os.close(self._fd)
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
     """Have the names in `folder` reach the disk, where its file system can be told so."""
     fd = os.open(folder, os.O_RDONLY)
     try:

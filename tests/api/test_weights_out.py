@@ -31,8 +31,9 @@ def plain(model: nn.Module, dtype: torch.dtype | None = None) -> list[tuple[str,
 def assert_same(found: list[tuple[str, torch.Tensor]], expected: list[tuple[str, torch.Tensor]]) -> None:
     assert [name for name, _ in found] == [name for name, _ in expected]
     for (name, value), (_, wanted) in zip(found, expected, strict=True):
-        assert type(value) is torch.Tensor and not value.requires_grad, name
-        assert value.dtype == wanted.dtype and value.shape == wanted.shape and value.is_contiguous(), name
+        assert type(value) is torch.Tensor, name
+        assert not value.requires_grad, name
+        assert (value.dtype, value.shape, value.is_contiguous()) == (wanted.dtype, wanted.shape, True), name
         assert torch.equal(value, wanted), name
 
 
@@ -111,7 +112,8 @@ def read_wrapper(use_orig_params: bool, bucket_bytes: int) -> None:
     model = sherd.FullyShardedDataParallel(model, use_orig_params=use_orig_params)
     assert_same(list(sherd.iter_full_parameters(model, bucket_bytes)), plain(Uniform()))
     found = dict(sherd.iter_full_parameters(model, bucket_bytes, buffers=True))
-    assert list(found)[-1] == "seen" and torch.equal(found["seen"], torch.arange(3.0))
+    assert list(found)[-1] == "seen"
+    assert torch.equal(found["seen"], torch.arange(3.0))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -1,9 +1,8 @@
-"""Parameters gathered for a reader, outside forward and backward: several in one collective, in a dtype of the reader's,
-into memory of its own.
+"""Parameters gathered for a reader, outside forward and backward: several in one collective, in any dtype.
 
-    ranks share memory                shards ──────────────────────────────────▶ unsharded buffer
-    rows are the unsharded buffer     shards ──copied──▶ own part of the rows ──▶ rows
-    else                              shards ──copied──▶ own part of the rows ──▶ rows ──copied──▶ unsharded buffer
+ranks share memory                shards ──────────────────────────────────▶ unsharded buffer
+rows are the unsharded buffer     shards ──copied──▶ own part of the rows ──▶ rows
+else                              shards ──copied──▶ own part of the rows ──▶ rows ──copied──▶ unsharded buffer
 """
 
 from __future__ import annotations
@@ -79,10 +78,14 @@ class Line:
         self.unsharded: torch.Tensor | None = None
 
     @property
+    def goes_onto(self) -> bool:
+        """Whether ranks read one another's shards in place, which goes along one axis only."""
+        return self.mesh.shard_transport.shares_memory and not self.mesh.shards_replicas
+
+    @property
     def lands_in_place(self) -> bool:
         """Whether the unsharded buffer is needed when the collective starts; else it is needed when that has ended."""
-        shares_memory = self.mesh.shard_transport.shares_memory and not self.mesh.shards_replicas
-        return shares_memory or self.packing.direct
+        return self.goes_onto or self.packing.direct
 
     def held(self) -> list[Extent]:
         """Returns where each shard is in this rank's part."""
@@ -213,8 +216,7 @@ def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
 def way_of(line: Line) -> object:
     """Returns the key that lines have in common which one `Gathering` takes."""
     mesh = line.mesh
-    shares = line.lands_in_place and mesh.shard_transport.shares_memory
-    return (mesh.shard_transport, mesh.num_pieces, mesh.piece, line.dtype) if shares else line
+    return (mesh.shard_transport, mesh.num_pieces, mesh.piece, line.dtype) if line.goes_onto else line
 
 
 def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
