@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ def write_folder(weights: dict[str, Tensor], config: Config, target: Path) -> No
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.generation_config, name, document)  # the mark between documents begins a text, and ends it
     model.save_pretrained(target, max_shard_size=LARGEST_FILE)
+    os.umask(mask := os.umask(0))
+    for file in target.glob("*.safetensors"):
+        file.chmod(0o666 & ~mask)  # or nobody else could read it
     _write_tokenizer(target, config.data.context)
 
 
