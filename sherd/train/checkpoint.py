@@ -28,7 +28,7 @@ from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent
 from sherd.train.saved import Checkpoint, going_on, whole
 
-__all__ = ["NO_SPACE", "NotSaved", "Saver", "clear", "facts", "load", "load_model", "shapes"]
+__all__ = ["NO_SPACE", "NotSaved", "Saver", "clear", "facts", "fill", "load", "load_model", "shapes"]
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -167,7 +167,7 @@ def load(place: Place, checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
     try:
         restored = load_items(str(place), {"model": model, "optimizer": optimizer})
     except CheckpointError as error:
-        raise InputError(f"{Exception.__str__(error)}; start anew with another --out") from error
+        raise InputError(f"{Exception.__str__(error)}; name another --out") from error
     if restored.step == checkpoint.step:
         return checkpoint
     older = whole(Folder(place).folder_of(restored.step))
@@ -175,18 +175,23 @@ def load(place: Place, checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Put the saved values into `model` alone, for use without an optimizer.
+    """Put the saved values into `model` alone, for use without an optimizer. Raises InputError as `load` and `fill`."""
+    _require_same_parameters(checkpoint, model)
+    fill(checkpoint, model)
+
+
+def fill(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Put the saved values into `model`, also where there is no process group.
 
     Raises:
-        InputError: it is damaged; or as `load`.
+        InputError: `checkpoint` is damaged, or has other parameters.
     """
-    _require_same_parameters(checkpoint, model)
     # With the folder of all, where there is one: it is locked then, and the run cannot remove what is read.
     where, step = (checkpoint.folder, checkpoint.step) if checkpoint.folder else (checkpoint.place, None)
     try:
         load_items(str(where), {"model": model}, step=step, random=False)
     except CheckpointError as error:
-        raise InputError(f"{checkpoint} is damaged: {Exception.__str__(error)}; name an older checkpoint") from error
+        raise InputError(f"{checkpoint} cannot be used: {Exception.__str__(error)}; name an older one") from error
 
 
 def _require_same_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -9,18 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sherd import load, save
+from sherd import save
 from sherd.checkpoint.tensor_bytes import chunks_of, read_tensor
 from sherd.errors import CheckpointError
 from sherd.storage.opened import Opened
 from sherd.storage.places import Disk
 from sherd.storage.writing import Content, write_file
+from sherd.train.checkpoint import fill
 from sherd.train.config import Config, InputError
 from sherd.train.models import Decoder, HuggingFace
 from sherd.train.saved import Checkpoint
 from sherd.train.uses import pick
 
-__all__ = ["export", "filled", "load_model", "weights"]
+__all__ = ["export", "load_model", "weights"]
 
 MODEL = "model/"  # in front of the names of parameters and buffers in a checkpoint
 
@@ -37,8 +38,7 @@ def load_model(run: str | Path | None = None, best: bool = False) -> nn.Module:
         InputError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = pick(None if run is None else str(run), best)
-    config = Config.of(checkpoint.config)
-    return filled(_module(config), checkpoint).eval()
+    return _filled(checkpoint, Config.of(checkpoint.config)).eval()
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -62,25 +62,15 @@ def _names(source: Opened) -> Iterator[tuple[str, str]]:
             yield name.removeprefix(MODEL).removeprefix("lm."), of
 
 
-def _module(config: Config) -> Decoder | HuggingFace:
+def _filled(checkpoint: Checkpoint, config: Config) -> nn.Module:
+    """Returns the module with the saved values, which are read to where they belong. Raises InputError as `fill`."""
     if config.model.hf:
-        return HuggingFace(config.model.hf, config.run.seed, config.data.context)
-    with torch.device("meta"):
-        decoder = Decoder(config.model)
-    return decoder.to_empty(device="cpu")
-
-
-def filled(module: nn.Module, checkpoint: Checkpoint) -> nn.Module:
-    """Returns `module` with the saved values, which are read to where they belong.
-
-    Raises:
-        InputError: `checkpoint` is damaged, or of another model.
-    """
-    where, step = (checkpoint.folder, checkpoint.step) if checkpoint.folder else (checkpoint.place, None)
-    try:
-        load(str(where), {"model": module}, step=step, random=False)
-    except CheckpointError as error:
-        raise InputError(f"{checkpoint} cannot be used: {Exception.__str__(error)}") from error
+        module: nn.Module = HuggingFace(config.model.hf, config.run.seed, config.data.context)
+    else:
+        with torch.device("meta"):
+            module = Decoder(config.model)
+        module.to_empty(device="cpu")
+    fill(checkpoint, module)
     return module
 
 
@@ -96,7 +86,7 @@ def export(checkpoint: Checkpoint, config: Config, target: Path, form: str) -> N
         elif form == "torch":
             _whole_or_none(lambda part: torch.save(weights(checkpoint), part), target)
         elif form == "sherd":
-            module, user = filled(_module(config), checkpoint), checkpoint.manifest.user
+            module, user = _filled(checkpoint, config), checkpoint.manifest.user
             _whole_or_none(
                 lambda part: save(str(part), {"model": module}, step=checkpoint.step, user=user, random=False), target
             )

@@ -204,8 +204,8 @@ def going_on(place: Place) -> str:
     """Returns what can be gone on from after an end that was not planned, to put behind the words on it."""
     try:
         found, _ = newest_in(place)
-    except InputError:
-        found = None
+    except InputError as error:
+        return f"; what was saved before is not known: {error}"
     return f"; step {found.step} is whole, --resume goes on from it" if found else "; nothing was saved before"
 
 

@@ -145,7 +145,10 @@ def pick(run: str | None, best: bool) -> Checkpoint:
     if not is_url and not Path(named).is_dir():
         raise InputError(f"{named} is no folder; name a run's, as in runs/1, or a checkpoint's")
     place = place_in(Path(), named)
-    names = place.names()
+    try:
+        names = place.names()
+    except OSError as error:
+        raise InputError(f"{named} cannot be read: {error}") from error
     if MANIFEST in names or Path(named).name.startswith("step-"):
         if best:
             raise InputError(f"--best chooses among a run's checkpoints, but {named} is one; name the run's folder")
@@ -238,7 +241,6 @@ def require_target(target: Path, form: str | None, config: Config) -> str:
             "transformers has no model like sherd train's mixture of experts; export --to safetensors or torch, or "
             "load it with sherd.train.plain.load_model"
         )
-    package = {"safetensors": "safetensors", "hf": "transformers"}.get(form)
-    if package and importlib.util.find_spec(package) is None:
-        raise InputError(f"{target} is written by the package {package}: {install('hf')}")
+    if form == "hf" and importlib.util.find_spec("transformers") is None:
+        raise InputError(f"{target} is written by the package transformers: {install('hf')}")
     return form

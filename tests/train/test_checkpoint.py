@@ -244,7 +244,7 @@ def only_damaged(out):
 def test_where_all_are_damaged_that_is_told_in_one_line(world, tmp_path):
     for said in world(2).run(only_damaged, tmp_path):
         assert "holds no whole checkpoint (step 1: " in said
-        assert said.endswith("start anew with another --out")
+        assert said.endswith("name another --out")
         assert "\n" not in said
 
 

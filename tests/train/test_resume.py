@@ -1,12 +1,16 @@
 """Does a run that goes on repeat what one never stopped does, to the last bit; and may its checkpoints be elsewhere?"""
 
+import errno
 import os
+from unittest import mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import distributed as dist
 
 from sherd.storage.folder import Folder
+from sherd.storage.places import Disk
+from sherd.train.checkpoint import NotSaved
 from sherd.train.config import Config, InputError
 from sherd.train.folder import is_free, sweep
 from sherd.train.loop import Trainer, train
@@ -64,6 +68,32 @@ def test_a_run_of_twenty_steps_stopped_at_ten_repeats_them_to_the_last_bit(world
         for name, (whole, cut) in zip(SHARDED, found, strict=True):
             assert [step for step, *_ in cut[0]] == list(range(1, 21))
             assert cut == whole, name
+
+
+def not_written(config, out):
+    """What a run says whose rank 1 cannot write the checkpoint of step 4; and how many steps it did."""
+    real = Disk.write
+
+    def write(self, name, chunks):
+        if "step-00000004" in str(self) and dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, name, chunks)
+
+    report, trainer = Recorded(), Trainer(config, read_corpus(config.data), grid(config))
+    with mock.patch.object(Disk, "write", write), pytest.raises(NotSaved) as caught:
+        train(trainer, out, report)
+    saved = [record["step"] for event, record in report.records if event == "checkpoint"]
+    return str(caught.value), saved, trainer.done
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_save_that_fails_ends_the_run_on_all_ranks_and_the_one_before_is_whole(world, text, tmp_path, async_save):
+    chosen = config(text, steps=40, save_every=4, async_save=async_save)
+    put_before = config(text, steps=2, save_every=2)
+    world(2).run(figures, put_before, tmp_path)
+    for said, saved, done in world(2).run(not_written, chosen, tmp_path):
+        assert said.endswith("rank 1: No space left on device; step 2 is whole, --resume goes on from it")
+        assert (saved, 4 <= done <= 8) == ([], True)
 
 
 # Elsewhere
