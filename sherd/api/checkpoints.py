@@ -310,7 +310,8 @@ def load(
     damaged: dict[int, str] = {}
     what = f"the look for a checkpoint in {place}"
     with contextlib.ExitStack() as lock:
-        ranks.each(lambda: lock.enter_context(Folder(place).locked()), what)
+        # A checkpoint has no lock of its own, and none is to be made in it.
+        ranks.each(lambda: MANIFEST in place.names() or lock.enter_context(Folder(place).locked()), what)
         while True:
             found, passed_over = ranks.first(lambda: _chosen(place, step, damaged), what)
             try:

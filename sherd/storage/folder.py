@@ -45,6 +45,16 @@ class Found:
     why: str = ""
 
 
+def checked(place: Place, *, verify: bool = False) -> Manifest:
+    """Returns the manifest of the checkpoint in `place`. Raises CheckpointError if it is not whole, as `Folder.found`
+    checks it."""
+    manifest = read_manifest(place)
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
+        for _ in pool.map(lambda file: _check(place, file, manifest.block_bytes, verify), manifest.files):
+            pass
+    return manifest
+
+
 class Folder:
     """The checkpoints in `place`, each in a folder of its own."""
 
@@ -69,11 +79,9 @@ class Folder:
         and, with `verify`, if all bytes that they have are those of their checksums."""
         place = self.folder_of(step)
         try:
-            manifest = read_manifest(place)
+            manifest = checked(place, verify=verify)
             if manifest.step != step:
                 raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
-            with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
-                list(pool.map(lambda file: _check(place, file, manifest.block_bytes, verify), manifest.files))
         except CheckpointError as error:
             return Found(step, place, None, str(error))
         return Found(step, place, manifest)

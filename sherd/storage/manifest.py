@@ -126,7 +126,7 @@ class Manifest:
             "tensors": _lines([f"{_json(k)}: {_json(_entry_fields(v))}" for k, v in self.tensors.items()]),
             "aliases": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.aliases.items()]),
             "values": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.values.items()]),
-            "user": _json(self.user),
+            "user": json.dumps(self.user, separators=(",", ":"), allow_nan=False),  # may hold what UTF-8 does not
         }
         return signed(("{\n" + ",\n".join(f'"{key}": {text}' for key, text in fields.items())).encode())
 
