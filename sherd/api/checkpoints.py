@@ -332,9 +332,8 @@ def _chosen(place: Place, step: int | None, damaged: Mapping[int, str]) -> tuple
     if MANIFEST in place.names():
         return None, ()
     passed_over: list[str] = []
-    for found in Folder(place).each():
-        if step not in (None, found.step):
-            continue
+    folder = Folder(place)
+    for found in map(folder.found, folder.steps() if step is None else {step} & set(folder.steps())):
         why = found.why or damaged.get(found.step, "")
         if not why:
             return found.step, tuple(passed_over)

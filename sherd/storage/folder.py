@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from sherd.errors import CheckpointError, PolicyError
 from sherd.storage.blocks import Checked
-from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest
+from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest, OtherFormat
 from sherd.storage.opened import read_manifest
 from sherd.storage.places import PART, Lock, Place
 
@@ -76,12 +76,14 @@ class Folder:
 
     def found(self, step: int, *, verify: bool = False) -> Found:
         """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length,
-        and, with `verify`, if all bytes that they have are those of their checksums."""
+        and, with `verify`, if all bytes that they have are those of their checksums. Raises `OtherFormat`."""
         place = self.folder_of(step)
         try:
             manifest = checked(place, verify=verify)
             if manifest.step != step:
                 raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
+        except OtherFormat:
+            raise
         except CheckpointError as error:
             return Found(step, place, None, str(error))
         return Found(step, place, manifest)

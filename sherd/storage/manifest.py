@@ -175,7 +175,7 @@ def parsed(raw: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where} is not what was written: its checksum is another one")
     fields = read_json(raw, where)
     if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{where} has format {in_brief(fields.get('format'))}; this version reads {FORMAT!r}")
+        raise OtherFormat(f"{where} has format {in_brief(fields.get('format'))}; this version reads {FORMAT!r}")
     read = _Reading(fields, where)
     block_bytes = read.number("block_bytes", 1, _MOST_BLOCK_BYTES)
     files = tuple(read.each("files", list, lambda _, entry: _file(entry, block_bytes)))
@@ -199,6 +199,11 @@ def parsed(raw: bytes, where: str) -> Manifest:
         user=fields.get("user"),
         block_bytes=block_bytes,
     )
+
+
+class OtherFormat(CheckpointError):
+    """An undamaged manifest of another format, as a later version writes it: no older checkpoint is to be taken for the
+    newest."""
 
 
 class _Reading:

@@ -25,6 +25,7 @@ from sherd.errors import (
     PolicyTypeError,
     StateError,
 )
+from sherd.storage.manifest import signed
 from sherd.storage.opened import Opened
 from sherd.storage.places import Disk, place_of
 from tests.checkpoint.layouts import built, model_in, optimizer_of, train
@@ -459,3 +460,15 @@ def in_threads(folder):
 def test_ranks_that_are_threads_save_and_load(threads, tmp_path):
     built()
     assert set(threads(3).run(in_threads, str(tmp_path))) == {str(tmp_path / "step-00000001")}
+
+
+def test_a_checkpoint_of_a_later_format_is_not_passed_over(tmp_path):
+    for step in (1, 2):
+        path = Path(sherd.save(tmp_path, {"x": step}, step=step)) / "manifest.json"
+    raw = path.read_bytes()
+    path.write_bytes(signed(raw[: raw.rindex(b',\n"sha256"')].replace(b"sherd/1", b"sherd/2")))
+    with pytest.raises(CheckpointError, match="this version reads 'sherd/1'"):
+        sherd.load(tmp_path, {"x": 0})
+    assert sherd.load(tmp_path, {"x": 0}, step=1).values == {"x": 1}
+    sherd.save(tmp_path, {"x": 3}, step=3, keep_last=1)
+    assert path.exists()
