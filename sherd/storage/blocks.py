@@ -99,7 +99,7 @@ class Checked:
         try:
             self._file.read_into(start, into)
         except (OSError, EOFError) as error:
-            raise CheckpointError(f"{self.name} cannot be read at byte {start}: {error or 'it ends'}") from error
+            raise CheckpointError(f"{self.name} cannot be read at byte {start}: {str(error) or 'it ends'}") from error
         if zlib.crc32(into) != self._crc32[number]:
             raise CheckpointError(
                 f"{self.name} is not what was written: the checksum of bytes {start} to {start + len(into)} differs"

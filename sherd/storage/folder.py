@@ -37,7 +37,7 @@ def file_name(save_id: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint of `step`, in `place`: its manifest, or None and `why` it is not whole."""
+    """The checkpoint of `step`, in `place`: its manifest; None if it is not whole, and `why`."""
 
     step: int
     place: Place
@@ -67,20 +67,15 @@ class Folder:
         return sorted((int(match.group(1)) for match in named if match), reverse=True)
 
     def found(self, step: int, *, verify: bool = False) -> Found:
-        """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length.
-
-        Args:
-            step: the step.
-            verify: read all bytes, too, and compare them with their checksums.
-        """
+        """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length,
+        and, with `verify`, if all bytes that they have are those of their checksums."""
         place = self.folder_of(step)
         try:
             manifest = read_manifest(place)
             if manifest.step != step:
                 raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
             with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
-                for _ in pool.map(lambda file: _check(place, file, manifest.block_bytes, verify), manifest.files):
-                    pass
+                list(pool.map(lambda file: _check(place, file, manifest.block_bytes, verify), manifest.files))
         except CheckpointError as error:
             return Found(step, place, None, str(error))
         return Found(step, place, manifest)
@@ -146,12 +141,8 @@ class Folder:
             if lock is Lock.BUSY:
                 return []
             counted = [each for each in self.whole() if upto is None or each.step <= upto]
-            going = [
-                each
-                for each in counted[keep_last:]
-                if each.step not in keep and (keep_every is None or each.step % keep_every)
-            ]
-            return [each.step for each in going if _dropped(each)]
+            old = [each for each in counted[keep_last:] if each.step not in keep]
+            return [each.step for each in old if (keep_every is None or each.step % keep_every) and _dropped(each)]
 
     def sweep(self, *, by_hand: bool = False) -> list[str]:
         """Remove what saves have left that were never finished, or were replaced, if nobody else saves or loads here.

@@ -184,7 +184,7 @@ def parsed(raw: bytes, where: str) -> Manifest:
     tensors = dict(read.each("tensors", dict, lambda name, entry: (name, _entry(entry, len(files)))))
     needed, held = sum(entry.nbytes for entry in tensors.values()), sum(file.nbytes for file in files)
     if needed > held:
-        raise CheckpointError(f"{where}: its tensors would take {needed} bytes, its files have {held}")
+        raise CheckpointError(f"{where}: its tensors would take {in_brief(needed)} bytes, its files have {held}")
     aliases = dict(read.each("aliases", dict, lambda name, other: (name, _alias(name, other, tensors))))
     return Manifest(
         step=read.number("step", 0, 1 << 62),
@@ -289,7 +289,7 @@ def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
         _require(all(end <= size for end, size in zip(ends, shape, strict=True)), "a piece is not inside the tensor")
         found.append((file, box))
     numel = sum(box.numel for _, box in found)
-    _require(numel == prod(shape) and found, f"its pieces have {numel} elements of {prod(shape)}")
+    _require(numel == prod(shape) and found, f"its pieces have {in_brief(numel)} elements of {in_brief(prod(shape))}")
     try:
         _require(overlapping((box for _, box in found), _MOST_STEPS) is None, "two of its pieces share elements")
     except OverflowError:

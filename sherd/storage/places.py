@@ -1,4 +1,4 @@
-"""Places: folders that hold checkpoints, on a disk or in an object store.
+"""Places: folders that hold checkpoints, on a disk; those in object stores are of `sherd/storage/remote.py`.
 
 Whatever is written is whole or not there: it is written aside, flushed to the disk, and renamed.
 """
@@ -7,106 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import errno
 import fcntl
 import os
 import secrets
 import stat
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from sherd.errors import CheckpointError
+from sherd.storage.place import PART, Chunks, Lock, Place, Readable
+from sherd.storage.remote import Remote
 
-Chunks = Callable[[], Iterable[memoryview]]
-"""Returns the bytes of a file from its begin, one chunk after the other; called once more where a write is repeated."""
+__all__ = ["PART", "Chunks", "Disk", "Lock", "Place", "Readable", "place_of"]
 
-PART = ".part"
-"""How the names of files end that are not written to their end, or never were."""
 LOCK = ".lock"
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _EARLY_BYTES = 16 << 20
 """After as many bytes the system is told to begin writing them to the disk, while the next ones are handed over."""
-
-
-class Lock(enum.Enum):
-    """What came of asking for the lock of a folder."""
-
-    HELD = "held"
-    BUSY = "busy"
-    """Somebody else holds it."""
-    NONE = "none"
-    """There is no such lock in this place: a file system without flock, a folder that is missing or cannot be written,
-    an object store."""
-
-
-class Readable(ABC):
-    """An open file."""
-
-    name: str
-    nbytes: int
-
-    @abstractmethod
-    def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on. Raises EOFError if there are fewer, OSError if it fails."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of the file."""
-
-
-class Place(ABC):
-    """A folder. Names in it are those of its files and folders, without a path."""
-
-    @abstractmethod
-    def __str__(self) -> str:
-        """Returns the path or URL, as a user would write it."""
-
-    @abstractmethod
-    def below(self, name: str) -> Place:
-        """Returns the folder `name` in this one, which need not exist."""
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Returns the names of all files and folders here, symbolic links left out; none if this folder is missing."""
-
-    @abstractmethod
-    def write(self, name: str, chunks: Chunks) -> None:
-        """Write a file, which is flushed to the disk when this returns, and replaces one of that name at once."""
-
-    @abstractmethod
-    def open(self, name: str) -> Readable:
-        """Returns the file `name`, open. Raises OSError."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove the file `name`, if it is there."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Remove this folder, if it is empty."""
-
-    @contextlib.contextmanager
-    def locked(self, *, shared: bool, make: bool = False) -> Iterator[Lock]:
-        """Hold the lock of this folder: many `shared` ones, or one that is not. A shared one is waited for.
-
-        Args:
-            shared: others may hold it, too.
-            make: make the folder if it is not there.
-        """
-        yield Lock.NONE
-
-    def read(self, name: str) -> bytes:
-        """Returns all of a file. Raises OSError."""
-        file = self.open(name)
-        try:
-            found = bytearray(file.nbytes)
-            file.read_into(0, memoryview(found))
-            return bytes(found)
-        finally:
-            file.close()
 
 
 class Disk(Place):
@@ -272,8 +191,6 @@ def place_of(path: str | os.PathLike[str], **options: object) -> Place:
     text = os.fspath(path)
     kind, is_url, rest = text.partition("://")
     if is_url and kind not in ("file", "local"):
-        from sherd.storage.remote import Remote
-
         return Remote.of(text, options)
     if options:
         raise CheckpointError(f"{text} is on a disk, which takes no options: {', '.join(options)}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from sherd.errors import CheckpointError
-from sherd.storage.places import PART, Chunks, Place, Readable
+from sherd.storage.place import PART, Chunks, Place, Readable
 
 T = TypeVar("T")
 
@@ -35,13 +35,7 @@ _FOR_GOOD = {
 
 
 class Remote(Place):
-    """A folder of a file system of fsspec.
-
-    Args:
-        fs: the file system, which must not keep listings.
-        path: the folder, as `fs` names it.
-        url: the folder, as a user names it.
-    """
+    """The folder `url` of a file system of fsspec, which calls it `path`, and must not keep listings."""
 
     def __init__(self, fs: Any, path: str, url: str) -> None:
         self._fs, self._path, self._url = fs, path, url
@@ -143,11 +137,7 @@ class Remote(Place):
                 self._fs.rmdir(self._path)
 
     def tried(self, action: Callable[[], T], name: str = "", source: _Source | None = None) -> T:
-        """Returns what `action` does, which is tried up to `ATTEMPTS` times.
-
-        Raises:
-            OSError: no attempt went well; it names the URL and the last cause.
-        """
+        """Returns what `action` returns, tried `ATTEMPTS` times. Raises OSError with the URL and the last cause."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return action()

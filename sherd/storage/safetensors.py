@@ -127,7 +127,9 @@ def _stored(name: str, entry: object, first: int, nbytes: int, file: str) -> Sto
     if not start <= stop <= nbytes - first:
         raise CheckpointError(f"{file}: {name} lies at bytes {start} to {stop} of {nbytes - first}")
     if bits // 8 * prod(shape) != stop - start:
-        raise CheckpointError(f"{file}: {name} is {dtype} of shape {shape}, which are not {stop - start} bytes")
+        raise CheckpointError(
+            f"{file}: {name} is {dtype} of shape {in_brief(shape)}, which are not {stop - start} bytes"
+        )
     return Stored(dtype, shape, first + start, first + stop)
 
 

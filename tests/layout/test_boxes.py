@@ -2,10 +2,11 @@
 
 from math import prod
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, whole
+from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, spans, whole
 from sherd.layout.extent import Extent
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -107,3 +108,41 @@ def test_boxes_that_share_elements_are_found(data):
 
 def test_a_part_within_another_is_its_index():
     assert Box((3, 5), (2, 4)).within(Box((2, 5), (4, 6))) == (slice(1, 3), slice(0, 4))
+
+
+@given(st.data())
+def test_spans_hold_the_part_in_order_in_one_run_each_and_are_not_too_long(data):
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
+    piece = data.draw(parts(shape))
+    piece = Box(piece.offsets, tuple(min(m, n - o) for m, n, o in zip(piece.sizes, shape, piece.offsets, strict=True)))
+    inner = data.draw(parts(piece.sizes))
+    part = Box(
+        tuple(a + b for a, b in zip(piece.offsets, inner.offsets, strict=True)),
+        tuple(min(m, n - o) for m, n, o in zip(inner.sizes, piece.sizes, inner.offsets, strict=True)),
+    )
+    most, start = data.draw(st.integers(1, 30)), data.draw(st.integers(0, 9))
+    places = {place: start + at for at, place in enumerate(elements(shape, piece))}
+    wanted, end = [], start
+    for span in spans(piece, part, most, start):
+        run = [places[place] for place in elements(shape, span.box)]
+        assert run == list(range(span.start, span.start + span.box.numel))
+        assert 0 < span.box.numel <= most
+        assert span.start >= end
+        end = span.start + span.box.numel
+        assert span.wanted.intersect(span.box) == span.wanted
+        wanted += elements(shape, span.wanted)
+    assert wanted == elements(shape, part)
+
+
+def test_all_of_a_piece_is_one_span_and_rows_are_not_split_if_they_fit():
+    piece = Box((2, 0), (4, 5))
+    assert [(each.start, each.box) for each in spans(piece, piece, 20, 7)] == [(7, piece)]
+    assert [each.start for each in spans(piece, piece, 19)] == [0, 15]
+    assert [each.start for each in spans(piece, piece.narrowed(1, Extent(1, 2)), 4)] == [1, 6, 11, 16]
+
+
+def test_the_search_for_boxes_that_share_elements_ends():
+    slabs = [Box((n, n), (1 << 20, 1)) for n in range(200)]
+    assert overlapping(slabs) is None
+    with pytest.raises(OverflowError):
+        overlapping(slabs, most_steps=1000)

@@ -1,6 +1,7 @@
 """Which checkpoints of a folder are whole, which is chosen, and is nothing removed that somebody needs?"""
 
 import contextlib
+import errno
 import json
 import os
 
@@ -253,6 +254,34 @@ def test_a_step_of_more_than_eight_digits_has_its_place(folder):
 
 def test_the_files_of_ranks_are_numbered():
     assert file_name("5f3a9c21", 7) == "5f3a9c21-00007.safetensors"
+
+
+def test_a_folder_on_a_medium_that_cannot_be_written_is_read_and_nothing_of_it_is_lost(folder, monkeypatch):
+    tensors = save_into(folder, 1)
+    save_into(folder, 2)
+    files = {step: names(folder, step) for step in (1, 2)}
+
+    opened = os.open
+
+    def refusing(function):
+        def refuse(*args, **kwargs):
+            if function is opened and not args[1] & (os.O_RDWR | os.O_CREAT):
+                return function(*args, **kwargs)
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        return refuse
+
+    for name in ("open", "mkdir", "unlink", "replace", "rmdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    monkeypatch.setattr("sherd.storage.places.open", refusing(open), raising=False)
+    with folder.locked() as lock:
+        assert lock is Lock.NONE
+    with pytest.raises(OSError, match="Read-only"):
+        save_into(folder, 3)
+    assert folder.prune(1) == folder.sweep(by_hand=True) == []
+    assert {step: names(folder, step) for step in folder.steps()} == files
+    assert folder.newest(verify=True)[0].step == 2
+    assert read_all(folder.folder_of(1)) == tensors
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -6,6 +6,7 @@ from threading import Thread
 
 import fsspec
 import pytest
+from aiobotocore.client import AioBaseClient
 
 from sherd.errors import CheckpointError
 from sherd.storage import remote
@@ -52,28 +53,31 @@ def store(server, monkeypatch):
 
 
 class Calls:
-    """Counts a file system's requests to the server; those whose number is in `failing` do not come through."""
+    """Counts the requests to the server; those whose number is in `failing` do not come through."""
 
-    def __init__(self, fs, monkeypatch):
+    def __init__(self, monkeypatch):
         self.made, self.failing, self.error = [], (), ConnectionResetError("reset by peer")
-        asked = type(fs)._call_s3
+        asked = AioBaseClient._make_api_call
 
-        async def ask(fs, method, *args, **kwargs):
-            self.made.append((method, kwargs))
+        async def ask(client, operation, kwargs):
+            self.made.append((operation, kwargs))
             if len(self.made) in self.failing:
                 raise self.error
-            return await asked(fs, method, *args, **kwargs)
+            return await asked(client, operation, kwargs)
 
-        monkeypatch.setattr(type(fs), "_call_s3", ask)
+        monkeypatch.setattr(AioBaseClient, "_make_api_call", ask)
 
     @property
     def names(self):
-        return [method for method, _ in self.made]
+        return [operation for operation, _ in self.made]
 
 
 @pytest.fixture
 def calls(store, monkeypatch):
-    return Calls(store._fs, monkeypatch)
+    monkeypatch.setattr(store._fs, "retries", 1)
+    found = Calls(monkeypatch)
+    yield found
+    found.failing = ()
 
 
 def chunks_of(raw, size=3 << 20):
@@ -87,8 +91,8 @@ def uploads(place):
 def test_a_long_object_is_uploaded_in_parts_and_reads_back(store, calls):
     sums = Checksums(4 << 20)
     store.write("long", lambda: sums.passing(chunks_of(LONG)()))
-    assert calls.names == ["create_multipart_upload", *["upload_part"] * 3, "complete_multipart_upload"]
-    assert all(len(kwargs["Body"]) >= PART for method, kwargs in calls.made[1:3])
+    assert calls.names == ["CreateMultipartUpload", *["UploadPart"] * 3, "CompleteMultipartUpload"]
+    assert all(kwargs["Body"].seek(0, 2) >= PART for _, kwargs in calls.made[1:3])
     assert store.read("long") == LONG
     assert sums.nbytes == len(LONG)
 
@@ -96,7 +100,7 @@ def test_a_long_object_is_uploaded_in_parts_and_reads_back(store, calls):
 def test_a_short_object_is_one_request(store, calls):
     store.write("short", chunks_of(b"abc"))
     store.write("empty", lambda: ())
-    assert calls.names == ["put_object", "put_object"]
+    assert calls.names == ["PutObject", "PutObject"]
     assert (store.read("short"), store.read("empty")) == (b"abc", b"")
 
 
@@ -109,7 +113,7 @@ def test_reading_is_one_request_for_the_bytes_asked_for(store, calls):
     file.read_into(5_000_000, memoryview(into))
     assert into == LONG[5_000_000:5_001_000]
     ((method, kwargs),) = calls.made
-    assert (method, kwargs["Range"]) == ("get_object", "bytes=5000000-5000999")
+    assert (method, kwargs["Range"]) == ("GetObject", "bytes=5000000-5000999")
     with pytest.raises(EOFError):
         file.read_into(len(LONG) - 10, memoryview(bytearray(11)))
     file.read_into(len(LONG), memoryview(b""))
@@ -173,13 +177,13 @@ def test_reading_is_tried_again(store, calls):
     calls.made.clear()
     calls.failing = (1, 3, 4)
     assert store.read("short") == b"abc"
-    assert calls.names == ["head_object"] * 2 + ["get_object"] * 3
+    assert calls.names == ["HeadObject"] * 2 + ["GetObject"] * 3
 
 
 def test_what_is_not_there_or_not_allowed_is_told_at_once(store, calls):
     with pytest.raises(FileNotFoundError, match="s3://checkpoints/run/none"):
         store.open("none")
-    assert "head_object" in calls.names
+    assert "HeadObject" in calls.names
     calls.made.clear()
     calls.failing, calls.error = (1,), PermissionError("Access Denied")
     with pytest.raises(PermissionError, match="Access Denied: 's3://checkpoints/run/short'"):
@@ -188,7 +192,8 @@ def test_what_is_not_there_or_not_allowed_is_told_at_once(store, calls):
 
 
 def test_a_server_that_is_not_there_is_named(store):
-    place = place_of("s3://checkpoints/run", endpoint_url="http://127.0.0.1:9")
+    config = {"retries": {"max_attempts": 0}}
+    place = place_of("s3://checkpoints/run", endpoint_url="http://127.0.0.1:9", config_kwargs=config)
     place._fs.retries = 1
     with pytest.raises(OSError, match=r"127.0.0.1:9.*tried 4 times: 's3://checkpoints/run/x'"):
         place.write("x", chunks_of(b"abc"))
@@ -293,8 +298,8 @@ def test_a_url_of_a_disk_is_that_disk_and_takes_no_options(tmp_path):
     ],
 )
 def test_a_missing_package_is_named_with_what_installs_it(missing, url, told, monkeypatch):
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition("://")[0], raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(fsspec.registry._registry, url.partition("://")[0], raising=False)
     with pytest.raises(CheckpointError, match=told):
         place_of(url)
 

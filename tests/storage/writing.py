@@ -3,6 +3,8 @@
 import random
 from itertools import count
 
+from hypothesis import settings
+
 from sherd.layout.boxes import Grid, GridCut
 from sherd.storage.blocks import Checksums
 from sherd.storage.folder import Folder, file_name
@@ -10,6 +12,7 @@ from sherd.storage.manifest import Entry, File, Manifest, name_in_file
 from sherd.storage.opened import Opened
 from sherd.storage.safetensors import BITS, header_of, nbytes_of
 
+PROPERTY = settings(deadline=None, derandomize=True)
 SMALL = {"w": Entry("F32", (7, 3), Grid(0, (GridCut(0, 2, 1),))), "b": Entry("BF16", (5,), Grid(1))}
 SAVE_IDS = (f"{number:08x}" for number in count(0xABC0))
 

@@ -1,0 +1,126 @@
+"""Are headers those of the `safetensors` package, both ways, and is a wrong one told?"""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import numpy as real
+
+from sherd.errors import CheckpointError
+from sherd.storage.safetensors import BITS, header_length, header_of, nbytes_of, parsed
+from tests.storage.writing import PROPERTY
+
+NUMPY = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "u2", "I16": "i2", "U32": "u4", "I32": "i4", "U64": "u8", "I64": "i8",
+    "F16": "f2", "F32": "f4", "F64": "f8", "C64": "c8",
+}  # fmt: skip
+
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")
+listed = st.dictionaries(names, st.tuples(st.sampled_from(sorted(NUMPY)), shapes), max_size=5)
+metadata = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.just("value"), max_size=3)
+
+
+def read(raw):
+    header = raw[8 : 8 + header_length(raw[:8], len(raw), "x")]
+    return parsed(header, len(raw), "x")
+
+
+@PROPERTY
+@given(listed, metadata)
+def test_the_package_reads_what_is_written_here(tensors, metadata):
+    header, places = header_of(tensors, metadata)
+    data = {name: bytes(nbytes_of(*tensor)) for name, tensor in tensors.items()}
+    found = real.load(header + b"".join(data.values()))
+    assert len(header) % 8 == 0
+    assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
+        name: (np.dtype(NUMPY[dtype]), shape) for name, (dtype, shape) in tensors.items()
+    }
+    assert read(header + b"".join(data.values())) == (places, metadata)
+
+
+@PROPERTY
+@given(listed, metadata)
+def test_what_the_package_writes_is_read_here(tensors, metadata):
+    arrays = {
+        name: (np.arange(nbytes_of(dtype, shape)) % 2).astype("u1").view(NUMPY[dtype]).reshape(shape)
+        for name, (dtype, shape) in tensors.items()
+    }
+    raw = real.save(arrays, metadata or None)  # without tensors, `{}` makes it write what is no JSON
+    found, told = read(raw)
+    assert told == metadata
+    assert {name: (at.dtype, at.shape) for name, at in found.items()} == tensors
+    assert {name: raw[at.start : at.stop] for name, at in found.items()} == {
+        name: array.tobytes() for name, array in arrays.items()
+    }
+
+
+def test_every_dtype_has_its_bytes():
+    header, places = header_of({dtype: (dtype, (3,)) for dtype in BITS})
+    for dtype, at in places.items():
+        assert at.stop - at.start == 3 * BITS[dtype] // 8
+    assert parsed(header[8:], max(at.stop for at in places.values()), "x")[0] == places
+
+
+def test_the_name_that_the_format_keeps_is_refused():
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        header_of({"__metadata__": ("F32", ())})
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}, "lies at bytes 0 to 80 of 64"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "lies at bytes 8 to 0"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "are not 8 bytes"),
+        ({"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": "12", "data_offsets": [0, 8]}, "not a dtype, shape and place"),
+        ({"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}, "not a dtype, shape and place"),
+        ({"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 9]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": [1 << 63], "data_offsets": [0, 8]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": [1 << 62] * 64, "data_offsets": [0, 8]}, "are not 8 bytes"),
+        ({"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}, "not a dtype, shape and place"),
+        ({"dtype": "F32", "shape": [2]}, "not a dtype, shape and place"),
+        ("F32", "not a dtype, shape and place"),
+        (None, "not a dtype, shape and place"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_told(entry, why):
+    header = json.dumps({"w": entry}).encode()
+    with pytest.raises(CheckpointError, match=why):
+        parsed(header, 8 + len(header) + 64, "x")
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        (b"", "is no JSON"),
+        (b"[]", "holds \\[\\] where an object"),
+        (b'{"w": 1, "w": 2}', "'w' is in it twice"),
+        (b'{"__metadata__": {"a": 1}}', "should hold texts"),
+        (b'{"__metadata__": []}', "should hold texts"),
+        (b'{"w": NaN}', "it has NaN"),
+        (b'{"w": ' + b"9" * 5000 + b"}", "is no JSON"),
+        (b'{"w": ' + b"[" * 200_000, "is no JSON"),
+        (b'{"w": "\xff"}', "is no JSON"),
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},'
+         b' "b": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}', "inside another tensor"),
+    ],
+)  # fmt: skip
+def test_a_header_that_cannot_be_is_told(header, why):
+    with pytest.raises(CheckpointError, match=why):
+        parsed(header, 8 + len(header) + 64, "x")
+
+
+@pytest.mark.parametrize("length", [9, 100, 1 << 40, (1 << 64) - 1])
+def test_a_header_longer_than_the_file_is_not_read(length):
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        header_length(length.to_bytes(8, "little"), 16, "x")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        header_length(b"\0\0\0", 3, "x")
