@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -69,16 +69,20 @@ class Folder:
     def found(self, step: int, *, verify: bool = False) -> Found:
         """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length,
         and, with `verify`, if all bytes that they have are those of their checksums."""
-        place = self.folder_of(step)
-        try:
-            manifest = read_manifest(place)
+        place, save_id = self.folder_of(step), ""
+        while True:
+            try:
+                manifest = read_manifest(place)
+            except CheckpointError as error:
+                return Found(step, place, None, str(error))
             if manifest.step != step:
-                raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
-            with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
-                list(pool.map(lambda file: _check(place, file, manifest.block_bytes, verify), manifest.files))
-        except CheckpointError as error:
-            return Found(step, place, None, str(error))
-        return Found(step, place, manifest)
+                return Found(step, place, None, f"{place} has a manifest of step {manifest.step}")
+            wrong = faults(place, manifest.files, manifest.block_bytes, verify=verify)
+            if not wrong:
+                return Found(step, place, manifest)
+            if manifest.save_id == save_id:
+                return Found(step, place, None, next(iter(wrong.values())))
+            save_id = manifest.save_id  # unless another job has saved this step meanwhile, and removed the old files
 
     def each(self, *, verify: bool = False) -> Iterator[Found]:
         """Yields all checkpoints, whole or not, the newest first."""
@@ -103,17 +107,26 @@ class Folder:
         """Make the checkpoint of `step` whole, whose files are written, and remove those of the one that it replaces.
 
         Files of the same step that no manifest names stay until `sweep`: another job may be writing them.
+
+        Raises:
+            OSError: the manifest cannot be written. The files that it names are removed.
         """
-        place = self.folder_of(step)
+        place, own = self.folder_of(step), {file.name for file in manifest.files}
         try:
             replaced = read_manifest(place).files
         except CheckpointError:
             replaced = ()
         raw = manifest.to_bytes()
-        place.write(MANIFEST, lambda: [memoryview(raw)])
+        try:
+            place.write(MANIFEST, lambda: [memoryview(raw)])
+        except OSError:
+            if not _may_be_of(place, manifest):
+                _remove(place, own)
+            raise
         latest = json.dumps({"format": FORMAT, "folder": f"step-{step:08d}", "step": step}).encode() + b"\n"
-        self.place.write(LATEST, lambda: [memoryview(latest)])
-        _remove(place, {file.name for file in replaced} - {file.name for file in manifest.files})
+        with contextlib.suppress(OSError):  # the checkpoint is whole, and nothing relies on the hint
+            self.place.write(LATEST, lambda: [memoryview(latest)])
+        _remove(place, {file.name for file in replaced} - own)
 
     # Removing
 
@@ -168,6 +181,29 @@ class Folder:
                 if MANIFEST not in names:
                     place.drop()
             return swept
+
+
+def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: bool = False) -> dict[int, str]:
+    """Returns what is wrong with `files` of the checkpoint in `place`, by their number: one is missing or of another
+    length or, with `verify`, not what was written."""
+
+    def fault(file: File) -> str:
+        try:
+            _check(place, file, block_bytes, verify)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
+        return {number: why for number, why in enumerate(pool.map(fault, files)) if why}
+
+
+def _may_be_of(place: Place, manifest: Manifest) -> bool:
+    """Returns whether `place` may have `manifest`, though writing it has failed: an object store may have taken it."""
+    try:
+        return MANIFEST in place.names() and read_manifest(place).save_id == manifest.save_id
+    except (CheckpointError, OSError):
+        return True
 
 
 def _dropped(found: Found) -> bool:
