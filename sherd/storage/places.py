@@ -101,7 +101,8 @@ class Disk(Place):
                 yield found
             finally:
                 if found is Lock.HELD:
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # or a process forked meanwhile would hold it on
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(fd, fcntl.LOCK_UN)  # or a process forked meanwhile would hold it on
         finally:
             os.close(fd)
 

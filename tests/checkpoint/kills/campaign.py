@@ -100,6 +100,7 @@ class Judging:
 
     def damage(self, now: set[int]) -> None:
         """Do the case's damages, and note which whole checkpoints have them."""
+        manifests = [Path(self.path) / f"step-{step:08d}" / MANIFEST for step in sorted(now)]
         for each in self.case.damages:
             draw = random.Random(each.seed)
             place = self._target(each.target, now)
@@ -108,13 +109,13 @@ class Judging:
             names = sorted(path.name for path in place.iterdir() if path.is_file() and path.name != ".lock")
             if each.target is Target.LATEST:
                 names = [name for name in names if name == "latest"]
-            if not names and each.harm is not Harm.TORN:
+            if not names and (each.harm is not Harm.TORN or each.target is Target.LATEST):
                 continue
-            name = MANIFEST if each.harm is Harm.TORN else draw.choice(names)
+            name = MANIFEST if each.harm is Harm.TORN and each.target is not Target.LATEST else draw.choice(names)
             step = int(place.name.removeprefix("step-")) if place.name.startswith("step-") else None
             found = None if step is None else self.folder.found(step).manifest
             is_of_it = found is not None and name in {MANIFEST, *(file.name for file in found.files)}
-            if _harm(place / name, each, draw, now) and is_of_it and step is not None:
+            if _harm(place / name, each, draw, manifests) and is_of_it and step is not None:
                 self.damaged.add(step)
 
     def _target(self, target: Target, now: set[int]) -> Path | None:
@@ -180,14 +181,13 @@ class Judging:
             self.require(not more, f"{place} has more than its files: {more}")
 
 
-def _harm(path: Path, damage: Damage, draw: random.Random, now: set[int]) -> bool:
+def _harm(path: Path, damage: Damage, draw: random.Random, manifests: list[Path]) -> bool:
     """Damage a file. Returns False if that changes nothing."""
     harm, raw = damage.harm, bytearray(path.read_bytes() if path.exists() else b"")
     if harm is Harm.DELETE:
         path.unlink()
         return True
     if harm is Harm.TORN:
-        manifests = [path.parent.parent / f"step-{step:08d}" / MANIFEST for step in sorted(now)]
         whole = [each.read_bytes() for each in manifests if each.exists()] or [b'{"format": "sherd/1"}']
         path.write_bytes(whole[-1][: draw.randrange(len(whole[-1]))])
         return True

@@ -22,17 +22,8 @@ class Act(Enum):
 KILLS = (Act.KILL, Act.KILL_ALL, Act.STOP)
 ANY = "any call"
 OF_OTHERS = {ANY: 12, "open": 3.5, "write": 3, "fsync": 2.5, "replace": 1, "flock": 2}
-OF_FIRST = {
-    ANY: 45,
-    "open": 14,
-    "write": 5,
-    "fsync": 6,
-    "replace": 3,
-    "flock": 4,
-    "mkdir": 1,
-    "scandir": 4,
-    "preadv": 2,
-}
+OF_FIRST = OF_OTHERS | {ANY: 45, "open": 14, "write": 5, "fsync": 6, "replace": 3, "flock": 4}
+OF_FIRST |= {"mkdir": 1, "scandir": 4, "preadv": 2}
 REMOVING = {"unlink": 2, "rmdir": 0.7}
 """About how many calls of a kind to the system a save makes into the folder."""
 
@@ -119,9 +110,8 @@ class Case:
     """Whether a stopped rank is found by the timeout, not by its death."""
 
     def __str__(self) -> str:
-        others = "".join(f"; beside: {job}" for job in self.jobs[1:]) + (
-            "; beside: a loader" if self.has_loader else ""
-        )
+        beside = (*self.jobs[1:], *(["a loader"] * self.has_loader))
+        others = "".join(f"; beside: {each}" for each in beside)
         damages = "".join(f"; then {each}" for each in self.damages)
         return f"{self.jobs[0]}; {self.act.value} {self.moment}{others}{damages}; then {self.judge}"
 
