@@ -160,8 +160,14 @@ def _loaded(
             if isinstance(item, ValueItem):
                 values[item.name] = value
         if source.manifest.world_size == ranks.size:
-            held = source.manifest.values.get(PER_RANK, {}).get(str(ranks.rank), {})
-            own.update(decoded(held, lambda name: read_tensor(source, name)))
+            of_ranks = source.manifest.values.get(PER_RANK, {})
+            held = of_ranks.get(str(ranks.rank), {}) if isinstance(of_ranks, dict) else None
+            found = decoded(held, lambda name: read_tensor(source, name))
+            if not isinstance(found, dict) or not isinstance(found.get(GIVEN, {}), dict):
+                raise CheckpointError(f"{source.place}: {PER_RANK} is not what sherd writes")
+            own.update(found)
+            if random and RANDOM in own:
+                restore_random_state(own[RANDOM])
 
     try:
         ranks.each(take, what)
@@ -169,8 +175,6 @@ def _loaded(
         raise
     except CheckpointError as error:
         raise _Damaged(Exception.__str__(error)) from error
-    if random and RANDOM in own:
-        restore_random_state(own[RANDOM])
     manifest = source.manifest
     return Restored(
         manifest.step,

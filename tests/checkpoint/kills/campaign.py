@@ -72,7 +72,7 @@ class Judging:
             may_be_killed = end.job == 0 and (case.act is Act.KILL_ALL or end.rank == case.moment.rank)
             if end.was_killed and case.act in KILLS and may_be_killed:
                 continue
-            is_right = end.is_done or (end.error == "CommError" and end.job == 0 and case.act in KILLS)
+            is_right = end.is_done or (end.error == "CommError" and end.job == 0 and case.act in (*KILLS, Act.CUT_OFF))
             self.require(is_right or end.stack, f"{who} has ended with {end.exit_code}, {end.error}: {end.text}")
             refusing = end.job == 0 and case.act in (Act.FULL, Act.READ_ONLY, Act.BROKEN)
             self.require(refusing or not end.refused, f"{who} was refused {end.refused}")

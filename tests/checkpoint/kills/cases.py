@@ -16,11 +16,13 @@ class Act(Enum):
     FULL = "full disk"
     READ_ONLY = "read-only folder"
     BROKEN = "one input/output error"
+    CUT_OFF = "a rank that is told that another one has died"
     NOTHING = "nothing"
 
 
 KILLS = (Act.KILL, Act.KILL_ALL, Act.STOP)
 ANY = "any call"
+GATHER = "gather"
 OF_OTHERS = {ANY: 12, "open": 3.5, "write": 3, "fsync": 2.5, "replace": 1, "flock": 2}
 OF_FIRST = OF_OTHERS | {ANY: 45, "open": 14, "write": 5, "fsync": 6, "replace": 3, "flock": 4}
 OF_FIRST |= {"mkdir": 1, "scandir": 4, "preadv": 2}
@@ -108,6 +110,8 @@ class Case:
     judge: Job
     has_short_timeout: bool = False
     """Whether a stopped rank is found by the timeout, not by its death."""
+    is_cold: bool = False
+    """Whether the first save has to make the process group that ranks save with."""
 
     def __str__(self) -> str:
         beside = (*self.jobs[1:], *(["a loader"] * self.has_loader))
@@ -124,7 +128,7 @@ WEIGHTS = (7, 7, 40, 700)
 def drawn(seed: int) -> Case:
     """Returns the case of `seed`. Acts take turns; all else is drawn."""
     draw = random.Random(seed)
-    acts = (Act.KILL, Act.KILL_ALL, Act.KILL, Act.KILL_ALL, Act.STOP, Act.FULL, Act.READ_ONLY, Act.BROKEN)
+    acts = (Act.KILL, Act.KILL_ALL, Act.KILL, Act.KILL_ALL, Act.STOP, Act.FULL, Act.READ_ONLY, Act.BROKEN, Act.CUT_OFF)
     act = Act.NOTHING if seed % 40 == 39 else acts[seed % len(acts)]
     first = _job(draw, draw.choice((1, 2, 2, 3)))
     jobs = [first]
@@ -133,7 +137,7 @@ def drawn(seed: int) -> Case:
         jobs.append(other)
     num_damages = draw.choice((0, 0, 1, 1, 2))
     damages = tuple(
-        Damage(draw.choice(tuple(Target)), draw.choice(tuple(Harm)), draw.randrange(1 << 30))
+        Damage(draw.choice((Target.NEWEST, *Target)), draw.choice(tuple(Harm)), draw.randrange(1 << 30))
         for _ in range(num_damages)
     )
     judge = _job(draw, draw.choice([n for n in (1, 2, 3) if n != first.num_ranks]))
@@ -146,6 +150,7 @@ def drawn(seed: int) -> Case:
         damages,
         judge,
         draw.random() < 0.3,
+        draw.random() < 0.04,
     )
 
 
@@ -168,6 +173,8 @@ def _job(draw: random.Random, num_ranks: int) -> Job:
 
 def _moment(draw: random.Random, act: Act, job: Job) -> Moment:
     rank: int | None = draw.randrange(job.num_ranks)
+    if act is Act.CUT_OFF:
+        return Moment(rank, GATHER, 1 + draw.randrange(8 * len(job.steps)))
     if act in KILLS and draw.random() < 0.3:
         return Moment(rank, seconds=draw.random() * 0.08 * len(job.steps))
     if act is Act.KILL and rank != 0 and draw.random() < 0.4:

@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from sherd.checkpoint.ranks import Ranks
+from sherd.errors import CommError
 from sherd.storage import places
-from tests.checkpoint.kills.cases import ANY, Act, Moment
+from tests.checkpoint.kills.cases import ANY, GATHER, Act, Moment
 
 _CHANGES = {"mkdir", "rmdir", "replace", "unlink"}
 
@@ -29,6 +31,8 @@ class Calls:
         for name in ("fsync", "preadv"):
             self._patch(os, name, self._is_file_inside)
         self._patch(fcntl, "flock", self._is_file_inside)
+        gather = Ranks.gather
+        Ranks.gather = lambda *args: self.gather(lambda: gather(*args))  # type: ignore[method-assign]
         places.open = self._open  # type: ignore[attr-defined]
 
     def _patch(self, module: Any, name: str, is_inside: Callable[[Any], bool]) -> None:
@@ -84,6 +88,17 @@ class Calls:
         if is_now:
             self._tell("reached")
         return function()
+
+    def gather(self, function: Callable[[], Any]) -> Any:
+        """Returns what `function` returns. A rank that is cut off raises a CommError though all ranks have been heard,
+        as one may whose neighbour dies just then."""
+        self.counts[GATHER] += 1
+        found = function()
+        moment = self._moment
+        if self._act is Act.CUT_OFF and moment is not None and self.counts[GATHER] == moment.number:
+            self._tell("reached")
+            raise CommError("another rank has died, it is said")
+        return found
 
     def _end(self) -> None:
         if self._act is Act.KILL:
