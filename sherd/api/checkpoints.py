@@ -21,7 +21,7 @@ from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
 from sherd.checkpoint.writing import GIVEN, RANDOM, Plan, contents_of, plan, write
 from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
-from sherd.storage.folder import Folder
+from sherd.storage.folder import Folder, locked_to_read
 from sherd.storage.places import place_of
 
 Where = str | os.PathLike[str]
@@ -126,9 +126,9 @@ def save(
         group: the ranks that save. None: all; without a process group, this process.
 
     Raises:
-        CheckpointError: a rank cannot write, or an item holds what a checkpoint cannot: on all ranks. What was written
-            is removed, and older checkpoints are as they were.
-        CommError: a rank has died.
+        CheckpointError: a rank cannot write, the ranks do not share the folder, or an item holds what a checkpoint
+            cannot: on all ranks. What was written is removed, and older checkpoints are as they were.
+        CommError: a rank has died. The checkpoint is whole or there is none; the next save removes the rest.
         StateError: a model is on the meta device, in use, or inside `sherd.unsharded`.
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
@@ -287,5 +287,5 @@ def load(
     own = items_of(items, strict)
     what = f"the look for a checkpoint in {place}"
     with contextlib.ExitStack() as lock:
-        ranks.each(lambda: lock.enter_context(Folder(place).locked()), what)
+        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), what)
         return restore(Search(place, step), own, ranks, staging_bytes, random)

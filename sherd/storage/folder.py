@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from sherd.errors import CheckpointError, PolicyError
 from sherd.storage.blocks import Checked
 from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest
 from sherd.storage.opened import read_manifest
-from sherd.storage.places import PART, Lock, Place
+from sherd.storage.places import PART, Lock, Place, place_of
 
 LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
@@ -181,6 +182,17 @@ class Folder:
                 if MANIFEST not in names:
                     place.drop()
             return swept
+
+
+def locked_to_read(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Lock]:
+    """Returns the lock to hold while `path` is read: that of the folder of checkpoints, or of the folder that a checkpoint
+    is in."""
+    place = place_of(path)
+    if MANIFEST not in place.names():
+        return Folder(place).locked()
+    above, name = os.path.split(os.fspath(path).rstrip("/"))
+    # A copy of a checkpoint under another name is nobody's to remove.
+    return Folder(place_of(above or ".")).locked() if _STEP.fullmatch(name) else contextlib.nullcontext(Lock.NONE)
 
 
 def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: bool = False) -> dict[int, str]:
