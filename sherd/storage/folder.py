@@ -185,8 +185,7 @@ class Folder:
 
 
 def locked_to_read(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Lock]:
-    """Returns the lock to hold while `path` is read: that of the folder of checkpoints, or of the folder that a checkpoint
-    is in."""
+    """Returns the lock to hold while `path` is read: that of the folder of checkpoints. `path` may be one of them."""
     place = place_of(path)
     if MANIFEST not in place.names():
         return Folder(place).locked()

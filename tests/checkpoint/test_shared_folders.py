@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -238,3 +239,45 @@ def test_a_checkpoint_that_is_loaded_by_its_path_is_guarded_and_removed_as_a_who
     shutil.copytree(paths[1], tmp_path / "best")
     assert sherd.load(tmp_path / "best", filled(0)).step == 2
     assert not (tmp_path / "best" / ".lock").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB, where the tests may mount one."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def save_on_small_disk(folder, step, numel, is_async):
+    items = {name: torch.full((numel,), float(step)) for name in "xy"}
+    try:
+        if is_async:
+            sherd.async_save(folder, items, step=step, random=False, staging_bytes=1).wait()
+        else:
+            sherd.save(folder, items, step=step, random=False)
+    except CheckpointError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_disk_that_is_full_keeps_what_it_has(world, small_disk, is_async):
+    run = world(2).run
+    assert run(save_on_small_disk, str(small_disk), 1, 5000, is_async) == ["done"] * 2
+    before = files_in(small_disk)
+    for numel in (60_000, 45_000, 29_000, 28_000, 27_000, 26_500, 26_000):  # full behind more and more
+        told = set(run(save_on_small_disk, str(small_disk), 2, numel, is_async))
+        if told == {"done"}:
+            break
+        (text,) = told
+        assert "No space left on device" in text
+        assert files_in(small_disk) == before
+        values = sherd.load(small_disk, {"x": 0}).values
+        assert torch.equal(values["x"], torch.ones(5000))
+    assert run(save_on_small_disk, str(small_disk), 2, 5000, is_async) == ["done"] * 2
+    assert sherd.load(small_disk, {"x": 0}).step == 2
