@@ -20,12 +20,13 @@ def table(verdicts: list[Verdict]) -> str:
     by_act: dict[str, list[Verdict]] = defaultdict(list)
     for each in verdicts:
         by_act[each.case.act.value].append(each)
-    lines = ["| what happens | cases | it happened | saves done | checkpoints damaged | wrong | longest |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = ["| what happens | cases | starts | it happened | saves done | checkpoints damaged | wrong | longest |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for act, of in [*by_act.items(), ("all", verdicts)]:
         numbers = (
             len(of),
-            sum(each.is_reached for each in of),
+            sum(len(each.case.moments) for each in of),
+            sum(each.num_reached for each in of),
             sum(each.num_done for each in of),
             sum(each.num_damaged for each in of),
             sum(bool(each.wrong) for each in of),

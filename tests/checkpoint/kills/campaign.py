@@ -33,27 +33,32 @@ class Verdict:
 
     case: Case
     wrong: tuple[str, ...]
-    is_reached: bool
-    """Whether the act has happened: a moment may be one that does not come."""
+    num_reached: int
+    """How often the act has happened: a moment may be one that does not come."""
     num_done: int
     """Saves that were reported done."""
     num_damaged: int
     """Whole checkpoints that were damaged afterwards."""
     seconds: float
-    """Until the last process had ended."""
+    """Of the longest start, until the last process had ended."""
 
 
 class Judging:
     """What is found out about one case, and what of it is wrong."""
 
-    def __init__(self, case: Case, ends: Ends, folder: Path) -> None:
-        self.case, self.ends, self.wrong = case, ends, list[str]()
-        self.path = str(folder / "saved")
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.wrong = case, list[str]()
+        self.path, self._reports = str(folder / "saved"), str(folder / "reports")
         self.folder = Folder(Disk(folder / "saved"))
-        reports = str(folder / "reports")
-        self.begun, self.done, refused = (program.reported(reports, word) for word in ("begun", "done", "refused"))
-        self.refused = {number for _, _, _, number in refused}
         self.damaged: set[int] = set()
+
+    def _reported(self, word: str) -> list[tuple[int, int, int, int]]:
+        return program.reported(self._reports, word)
+
+    @property
+    def done(self) -> list[tuple[int, int, int, int]]:
+        """The saves that were reported done: (job, rank, step, number)."""
+        return self._reported("done")
 
     def require(self, is_right: object, otherwise: str) -> None:
         """Note what is wrong."""
@@ -62,14 +67,14 @@ class Judging:
 
     # How the processes have ended
 
-    def of_processes(self) -> None:
+    def of_processes(self, ends: Ends, hit: int | None) -> None:
         """Each rank has come to its end, was killed, or has raised a CommError or, with its job, a CheckpointError."""
         case = self.case
-        for end in self.ends.all:
+        for end in ends.all:
             who = "the loader" if end.job == LOADER else f"rank {end.rank} of job {end.job}"
             self.require(not end.stack, f"{who} hangs:\n{end.stack}")
             self.wrong += [f"{who}: {each}" for each in end.wrong]
-            may_be_killed = end.job == 0 and (case.act is Act.KILL_ALL or end.rank == case.moment.rank)
+            may_be_killed = end.job == 0 and (case.act is Act.KILL_ALL or end.rank == hit)
             if end.was_killed and case.act in KILLS and may_be_killed:
                 continue
             is_right = end.is_done or (end.error == "CommError" and end.job == 0 and case.act in (*KILLS, Act.CUT_OFF))
@@ -77,7 +82,7 @@ class Judging:
             refusing = end.job == 0 and case.act in (Act.FULL, Act.READ_ONLY, Act.BROKEN)
             self.require(refusing or not end.refused, f"{who} was refused {end.refused}")
         for number in range(len(case.jobs)):
-            told = {tuple(end.refused.items()) for end in self.ends.all if end.job == number and end.is_done}
+            told = {tuple(end.refused.items()) for end in ends.all if end.job == number and end.is_done}
             self.require(len(told) <= 1, f"the ranks of job {number} were told different things: {told}")
 
     # What is in the folder
@@ -141,10 +146,11 @@ class Judging:
 
     def is_of_its_step(self, seen: Seen) -> None:
         """The values are of a save of that step, and of none before the last that its job was told to be done."""
-        of = [(job, number) for job, _, step, number in self.begun if step == seen.step]
+        of = [(job, number) for job, _, step, number in self._reported("begun") if step == seen.step]
         told = f"step {seen.step} has the values of save {seen.number}"
         self.require(seen.number in {number for _, number in of}, f"{told}, which is none of its")
-        self.require(seen.number not in self.refused, f"{told}, which was refused")
+        refused = {number for _, _, _, number in self._reported("refused")}
+        self.require(seen.number not in refused, f"{told}, which was refused")
         for job, number in of:
             if number == seen.number:
                 last = max((n for j, _, step, n in self.done if (j, step) == (job, seen.step)), default=0)
@@ -207,11 +213,13 @@ def run(case: Case, folder: Path, pools: Pools) -> Verdict:
     """Returns what became of `case`. Its files are in `folder`, and gone afterwards."""
     folder.mkdir(parents=True)
     try:
-        ends = Crew(case, folder).run()
-        judging = Judging(case, ends, folder)
-        judging.of_processes()
-        now = judging.whole()
-        judging.nothing_is_lost(now)
+        judging, reached, seconds = Judging(case, folder), 0, 0.0
+        for start, moment in enumerate(case.moments):
+            ends = Crew(case, start, folder).run()
+            judging.of_processes(ends, moment.rank)
+            now = judging.whole()
+            judging.nothing_is_lost(now)
+            reached, seconds = reached + ends.is_reached, max(seconds, ends.seconds)
         judging.damage(now)
         judge, good = case.judge, sorted(now - judging.damaged, reverse=True)
         world = pools.world(judge.num_ranks)
@@ -221,9 +229,7 @@ def run(case: Case, folder: Path, pools: Pools) -> Verdict:
         seen = world.run(program.go_on, judging.path, judge, case.num_weights, step, NEXT_NUMBER)
         judging.goes_on(step, now, seen)
         judging.nothing_is_lost(judging.whole() | judging.damaged)
-        return Verdict(
-            case, tuple(judging.wrong), ends.is_reached, len(judging.done), len(judging.damaged), ends.seconds
-        )
+        return Verdict(case, tuple(judging.wrong), reached, len(judging.done), len(judging.damaged), seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -236,7 +242,7 @@ def run_seed(seed: int, folder: Path) -> Verdict:
         return run(drawn(seed), folder / str(seed), _of_thread.pools)
     except Exception as error:
         _of_thread.pools.stop()
-        return Verdict(drawn(seed), (f"{type(error).__name__}: {error}",), False, 0, 0, 0.0)
+        return Verdict(drawn(seed), (f"{type(error).__name__}: {error}",), 0, 0, 0, 0.0)
 
 
 def run_all(seeds: Sequence[int], together: int = TOGETHER) -> Iterator[tuple[int, Verdict]]:

@@ -98,12 +98,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One folder: the `jobs` that save there at the same time, the `act` at the `moment` of the first of them, whether
-    somebody loads meanwhile, the `damages` afterwards, and who loads and saves then."""
+    """One folder: the `jobs` that save there at the same time, the `act` at a moment of the first of them, whether
+    somebody loads meanwhile, the `damages` afterwards, and who loads and saves then. For each of the `moments` the jobs
+    are started once, one start after the other."""
 
     jobs: tuple[Job, ...]
     act: Act
-    moment: Moment
+    moments: tuple[Moment, ...]
     num_weights: int
     has_loader: bool
     damages: tuple[Damage, ...]
@@ -117,7 +118,8 @@ class Case:
         beside = (*self.jobs[1:], *(["a loader"] * self.has_loader))
         others = "".join(f"; beside: {each}" for each in beside)
         damages = "".join(f"; then {each}" for each in self.damages)
-        return f"{self.jobs[0]}; {self.act.value} {self.moment}{others}{damages}; then {self.judge}"
+        moments = ", then ".join(map(str, self.moments))
+        return f"{self.jobs[0]}; {self.act.value} {moments}{others}{damages}; then {self.judge}"
 
 
 LAYOUTS = ("rows", "flat", "blocks", "whole", "wrapper", "flat wrapper", "plain")
@@ -144,7 +146,7 @@ def drawn(seed: int) -> Case:
     return Case(
         tuple(jobs),
         act,
-        _moment(draw, act, first),
+        tuple(_moment(draw, act, first) for _ in range(draw.choice((1, 1, 1, 2, 3)))),
         draw.choice(WEIGHTS),
         draw.random() < 0.2,
         damages,

@@ -37,6 +37,7 @@ times the timeout: gloo tries to connect so often."""
 STOPPED_S = 0.3
 """How long a stopped rank stays so, where the timeout is not to find it."""
 NUMBERS_OF_A_JOB = 100
+NUMBERS_OF_A_START = 1000
 LOADER = -1
 """The number of who loads, among the jobs."""
 _START = threading.Lock()
@@ -75,8 +76,8 @@ class Ends:
 # In the processes
 
 
-def live(case: Case, job: int, rank: int, port: int, pipe: Connection, folder: str) -> None:
-    """Be one rank of a job."""
+def live(case: Case, start: int, job: int, rank: int, port: int, pipe: Connection, folder: str) -> None:
+    """Be one rank of a job, which is started for the time `start`."""
     _begin(folder, f"{job}-{rank}")
     own = case.jobs[job]
     is_group = own.num_ranks > 1 or own.layout != "plain"
@@ -90,12 +91,13 @@ def live(case: Case, job: int, rank: int, port: int, pipe: Connection, folder: s
         dist.barrier()
         if job == 0 and case.has_short_timeout and case.act is Act.STOP:
             dist.distributed_c10d._set_pg_timeout(_patience(SHORT_TIMEOUT_S))
-    is_hit = job == 0 and case.moment.seconds is None and case.moment.rank in (None, rank)
+    moment = case.moments[start]
+    is_hit = job == 0 and moment.seconds is None and moment.rank in (None, rank)
     pipe.send(("begin",))
-    Calls(f"{folder}/saved", case.act, case.moment if is_hit else None, lambda word: pipe.send((word,)))
+    Calls(f"{folder}/saved", case.act, moment if is_hit else None, lambda word: pipe.send((word,)))
     try:
         for at, step in enumerate(own.steps):
-            number = job * NUMBERS_OF_A_JOB + at + 1
+            number = start * NUMBERS_OF_A_START + job * NUMBERS_OF_A_JOB + at + 1
             program.report(f"{folder}/reports", "begun", job, rank, step, number)
             try:
                 program.save(training, own, f"{folder}/saved", step, number)
@@ -114,7 +116,7 @@ def live(case: Case, job: int, rank: int, port: int, pipe: Connection, folder: s
     os._exit(0)
 
 
-def watch(case: Case, pipe: Connection, folder: str) -> None:
+def watch(case: Case, start: int, pipe: Connection, folder: str) -> None:
     """Load again and again while the others save."""
     _begin(folder, "loader")
     training = program.Training("plain", case.num_weights)
@@ -147,10 +149,11 @@ def _patience(seconds: float) -> timedelta:
 
 
 class Crew:
-    """The processes of one case, in `folder`."""
+    """The processes of one start of a case, in `folder`."""
 
-    def __init__(self, case: Case, folder: Path) -> None:
+    def __init__(self, case: Case, start: int, folder: Path) -> None:
         self.case, self.folder = case, folder
+        self._number, self._moment = start, case.moments[start]
         self.ends = Ends([])
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -180,7 +183,7 @@ class Crew:
         ours, theirs = context.Pipe()
         with _START:
             warm_up()
-            process = context.Process(target=function, args=(self.case, *args, theirs, str(self.folder)))
+            process = context.Process(target=function, args=(self.case, self._number, *args, theirs, str(self.folder)))
             process.start()
         theirs.close()
         self._processes.append(process)
@@ -204,7 +207,7 @@ class Crew:
             self.ends.all[number].stack = self._stack_of(number)
 
     def _note(self, number: int, what: str, *said: Any) -> None:
-        end, moment = self.ends.all[number], self.case.moment
+        end, moment = self.ends.all[number], self._moment
         if what == "begin" and end.job == 0:
             self._num_begun += 1
             if self._num_begun == self.case.jobs[0].num_ranks and moment.seconds is not None:
@@ -230,7 +233,7 @@ class Crew:
     def _kill(self) -> None:
         """Kill the ranks of the first job that the act is about; a rank that is to be stopped first is."""
         self._kill_at = None
-        act, hit = self.case.act, self.case.moment.rank
+        act, hit = self.case.act, self._moment.rank
         for process, end in zip(self._processes, self.ends.all, strict=True):
             if end.job != 0 or (act is not Act.KILL_ALL and end.rank != hit) or process.exitcode is not None:
                 continue
