@@ -16,7 +16,7 @@ from sherd.storage.manifest import MANIFEST
 from sherd.storage.place import PART
 from sherd.storage.places import Disk
 from tests.checkpoint.kills import program
-from tests.checkpoint.kills.cases import KILLS, Act, Case, Damage, Harm, Target, drawn
+from tests.checkpoint.kills.cases import KILLS, Act, Case, Damage, Harm, Job, Target, drawn
 from tests.checkpoint.kills.crews import LOADER, Crew, Ends
 from tests.checkpoint.kills.program import Seen
 from tests.ranks import Pools
@@ -94,17 +94,15 @@ class Judging:
         """Returns the steps of the whole checkpoints, each byte of them read."""
         return {found.step for found in self.folder.each(verify=True) if found.manifest is not None}
 
-    def nothing_is_lost(self, now: set[int]) -> None:
-        """What was reported done is whole, or was to be removed."""
-        for step in {step for _, _, step, _ in self.done}:
-            self.require(self._is_kept(step, now), f"step {step} was reported done, and is gone: there are {now}")
-
-    def _is_kept(self, step: int, now: set[int]) -> bool:
-        if step in now:
-            return True
-        newer = sum(other > step for other in now)
-        rules = [job for job in (*self.case.jobs, self.case.judge) if job.keep_last is not None]
-        return any(newer >= (job.keep_last or 0) and (not job.keep_every or step % job.keep_every) for job in rules)
+    def nothing_is_lost(self, steps: set[int], now: set[int], jobs: Sequence[Job]) -> None:
+        """The checkpoints of `steps` are among those that are whole `now`, or `jobs` were to remove them."""
+        rules = [job for job in jobs if job.keep_last is not None]
+        for step in steps - now:
+            newer = sum(other > step for other in now)
+            is_old = any(
+                newer >= (job.keep_last or 0) and (not job.keep_every or step % job.keep_every) for job in rules
+            )
+            self.require(is_old, f"step {step} was whole, and is gone: there are {now}")
 
     def damage(self, now: set[int]) -> None:
         """Do the case's damages, and note which whole checkpoints have them."""
@@ -230,7 +228,7 @@ def run(case: Case, folder: Path, pools: Pools) -> Verdict:
             ends = Crew(case, start, folder).run()
             judging.of_processes(ends, moment.rank)
             now = judging.whole()
-            judging.nothing_is_lost(now)
+            judging.nothing_is_lost({step for _, _, step, _ in judging.done}, now, case.jobs)
             reached, seconds = reached + ends.is_reached, max(seconds, ends.seconds)
         judging.damage(now)
         judge, good = case.judge, sorted(now - judging.damaged, reverse=True)
@@ -240,7 +238,7 @@ def run(case: Case, folder: Path, pools: Pools) -> Verdict:
         step = judge.steps[0] if len(judge.steps) % 2 else max(steps) + 1
         seen = world.run(program.go_on, judging.path, judge, case.num_weights, step, NEXT_NUMBER)
         judging.goes_on(step, now, seen)
-        judging.nothing_is_lost(judging.whole() | judging.damaged)
+        judging.nothing_is_lost(now - judging.damaged, judging.whole(), [judge])
         return Verdict(case, tuple(judging.wrong), reached, len(judging.done), len(judging.damaged), seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -238,7 +238,8 @@ class Crew:
             if end.job != 0 or (act is not Act.KILL_ALL and end.rank != hit) or process.exitcode is not None:
                 continue
             if act is Act.STOP and not self.ends.is_reached:
-                os.kill(process.pid, signal.SIGSTOP)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, signal.SIGSTOP)
                 self._kill_at = time.monotonic() + STOPPED_S
             else:
                 process.kill()
