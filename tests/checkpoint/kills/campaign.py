@@ -238,7 +238,9 @@ def run(case: Case, folder: Path, pools: Pools) -> Verdict:
         step = judge.steps[0] if len(judge.steps) % 2 else max(steps) + 1
         seen = world.run(program.go_on, judging.path, judge, case.num_weights, step, NEXT_NUMBER)
         judging.goes_on(step, now, seen)
-        judging.nothing_is_lost(now - judging.damaged, judging.whole(), [judge])
+        # A flipped bit is not seen where old checkpoints are removed: nobody reads all bytes for that.
+        kept = judging.whole() | (judging.damaged - judging.useless)
+        judging.nothing_is_lost(now - judging.damaged, kept, [judge])
         return Verdict(case, tuple(judging.wrong), reached, len(judging.done), len(judging.damaged), seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
