@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 
-from . import bytes, mesh, overhead, padding_row, peak, shard_time, small, state_dict, steps
+from . import (
+    bytes,
+    checkpoints,
+    mesh,
+    overhead,
+    padding_row,
+    peak,
+    shard_time,
+    small,
+    state_dict,
+    steps,
+    weights_out,
+)
 from .device import page
 from .device.cases import CASES, STACKS
 from .device.figure import measure as measure_on_device
@@ -36,6 +48,8 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "clip": small.measure_clip,
     "padding": padding_row.measure,
     "state_dict": state_dict.measure,
+    "checkpoints": checkpoints.measure,
+    "weights_out": weights_out.measure,
     "mesh": mesh.measure,
     "device": measure_on_device,
 }

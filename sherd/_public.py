@@ -13,6 +13,7 @@ from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 from sherd.api.placements import OnMesh, Placements
 from sherd.api.refreshing import Refreshed, refresh
 from sherd.api.replicate import replicate
+from sherd.api.save_pretrained import save_pretrained
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,6 +28,7 @@ from sherd.api.state_dict_type import (
     StateDictType,
 )
 from sherd.api.unsharded import unsharded
+from sherd.api.weights_out import iter_full_parameters
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.backward_steps import StepsInBackward, step_in_backward
 from sherd.checkpoint.rekeying import OptimStateKeyType
@@ -107,6 +109,7 @@ __all__ = [
     "explain_migration",
     "flatten_optimizer",
     "fully_shard",
+    "iter_full_parameters",
     "join",
     "load",
     "memory_report",
@@ -114,6 +117,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "save",
+    "save_pretrained",
     "share_comm_ctx",
     "step",
     "step_in_backward",

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 RULE = """
 errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage < engine
 < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < _public, sherd
-< interop, train, doctor, __main__
+< interop, train, doctor, interchange, __main__
 """
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "build")

@@ -3,12 +3,15 @@
 One test a name, called after it: a new torch that breaks one says which.
 """
 
+import io
 import logging
 import pickle
+import pickletools
 import re
 import sys
 import warnings
 import weakref
+import zipfile
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -1317,3 +1320,33 @@ def test_share_saving_hooks__changes_nothing_where_there_are_only_others(monkeyp
         assert _torch.saving_hooks() == (kept, kept)
         with pytest.raises(RuntimeError, match="saved tensor hooks"):
             torch.func.grad(torch.sin)(torch.tensor(0.5))
+
+
+# Files that are written
+
+
+def test_rebuild_tensor__is_named_by_files_of_torch_save():
+    buffer = io.BytesIO()
+    torch.save(torch.ones(2), buffer)
+    assert named_by(buffer) == f"{_torch.rebuild_tensor().__module__} {_torch.rebuild_tensor().__name__}"
+
+
+def test_rebuild_tensor_of_bytes__is_named_for_dtypes_without_a_storage_class():
+    buffer = io.BytesIO()
+    torch.save(torch.ones(2).to(torch.float8_e4m3fn), buffer)
+    rebuild = _torch.rebuild_tensor_of_bytes()
+    assert named_by(buffer) == f"{rebuild.__module__} {rebuild.__name__}"
+
+
+def named_by(buffer):
+    """The first name in the pickle of a file of `torch.save`."""
+    with zipfile.ZipFile(buffer) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith("data.pkl")]
+        operations = pickletools.genops(archive.read(name))
+        return next(text for operation, text, _ in operations if operation.name == "GLOBAL")
+
+
+def test_storage_info__is_what_a_reader_of_torchs_checkpoints_looks_for():
+    info = _torch.storage_info("__0_0.distcp", 3, 5)
+    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
+    assert pickle.loads(pickle.dumps(info)) == info

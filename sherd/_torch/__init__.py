@@ -90,6 +90,7 @@ from sherd._torch.optimizers import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from sherd._torch.saved_files import rebuild_tensor, rebuild_tensor_of_bytes, storage_info
 from sherd._torch.saved_tensors import (
     SavingHooks,
     may_hook_saving,
@@ -164,6 +165,8 @@ __all__ = [
     "pop_saving_hooks",
     "push_saving_hooks",
     "read_objects_with",
+    "rebuild_tensor",
+    "rebuild_tensor_of_bytes",
     "reduce_scatter_single",
     "register_foreach_type",
     "register_optimizer_step_post_hook",
@@ -180,6 +183,7 @@ __all__ = [
     "split_factor_of",
     "splitting_stage",
     "steps_in_backward",
+    "storage_info",
     "storage_uses",
     "store_beside",
     "strided_shard",

@@ -212,8 +212,9 @@ class OptimizerItem(Item):
         own = {known[name]: each for name, each in state.items() if name in known}
         for group in groups:
             group["params"] = [known[name] for name in group["params"] if name in known]
+        given = {"state": own, "param_groups": groups}
         try:
-            to_load(catalog, self._optimizer, {"state": own, "param_groups": groups}, load_directly=True)
+            to_load(catalog, self._optimizer, given, load_directly=True, as_it_comes=True)
         except NOT_WRITTEN as error:
             if isinstance(error, SherdError):
                 raise

@@ -75,8 +75,13 @@ def to_load(
     optim_input: object = None,
     is_named: bool = False,
     load_directly: bool = False,
+    as_it_comes: bool = False,
 ) -> StateDict:
-    """Does what `optim_state_dict_to_load` does for a catalog's parameters, with a `state_dict` that this rank has."""
+    """Does what `optim_state_dict_to_load` does for a catalog's parameters, with a `state_dict` that this rank has.
+
+    `as_it_comes`: each parameter's state replaces the optimizer's at once, so that not all of it is there twice. After
+    an error some are loaded.
+    """
     if optim is not None and not optim.state:
         watcher.adopt(optim)  # it may have been built before the model was sharded
     if optim is None:
@@ -97,7 +102,10 @@ def to_load(
         loaded = _state_of(entry, read["state"], strict) if id(entry) in keys else None
         if loaded is not None:
             kept = None if optim is None else optim.state.get(entry.parameter)
-            states[keys[id(entry)]] = loaded.as_kept(kept or {})
+            state = states[keys[id(entry)]] = loaded.as_kept(kept or {})
+            if as_it_comes and kept is not None:
+                kept.clear()
+                kept.update(state)
     if not load_directly:
         groups = _without_users_own(read, groups)
     made = {"state": states | users_own, "param_groups": _numbered_groups(read, groups, choices, keys)}

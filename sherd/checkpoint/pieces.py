@@ -44,7 +44,8 @@ class Copies:
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor that is saved, as this rank sees it. `copies` is None for a plain tensor, which each rank has whole."""
+    """A tensor that is saved, as this rank sees it. `copies` is None if each rank has it whole: a plain tensor, or one
+    without elements."""
 
     dtype: str
     shape: Shape
@@ -73,7 +74,7 @@ class Layouts:
         """
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name} is sparse or quantized, which checkpoints do not hold; make it dense")
-        copies = self._copies(name, spec_of(tensor)) if isinstance(tensor, DTensor) else None
+        copies = self._copies(name, spec_of(tensor)) if isinstance(tensor, DTensor) and tensor.numel() else None
         return Described(dtype_name(tensor.dtype, name), tuple(tensor.shape), copies)
 
     def _copies(self, name: str, spec: DTensorSpec) -> Copies:
@@ -99,7 +100,10 @@ class Layouts:
 
 
 def pieces_here(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Returns this rank's pieces of `tensor`, each with its memory. A plain tensor is one piece."""
+    """Returns this rank's pieces of `tensor`, each with its memory. A plain tensor is one piece, and so is one without
+    elements."""
+    if not tensor.numel():
+        return [(whole(tuple(tensor.shape)), torch.empty(tensor.shape, dtype=tensor.dtype))]
     if not isinstance(tensor, DTensor):
         return [(whole(tuple(tensor.shape)), tensor.detach())]
     spec, local = spec_of(tensor), local_tensor(tensor).detach()
@@ -113,7 +117,7 @@ def pieces_here(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor
             f"{name}: this rank holds {tuple(local.shape)} of {tuple(tensor.shape)}, where {spec.placements} on "
             f"{spec.mesh} makes it {box.sizes}; a checkpoint holds tensors that are cut as torch.chunk cuts"
         )
-    return [(box, local)] if box.numel or not tensor.numel() else []
+    return [(box, local)] if box.numel else []
 
 
 def local_shape_of(name: str, spec: DTensorSpec) -> Shape:

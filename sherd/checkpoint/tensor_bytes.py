@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Box, spans, whole
+from sherd.layout.boxes import Box, spans, start_of_run, whole
 from sherd.storage.opened import Opened
 
 DTYPES = {
@@ -82,16 +82,15 @@ def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_b
         shared = piece.intersect(part)
         if shared is None:
             continue  # it has no elements
-        for span in spans(piece, shared, max(most_bytes // dtype.itemsize, 1)):
-            place = target[span.wanted.within(part)]
-            start = stored.start + span.start * dtype.itemsize
-            in_place = span.box == span.wanted and place.dtype == dtype and place.device.type == "cpu"
-            if in_place and place.is_contiguous():
-                file.bytes.read_into(start, memory_of(place))
+        if target.dtype == dtype and target.device.type == "cpu":
+            first, place = start_of_run(piece, shared), target[shared.within(part)]
+            if first is not None and place.is_contiguous():
+                file.bytes.read_into(stored.start + first * dtype.itemsize, memory_of(place))
                 continue
+        for span in spans(piece, shared, max(most_bytes // dtype.itemsize, 1)):
             read = torch.empty(span.box.sizes, dtype=dtype)
-            file.bytes.read_into(start, memory_of(read))
-            place.copy_(read[span.wanted.within(span.box)])
+            file.bytes.read_into(stored.start + span.start * dtype.itemsize, memory_of(read))
+            target[span.wanted.within(part)].copy_(read[span.wanted.within(span.box)])
 
 
 def read_tensor(opened: Opened, name: str, part: Box | None = None) -> torch.Tensor:

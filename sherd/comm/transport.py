@@ -73,10 +73,15 @@ class Transport(ABC):
         """Fill `rows` with every rank's `shard_buffer`. `shard_buffer` may be this rank's part of `rows` itself."""
 
     def all_gather_onto(
-        self, copy_into_place: CopyIntoPlace, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self,
+        copy_into_place: CopyIntoPlace,
+        shard_buffer: torch.Tensor | Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        async_op: bool,
     ) -> Pending | None:
         """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies; on the caller's
-        thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as the call has returned."""
+        thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as the call has returned. It may
+        lie in several pieces, all 1-D."""
         raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
 
     def all_gather_each(

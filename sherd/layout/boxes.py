@@ -6,7 +6,8 @@ however many there are. Any other tensor has a list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -35,6 +36,13 @@ class Box:
             for a, m, b, n, start in zip(self.offsets, self.sizes, other.offsets, other.sizes, starts, strict=True)
         )
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def meets(self, other: Box) -> bool:
+        """Returns whether there are elements in both boxes, if neither is empty."""
+        for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            if a >= b + n or b >= a + m:
+                return False
+        return True
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Returns the index of this box in a tensor that holds `outer` alone."""
@@ -110,30 +118,38 @@ def cell(box: Box, cuts: Iterable[tuple[int, int, int]]) -> Box:
     return box
 
 
-def overlapping(boxes: Iterable[Box], most_steps: int | None = None) -> tuple[Box, Box] | None:
+def overlapping(boxes: Iterable[Box], most_per_box: int | None = None) -> tuple[Box, Box] | None:
     """Returns two of `boxes` that share elements, or None. Boxes of one tensor; it takes n log n steps for n boxes that
     lie behind each other along one dim.
 
     Raises:
-        OverflowError: it takes more than `most_steps` (None: as many as it takes).
+        OverflowError: each box would have to be compared with more than `most_per_box` others, on average (None: as
+            many as it takes).
     """
     listed = [box for box in boxes if box.numel]
-    dims = range(len(listed[0].sizes)) if listed else range(0)
-    dim = max(dims, key=lambda each: len({box.offsets[each] for box in listed}), default=None)
+    if len(listed) < 2:
+        return None
+    dims = range(len(listed[0].sizes))
+    num_pairs, dim = min(((_side_by_side(listed, dim), dim) for dim in dims), default=(0, None))
     if dim is None:
-        return (listed[0], listed[1]) if len(listed) > 1 else None  # scalars
+        return listed[0], listed[1]  # scalars
+    if most_per_box is not None and num_pairs > most_per_box * len(listed):
+        raise OverflowError
     active: list[Box] = []
-    steps = 0
     for box in sorted(listed, key=lambda each: each.offsets[dim]):
         active = [other for other in active if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
-        steps += len(active)
-        if most_steps is not None and steps > most_steps:
-            raise OverflowError
         for other in active:
-            if box.intersect(other) is not None:
+            if box.meets(other):
                 return other, box
         active.append(box)
     return None
+
+
+def _side_by_side(boxes: Sequence[Box], dim: int) -> int:
+    """Returns how many pairs of `boxes` share an index of `dim`."""
+    starts = sorted(box.offsets[dim] for box in boxes)
+    ends = sorted(box.offsets[dim] + box.sizes[dim] for box in boxes)
+    return sum(number - bisect_right(ends, start) for number, start in enumerate(starts))
 
 
 @lru_cache(maxsize=4096)
@@ -170,6 +186,19 @@ def boxes_of_run(shape: Shape, run: Extent) -> tuple[Box, ...]:
             ]
             start += numel
     return tuple(found)
+
+
+def start_of_run(piece: Box, part: Box) -> int | None:
+    """Returns the first element of `part` in `piece`, in which it lies, if it is one run of it; else None."""
+    # Behind the first dim of which it has more than one index, it has all of each.
+    dims = range(len(part.sizes))
+    cut = next((dim for dim in dims if part.sizes[dim] > 1), len(part.sizes))
+    if any(part.sizes[dim] != piece.sizes[dim] for dim in dims[cut + 1 :]):
+        return None
+    start = 0
+    for dim in dims:
+        start = start * piece.sizes[dim] + part.offsets[dim] - piece.offsets[dim]
+    return start
 
 
 @dataclass(frozen=True, slots=True)

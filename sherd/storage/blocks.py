@@ -74,7 +74,7 @@ class Checked:
         self._file, self._crc32, self._block_bytes = file, crc32, block_bytes
         self._number = -1
         self._block = memoryview(b"")
-        """The block that was read last, as neighbours in a file are asked for one after the other."""
+        """Block `_number`, the last that was read in part: neighbours in a file are asked for one after the other."""
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
@@ -88,9 +88,10 @@ class Checked:
                 self._read(number, into[:count])
             else:
                 if number != self._number:
-                    block = memoryview(bytearray(size))
-                    self._read(number, block)
-                    self._number, self._block = number, block
+                    self._block = self._block or memoryview(bytearray(min(self._block_bytes, self.nbytes)))
+                    self._number = -1
+                    self._read(number, self._block[:size])
+                    self._number = number
                 into[:count] = self._block[behind : behind + count]
             start, into = start + count, into[count:]
 

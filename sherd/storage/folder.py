@@ -46,6 +46,20 @@ class Found:
     why: str = ""
 
 
+def checked(place: Place, *, verify: bool = False) -> Manifest:
+    """Returns the manifest of the checkpoint in `place`. Raises CheckpointError if it is not whole, as `Folder.found`
+    checks it."""
+    save_id = ""
+    while True:
+        manifest = read_manifest(place)
+        wrong = faults(place, manifest.files, manifest.block_bytes, verify=verify)
+        if not wrong:
+            return manifest
+        if manifest.save_id == save_id:
+            raise CheckpointError(next(iter(wrong.values())))
+        save_id = manifest.save_id  # unless another job has saved it anew meanwhile, and removed the old files
+
+
 class Folder:
     """The checkpoints in `place`, each in a folder of its own."""
 
@@ -60,8 +74,6 @@ class Folder:
         """Hold the folder's lock: shared to save (`make` the folder then) or load, alone to remove."""
         return self.place.locked(shared=shared, make=make)
 
-    # Finding
-
     def steps(self) -> list[int]:
         """Returns the steps that have a folder, whole or not, the newest first."""
         named = map(_STEP.fullmatch, self.place.names())
@@ -70,20 +82,14 @@ class Folder:
     def found(self, step: int, *, verify: bool = False) -> Found:
         """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length,
         and, with `verify`, if all bytes that they have are those of their checksums."""
-        place, save_id = self.folder_of(step), ""
-        while True:
-            try:
-                manifest = read_manifest(place)
-            except CheckpointError as error:
-                return Found(step, place, None, str(error))
+        place = self.folder_of(step)
+        try:
+            manifest = checked(place, verify=verify)
             if manifest.step != step:
-                return Found(step, place, None, f"{place} has a manifest of step {manifest.step}")
-            wrong = faults(place, manifest.files, manifest.block_bytes, verify=verify)
-            if not wrong:
-                return Found(step, place, manifest)
-            if manifest.save_id == save_id:
-                return Found(step, place, None, next(iter(wrong.values())))
-            save_id = manifest.save_id  # unless another job has saved this step meanwhile, and removed the old files
+                raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
+        except CheckpointError as error:
+            return Found(step, place, None, str(error))
+        return Found(step, place, manifest)
 
     def each(self, *, verify: bool = False) -> Iterator[Found]:
         """Yields all checkpoints, whole or not, the newest first."""
@@ -101,8 +107,6 @@ class Folder:
                 return found, passed_over
             passed_over.append(found)
         return None, passed_over
-
-    # Saving
 
     def finish(self, step: int, manifest: Manifest) -> None:
         """Make the checkpoint of `step` whole, whose files are written, and remove those of the one that it replaces.
@@ -128,8 +132,6 @@ class Folder:
         with contextlib.suppress(OSError):  # the checkpoint is whole, and nothing relies on the hint
             self.place.write(LATEST, lambda: [memoryview(latest)])
         _remove(place, {file.name for file in replaced} - own)
-
-    # Removing
 
     def prune(
         self, keep_last: int, keep_every: int | None = None, keep: Collection[int] = (), *, upto: int | None = None

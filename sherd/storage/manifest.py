@@ -29,7 +29,8 @@ BLOCK_BYTES = 4 << 20
 MOST_BYTES = 1 << 30
 """The longest manifest: of some million pieces."""
 _MOST_BLOCK_BYTES = 256 << 20
-_MOST_STEPS = 20_000_000
+_MOST_SIDE_BY_SIDE = 200
+"""A piece may have as many others beside it, whichever dim one goes along: more take long to be told apart."""
 _CRC32 = re.compile("[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _SIGNATURE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
@@ -125,7 +126,7 @@ class Manifest:
             "tensors": _lines([f"{_json(k)}: {_json(_entry_fields(v))}" for k, v in self.tensors.items()]),
             "aliases": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.aliases.items()]),
             "values": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.values.items()]),
-            "user": _json(self.user),
+            "user": json.dumps(self.user, separators=(",", ":"), allow_nan=False),  # may hold what UTF-8 does not
         }
         return signed(("{\n" + ",\n".join(f'"{key}": {text}' for key, text in fields.items())).encode())
 
@@ -291,7 +292,7 @@ def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
     numel = sum(box.numel for _, box in found)
     _require(numel == prod(shape) and found, f"its pieces have {in_brief(numel)} elements of {in_brief(prod(shape))}")
     try:
-        _require(overlapping((box for _, box in found), _MOST_STEPS) is None, "two of its pieces share elements")
+        _require(overlapping((box for _, box in found), _MOST_SIDE_BY_SIDE) is None, "two of its pieces share elements")
     except OverflowError:
         raise _Wrong("its pieces are too many, and too entangled, to be told apart") from None
     return tuple(found)

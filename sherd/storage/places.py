@@ -71,7 +71,7 @@ class Disk(Place):
             with contextlib.suppress(OSError):
                 part.unlink()  # its space is needed
             raise
-        _flush(self.path)
+        flush(self.path)
 
     def open(self, name: str) -> Readable:
         """Returns the file `name`, open."""
@@ -133,10 +133,10 @@ def _make(folder: Path) -> None:
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
-        _flush(folder.parent)
+        flush(folder.parent)
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
     """Have the names in `folder` reach the disk, where its file system can be told so."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -69,11 +70,10 @@ class Remote(Place):
     def names(self) -> list[str]:
         """Returns the names of all objects and folders here, as the store has them now."""
         try:
-            paths = self.tried(lambda: self._fs.ls(self._path, detail=False))
+            listed = [path.strip("/") for path in self.tried(lambda: self._fs.ls(self._path, detail=False))]
         except FileNotFoundError:
             return []
-        here = self._path.strip("/")
-        return [path.strip("/").rpartition("/")[2] for path in paths if path.strip("/") != here]
+        return [path.rpartition("/")[2] for path in listed if path != self._path.strip("/")]
 
     def write(self, name: str, chunks: Chunks) -> None:
         """Upload an object. An attempt that fails leaves nothing, and the next one asks for `chunks` anew.
@@ -90,9 +90,7 @@ class Remote(Place):
             raise
 
     def _upload(self, path: str, chunks: Iterable[memoryview]) -> None:
-        from fsspec.asyn import AsyncFileSystem
-
-        if isinstance(self._fs, AsyncFileSystem):  # an object store, which shows an upload when it is complete
+        if self._is_object_store():  # which shows an upload when it is complete
             file = self._fs.open(path, "wb", block_size=PART_BYTES)
             try:
                 _fill(file, chunks)
@@ -104,26 +102,27 @@ class Remote(Place):
                 raise
             return
         self._fs.makedirs(self._path, exist_ok=True)
+        part = f"{path}.{secrets.token_hex(4)}{PART}"
         try:
-            with self._fs.open(path + PART, "wb") as file:
+            with self._fs.open(part, "wb") as file:
                 _fill(file, chunks)
-            self._fs.mv(path + PART, path)
+            self._fs.mv(part, path)
         except BaseException:
             with contextlib.suppress(Exception):
-                self._fs.rm_file(path + PART)
+                self._fs.rm_file(part)
             raise
 
     def open(self, name: str) -> Readable:
         """Returns the object `name`. Raises OSError."""
-        info = self.tried(lambda: self._fs.info(f"{self._path}/{name}"), name)
+        path, url = f"{self._path}/{name}", f"{self._url}/{name}"
+        info = self.tried(lambda: self._fs.info(path), name)
         if info["type"] != "file":
-            raise FileNotFoundError(errno.ENOENT, "it is a folder", f"{self._url}/{name}")
-        path = f"{self._path}/{name}"
-        return _Object(
-            f"{self._url}/{name}",
-            int(info["size"]),
-            lambda start, stop: self.tried(lambda: self._fs.cat_file(path, start=start, end=stop), name),
-        )
+            raise FileNotFoundError(errno.ENOENT, "it is a folder", url)
+
+        def request(start: int, stop: int) -> bytes:
+            return self.tried(lambda: bytes(self._fs.cat_file(path, start=start, end=stop)), name)
+
+        return _Object(url, int(info["size"]), request)
 
     def remove(self, name: str) -> None:
         """Remove the object `name`, if it is there."""
@@ -133,8 +132,13 @@ class Remote(Place):
     def drop(self) -> None:
         """Remove this folder, if it is empty. In an object store it ends with its last object."""
         with contextlib.suppress(Exception):
-            if not self.names():
+            if not self._is_object_store() and not self.names():
                 self._fs.rmdir(self._path)
+
+    def _is_object_store(self) -> bool:
+        from fsspec.asyn import AsyncFileSystem
+
+        return isinstance(self._fs, AsyncFileSystem)
 
     def tried(self, action: Callable[[], T], name: str = "", source: _Source | None = None) -> T:
         """Returns what `action` returns, tried `ATTEMPTS` times. Raises OSError with the URL and the last cause."""

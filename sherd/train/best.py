@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: OUT/checkpoints/best.json names it, and is replaced as a whole.
+"""The best checkpoint of a run: checkpoints/best.json names it, and is replaced as a whole.
 
     {"step": 500, "bits": 2.071, "judged": "3f9a..."}
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
-from sherd.train.config import InputError
-from sherd.train.manifest import folder_of, whole
+from sherd.storage.folder import Folder
+from sherd.storage.places import Place
 
 __all__ = ["Best", "read_best", "write_best"]
 
@@ -30,49 +28,32 @@ class Best:
     bits: float
     judged: str
 
-    def path(self, out: Path) -> Path:
-        """Returns where the checkpoint of that step is, in the run's folder `out`."""
-        return folder_of(out, self.step)
-
-    def beats(self, other: Best | None, out: Path) -> bool:
-        """Returns whether this is better than `other`, the best of the run in `out` until now; than one that is gone,
-        or not comparable, anything is."""
-        if other is None or other.judged != self.judged or not _is_whole(other.path(out)):
+    def beats(self, other: Best | None, place: Place) -> bool:
+        """Returns whether this is better than `other`, the best in `place` until now; than one that is gone, or not
+        comparable, anything is."""
+        if other is None or other.judged != self.judged or Folder(place).found(other.step).manifest is None:
             return math.isfinite(self.bits)
         return self.bits < other.bits
 
 
-def _is_whole(path: Path) -> bool:
+def read_best(place: Place) -> Best | None:
+    """Returns the best of the checkpoints in `place`; None if none was named, or the file is damaged."""
     try:
-        whole(path)
-    except InputError:
-        return False
-    return True
-
-
-def read_best(out: Path) -> Best | None:
-    """Returns the best checkpoint that the run in `out` has named; None if there is none, or the file is damaged."""
-    try:
-        values = json.loads((out / "checkpoints" / NAME).read_text())
+        values = json.loads(place.read(NAME))
         return Best(**{f.name: values[f.name] for f in fields(Best)})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
 
 
-def write_best(out: Path, best: Best) -> str | None:
+def write_best(place: Place, best: Best) -> str | None:
     """Name another best. Whoever reads meanwhile, and whatever crashes, finds the old one or the new one.
 
     Returns:
         Why it could not be written, which ends no run; None when it is.
     """
-    path = out / "checkpoints" / NAME
-    part = path.with_suffix(".part")
+    raw = json.dumps(asdict(best)).encode()
     try:
-        with open(part, "w") as file:
-            json.dump(asdict(best), file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        place.write(NAME, lambda: [memoryview(raw)])
     except OSError as error:
-        return error.strerror
+        return error.strerror or str(error)
     return None

@@ -31,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(words)
         if "use" in args:
             return use(args, words)
+        if "interchange" in args:
+            from sherd.interchange.commands import run
+
+            return run(args)
         if "doctor" in args and args.files:
             from sherd.doctor.flight import tell
 

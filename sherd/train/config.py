@@ -31,6 +31,7 @@ FREE = (
     *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
     *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
     *("run.checkpointing", "run.compile", "run.keep_best", "run.tensorboard", "run.logger"),
+    *("run.checkpoints", "run.async_save"),
 )
 """Fields that do not decide the losses, up to rounding; nor does any of `[shard]`."""
 Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
@@ -151,6 +152,10 @@ class Run:
     eval_every: int = _at_least(0, 250, "steps between evaluations; 0: at the end only")
     save_every: int = _at_least(0, 250, "steps between checkpoints; 0: at the end only")
     keep: int = _at_least(1, 2, "checkpoints kept")
+    checkpoints: str = _field(
+        "", "folder or URL of the checkpoints, as s3://bucket/run; empty: in the run's own folder"
+    )
+    async_save: bool = _field(True, "checkpoints are copied to host memory, and written while the run goes on")
     prompt: str = _field("", "how the text sample begins; empty: a new document")
     sample: int = _at_least(0, 200, "bytes of the text sample")
     temperature: float = _at_least(0, 0.6, "of the text sample; 0 takes the likeliest byte")
@@ -256,8 +261,8 @@ class Config:
         """Returns the config with paths that mean the same in any folder: for one who resumes the run in another."""
         absolute = {
             section: {name: os.path.abspath(path)}
-            for section, name in (("model", "hf"), ("data", "path"))
-            if (path := getattr(getattr(self, section), name))
+            for section, name in (("model", "hf"), ("data", "path"), ("run", "checkpoints"))
+            if (path := getattr(getattr(self, section), name)) and "://" not in path
         }
         return Config.of(self.tree(), absolute)
 

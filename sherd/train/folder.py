@@ -16,8 +16,12 @@ import socket
 import time
 from pathlib import Path
 
+from sherd.errors import CheckpointError
+from sherd.storage.folder import Folder as Checkpoints
+from sherd.storage.manifest import MANIFEST
+from sherd.storage.places import PART
 from sherd.train.config import Config, InputError
-from sherd.train.manifest import NoCheckpoint, newest
+from sherd.train.saved import CHECKPOINTS, NoCheckpoint, newest, place_in
 
 __all__ = ["Folder", "claim", "is_free", "last_run", "sweep"]
 
@@ -36,7 +40,8 @@ def last_run() -> Path:
     """Returns the newest numbered run that has a checkpoint. Raises InputError where none has."""
     for number in reversed(_runs()):
         try:
-            return newest(RUNS / str(number)).path.parent.parent
+            newest(out := RUNS / str(number))
+            return out
         except NoCheckpoint:
             continue
     found = "no run with a checkpoint" if _runs() else "no run"
@@ -166,24 +171,29 @@ def _holder(lock: int) -> str:
 def is_free(out: Path) -> bool:
     """Returns whether a run can start in `out`: it is not there, or holds nothing but what a start leaves.
 
-    That is the lock, marks, checkpoints never finished, and metrics without a step.
+    That is the lock, marks, checkpoints never finished, the name of the place for checkpoints, and metrics without a
+    step.
     """
     return not out.exists() or (out.is_dir() and all(_is_of_a_start(path) for path in out.iterdir()))
 
 
 def _is_of_a_start(path: Path) -> bool:
-    if path.name == "checkpoints":
-        return path.is_dir() and all(each.suffix == ".part" for each in path.iterdir())
+    if path.name == CHECKPOINTS:
+        return path.is_file() or all(_was_never_finished(each) for each in path.iterdir())
     if path.name == "metrics.jsonl":
         return path.stat().st_size < _METRICS_OF_A_START and '"event": "step"' not in path.read_text(errors="replace")
     return path.name == LOCK or path.name.startswith(".seen-")
+
+
+def _was_never_finished(path: Path) -> bool:
+    return path.name == LOCK or (path.name.startswith("step-") and not (path / MANIFEST).exists())
 
 
 def _remove(out: Path) -> None:
     """Remove a free folder, its lock last; what has come into it meanwhile stays."""
     try:
         for path in sorted(out.iterdir(), key=lambda path: path.name == LOCK):
-            if path.name == "checkpoints":
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
@@ -195,19 +205,12 @@ def _remove(out: Path) -> None:
 def sweep(out: Path) -> list[str]:
     """Remove what nobody can go on from; the caller holds the lock. Returns a line for each thing removed.
 
-    Checkpoints that were never finished go; damaged ones that were moved aside go when a whole one of their step, or
-    a later one, is there.
+    That is what saves have left that were never finished, or that a later save of the same step has replaced.
     """
-    for mark in out.glob(".seen-*"):
+    for mark in (*out.glob(".seen-*"), *out.glob(f"{CHECKPOINTS}/best.json.*{PART}")):
         mark.unlink(missing_ok=True)
     try:
-        whole = newest(out).path.name
-    except InputError:
-        whole = ""
-    said = []
-    for path in sorted((out / "checkpoints").glob("step-*")):
-        aside = path.suffix.startswith(".half-")
-        if path.suffix == ".part" or (aside and path.stem <= whole):
-            shutil.rmtree(path, ignore_errors=True)
-            said.append(f"{path} is removed: {'a whole one has taken its place' if aside else 'it was never finished'}")
-    return said
+        swept = Checkpoints(place_in(out)).sweep()
+    except (OSError, CheckpointError):
+        return []  # the next start tries again
+    return [f"{path} is removed: no checkpoint needs it" for path in swept]

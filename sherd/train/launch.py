@@ -23,7 +23,7 @@ from sherd.train.config import Config
 from sherd.train.device import default_ranks, require_ranks
 from sherd.train.folder import HELD, Folder, claim
 from sherd.train.machines import LOOPBACK
-from sherd.train.manifest import going_on
+from sherd.train.saved import going_on, place_in
 from sherd.train.stop import LAUNCHER, SAVING_S, Stop, say
 
 __all__ = ["launch", "start"]
@@ -213,7 +213,7 @@ class _Watch:
         number, code = self._first
         if code in (BAD_INPUT, NO_ROOM, STOPPED):
             return code
-        saved = going_on(self._out) if self._out else ""
+        saved = going_on(place_in(self._out)) if self._out else ""
         if code == NOT_SAVED or (self._told_at and code == -signal.SIGTERM):
             say(f"stopped without saving{saved}")
             return NOT_SAVED

@@ -17,19 +17,20 @@ from torch import distributed as dist
 from torch import nn
 
 from sherd import clip_grad_norm_, flatten_optimizer
-from sherd.train import checkpoint as checkpoints
+from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
-from sherd.train.best import Best, read_best, write_best
+from sherd.train.best import Best, read_best
+from sherd.train.checkpoint import Saver, load, shapes
 from sherd.train.config import Config, InputError, Optimizer
 from sherd.train.data import Windows, batch, tokens
 from sherd.train.judging import Score, judge
-from sherd.train.manifest import Checkpoint, folder_of
 from sherd.train.mesh import Grid
 from sherd.train.parallel import build
 from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
 from sherd.train.sampling import Draw, continued, readable
+from sherd.train.saved import Checkpoint, place_in
 from sherd.train.text import Corpus
 
 __all__ = ["Step", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
@@ -69,6 +70,7 @@ class Step:
     gradient_norm: float
     learning_rate: float
     stop: bool  # some rank was asked to stop
+    saved: bool  # all ranks have written their part of the checkpoint that was under way
 
 
 class Trainer:
@@ -96,8 +98,20 @@ class Trainer:
         """The seconds that a step takes, of late."""
         return statistics.median(self._latest)
 
-    def step(self, stop: bool = False) -> Step:
-        """One update from the batch that the number of steps done decides. `stop` on any rank reaches all.
+    def resume(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Take the state of the newest undamaged checkpoint, `checkpoint` if it is that, and return it.
+
+        Raises:
+            InputError: there is none, or it is of another model.
+        """
+        assert checkpoint.folder is not None, "a run's checkpoints lie in a folder"
+        found = load(checkpoint.folder, checkpoint, self.model, self.optimizer)
+        self.done = found.step
+        return found
+
+    def step(self, stop: bool = False, saved: bool = False) -> Step:
+        """One update from the batch that the number of steps done decides. `stop` on any rank reaches all, and `saved`
+        if it is so on all.
 
         Raises:
             InputError: the loss or its gradient is no longer finite.
@@ -107,9 +121,9 @@ class Trainer:
         torch.manual_seed(hash((self.config.run.seed, self.done, dist.get_rank())))
         self.model.train()
         loss = self.passes.train(self._micro_batches(), self.split.times)
-        told = torch.stack([loss, loss.new_tensor(stop)])
-        dist.all_reduce(told)  # one message for both, so that all ranks leave the loop after the same step
-        nats, num_stops = told.tolist()
+        told = torch.stack([loss, loss.new_tensor(stop), loss.new_tensor(saved)])
+        dist.all_reduce(told)  # one message for all, so that all ranks leave the loop after the same step
+        nats, num_stops, num_saved = told.tolist()
         limit = choice.clip or math.inf
         norm = float(clip_grad_norm_(self.model.parameters(), limit, extra_groups=self.grid.stage_groups))
         if not math.isfinite(nats + norm):
@@ -124,7 +138,7 @@ class Trainer:
         self.seconds += self._latest[-1]
         if not num_steps and len(self._latest) == PLANNED_AFTER:
             self._plan()
-        return Step(nats / math.log(2), norm, rate, num_stops > 0)
+        return Step(nats / math.log(2), norm, rate, num_stops > 0, num_saved == self.grid.axes.num_ranks)
 
     def _update(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -184,8 +198,8 @@ def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.Optimizer:
 def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: Silent) -> None:
     """Say what is about to be trained, on what, and from where."""
     corpus, config = trainer.corpus, trainer.config
-    num_parameters = sum(math.prod(shape) for shape in checkpoints.shapes(trainer.model).values())
-    done = resumed.manifest.step if resumed else 0
+    num_parameters = sum(math.prod(shape) for shape in shapes(trainer.model).values())
+    done = resumed.step if resumed else 0
     report.write("start", step=done, ranks=trainer.grid.axes.num_ranks, config=config.tree(), text=corpus.digest)
     axes = trainer.grid.axes
     ranks = f"{axes.num_ranks} rank{'s' if axes.num_ranks > 1 else ''}"
@@ -207,39 +221,37 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: S
     report.begin(done, config.run.steps)
 
 
-def train(
-    trainer: Trainer,
-    out: Path,
-    resumed: Checkpoint | None,
-    report: Silent,
-    stop: Callable[[], bool] = lambda: False,
-) -> bool:
+def train(trainer: Trainer, out: Path, report: Silent, stop: Callable[[], bool] = lambda: False) -> bool:
     """Do the steps that are left, saving and judging on the way, and finish. False: stopped before the last.
 
     Raises:
         InputError: the loss or its gradient is no longer finite.
+        NotSaved: a checkpoint could not be written.
     """
-    run = trainer.config.run
-    if resumed:
-        checkpoints.load(resumed, trainer.model, trainer.optimizer)
-        trainer.done = resumed.manifest.step
-        report.say(f"going on after step {trainer.done}")
-    saved = trainer.done
-    if resumed and _due(saved, run.eval_every) and not trainer.finished:
-        _evaluate(trainer, out, report, saved)  # it was saved, and may have been stopped before it was judged
-    while not trainer.finished:
-        step = trainer.step(stop())
-        _tell(trainer, step, report)
-        if step.stop or _due(trainer.done, run.save_every):
-            saved = _save(trainer, out, report)
-        if step.stop and not trainer.finished:
-            report.say(f"stopped after step {trainer.done}, which is saved; --resume goes on from there")
-            return False
-        if _due(trainer.done, run.eval_every) and not trainer.finished:
-            saved = _evaluate(trainer, out, report, saved)
-    if saved < trainer.done:
-        _save(trainer, out, report)
-    _finish(trainer, out, report)
+    place = place_in(out, trainer.config.run.checkpoints)
+    model, optimizer, begun = trainer.model, trainer.optimizer, trainer.done
+    with Saver(place, model, optimizer, trainer.corpus.digest, report, saved=begun) as saver:
+        if begun:
+            report.say(f"going on after step {begun}")
+            if _due(begun, trainer.config.run.eval_every) and not trainer.finished:
+                _evaluate(trainer, saver, report)  # it was saved, and may have been stopped before it was judged
+        while not trainer.finished:
+            step = trainer.step(stop(), saver.is_written)
+            if step.saved:
+                saver.settle()
+            _tell(trainer, step, report)
+            if step.stop or _due(trainer.done, trainer.config.run.save_every):
+                saver.save(trainer.done, trainer.config)
+            if step.stop and not trainer.finished:
+                saver.settle()
+                report.say(f"stopped after step {trainer.done}, which is saved; --resume goes on from there")
+                return False
+            if _due(trainer.done, trainer.config.run.eval_every) and not trainer.finished:
+                _evaluate(trainer, saver, report)
+        if saver.saved < trainer.done:
+            saver.save(trainer.done, trainer.config)
+        saver.settle()  # whatever comes, nothing of the training is lost
+        _finish(trainer, saver, out, report)
     return True
 
 
@@ -247,29 +259,20 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _evaluate(trainer: Trainer, out: Path, report: Silent, saved: int) -> int:
-    """Judge the model on a part of the held-out text, and keep it if it never was better. Returns the step that is
-    saved now; `saved` is that of the last checkpoint."""
+def _evaluate(trainer: Trainer, saver: Saver, report: Silent) -> None:
+    """Judge the model on a part of the held-out text, and keep it if it never was better."""
     score = trainer.judge(QUICK_WINDOWS)
     report.write("evaluation", step=trainer.done, bits=score.bits)
     told = f"{score.nats:.3f} nats, {score.bits:.3f} bits per byte"
     report.say(f"step {trainer.done:>6}  held-out {told}, about {QUICK_WINDOWS} windows")
-    return _keep_if_best(trainer, out, report, saved, score)
+    _keep_if_best(trainer, saver, score)
 
 
-def _keep_if_best(trainer: Trainer, out: Path, report: Silent, saved: int, score: Score) -> int:
+def _keep_if_best(trainer: Trainer, saver: Saver, score: Score) -> None:
     """Save what no evaluation before was better than, and name it the best."""
     run = trainer.config.run
-    best = Best(trainer.done, score.bits, trainer.judged)
-    # Rank 0 decides for all: it alone is sure to read what it has written.
-    if not (run.keep_best and run.save_every and on_rank_0(lambda: best.beats(read_best(out), out))):
-        return saved
-    if saved < trainer.done:
-        saved = _save(trainer, out, report)
-    failure = on_rank_0(lambda: write_best(out, best))
-    if failure:
-        report.say(f"note   step {best.step} is the best so far, which could not be noted: {failure}")
-    return saved
+    if run.keep_best and run.save_every:
+        saver.keep_best(Best(trainer.done, score.bits, trainer.judged), trainer.config)
 
 
 def _tell(trainer: Trainer, step: Step, report: Silent) -> None:
@@ -287,19 +290,12 @@ def _tell(trainer: Trainer, step: Step, report: Silent) -> None:
     )
 
 
-def _save(trainer: Trainer, out: Path, report: Silent) -> int:
-    path = checkpoints.save(out, trainer.model, trainer.optimizer, trainer.done, trainer.config, trainer.corpus.digest)
-    report.write("checkpoint", step=trainer.done, path=str(path))
-    report.say(f"step {trainer.done:>6}  saved to {path}")
-    return trainer.done
-
-
-def _finish(trainer: Trainer, out: Path, report: Silent) -> None:
+def _finish(trainer: Trainer, saver: Saver, out: Path, report: Silent) -> None:
     """Judge the model on all held-out bytes, beside lzma, and let it write."""
     run, num_bytes = trainer.config.run, trainer.windows.num_bytes
     report.say(f"judging the model on all {num_bytes:,} held-out bytes ...")
     # The last step beside the evaluations before it: by as much text as these, or it would not be comparable.
-    _keep_if_best(trainer, out, report, trainer.done, trainer.judge(QUICK_WINDOWS))
+    _keep_if_best(trainer, saver, trainer.judge(QUICK_WINDOWS))
     score, packed = trainer.judge(), lzma_bits(trainer.corpus.held_out)
     report.write("evaluation", step=trainer.done, bits=score.bits, lzma_bits=packed)
     report.say(f"drawing the sample, {run.sample:,} bytes ...")
@@ -311,7 +307,7 @@ def _finish(trainer: Trainer, out: Path, report: Silent) -> None:
     else:
         report.say(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone (preset 9 extreme)")
     report.finish(sample, packed)
-    best = on_rank_0(lambda: read_best(out))
-    better = f"; the best by then is {best.path(out).name}" if best and best.step != trainer.done else ""
-    report.say(f"model     {folder_of(out, trainer.done)}{better}")
-    report.say(f'try       sherd generate {shlex.quote(str(out))} --prompt "def " --length 200')
+    folder, best = Folder(saver.place), on_rank_0(lambda: read_best(saver.place))
+    better = f"; the best by then is {folder.folder_of(best.step)}" if best and best.step != trainer.done else ""
+    report.say(f"model     {folder.folder_of(trainer.done)}{better}")
+    report.say(f'try       sherd generate {shlex.quote(str(out))} --prompt "def " --tokens 200')

@@ -1,104 +1,113 @@
-"""A checkpoint as plain tensors, in one process and without sherd's sharding: to export them, or as a module."""
+"""A checkpoint in one process, without shards: as a module, or exported for use without sherd."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 
+from sherd import save
+from sherd.checkpoint.tensor_bytes import chunks_of, read_tensor
+from sherd.errors import CheckpointError
+from sherd.storage.opened import Opened
+from sherd.storage.places import Disk
+from sherd.storage.writing import Content, write_file
+from sherd.train.checkpoint import fill
 from sherd.train.config import Config, InputError
-from sherd.train.manifest import Checkpoint
 from sherd.train.models import Decoder, HuggingFace
-from sherd.train.uses import TORCH_FILES, pick
+from sherd.train.saved import Checkpoint
+from sherd.train.uses import pick
 
 __all__ = ["export", "load_model", "weights"]
 
-MODEL = "model."  # in front of the names of parameters and buffers in a checkpoint
+MODEL = "model/"  # in front of the names of parameters and buffers in a checkpoint
 
 
 def load_model(run: str | Path | None = None, best: bool = False) -> nn.Module:
     """The trained model, whole on the CPU, in eval mode: int64 [samples, length] to logits [samples, length, 256].
 
     Args:
-        run: a run's folder, whose newest checkpoint is taken, or a checkpoint's; None: the last run under runs/.
+        run: a run's folder or the folder of its checkpoints, whose newest one is taken, or one checkpoint; None: the
+            last run under runs/.
         best: take the run's best checkpoint.
 
     Raises:
-        InputError: there is no such checkpoint.
+        InputError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = pick(None if run is None else str(run), best)
-    return _module(checkpoint, Config.of(checkpoint.manifest.config)).eval()
+    return _filled(checkpoint, Config.of(checkpoint.config)).eval()
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The model's parameters and saved buffers by name, whole and on the CPU, in the dtype they were saved in."""
-    about = FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
-    state = {
-        name.removeprefix(MODEL): torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in about.items()
-        if name.startswith(MODEL) and isinstance(each, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is how it is meant
-        read_shards({"model": state}, checkpoint_id=checkpoint.path, no_dist=True)
-    return state
-
-
-def _module(checkpoint: Checkpoint, config: Config) -> Decoder | HuggingFace:
-    state = weights(checkpoint)
-    if config.model.hf:
-        module = HuggingFace(config.model.hf, config.run.seed, config.data.context)
-        try:
-            module.load_state_dict(state)
-        except RuntimeError as error:
-            raise InputError(f"{checkpoint.path} is a checkpoint of another model than {config.model.hf}") from error
-        return module
-    with torch.device("meta"):
-        decoder = Decoder(config.model)
-    decoder.load_state_dict(state, assign=True)
-    return decoder
-
-
-def export(checkpoint: Checkpoint, config: Config, target: Path) -> None:
-    """Write the model to `target`, in the form that its name says; see `sherd.train.uses.require_target`.
+    """The model's parameters and saved buffers by name, whole and on the CPU, in the dtype they were saved in. Names
+    of one tensor share it.
 
     Raises:
-        InputError: it cannot be written.
+        CheckpointError: it is damaged.
     """
-    if target.suffix in TORCH_FILES:
-        write: Callable[[Path], object] = lambda part: torch.save(_named_plainly(checkpoint, config), part)  # noqa: E731
-    elif target.suffix == ".safetensors":
-        write = lambda part: _save_safetensors(_named_plainly(checkpoint, config), part)  # noqa: E731
+    with checkpoint.opened() as source:
+        read = {name: read_tensor(source, name) for name in source.manifest.tensors if name.startswith(MODEL)}
+    return {plain: read[name] for plain, name in _names(source)}
+
+
+def _names(source: Opened) -> Iterator[tuple[str, str]]:
+    """Yields each name of a parameter or buffer as the module itself has it, with that of its tensor. The module is,
+    of a Hugging Face model, the one that transformers makes."""
+    manifest = source.manifest
+    for name, of in (*((name, name) for name in manifest.tensors), *manifest.aliases.items()):
+        if name.startswith(MODEL):
+            yield name.removeprefix(MODEL).removeprefix("lm."), of
+
+
+def _filled(checkpoint: Checkpoint, config: Config) -> nn.Module:
+    """Returns the module with the saved values, which are read to where they belong. Raises InputError as `fill`."""
+    if config.model.hf:
+        module: nn.Module = HuggingFace(config.model.hf, config.run.seed, config.data.context)
     else:
-        module = _module(checkpoint, config)
-        assert isinstance(module, HuggingFace), "require_target lets no other model go to a folder"
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()  # type: ignore[no-untyped-call] # what is said is one line
-        write = module.lm.save_pretrained
-    _whole_or_none(write, target)
+        with torch.device("meta"):
+            module = Decoder(config.model)
+        module.to_empty(device="cpu")
+    fill(checkpoint, module)
+    return module
 
 
-def _save_safetensors(state: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
+def export(checkpoint: Checkpoint, config: Config, target: Path, form: str) -> None:
+    """Write the model to `target`, in a form of `sherd.train.uses.require_target`.
 
-    save_file(state, path)
-    os.umask(mask := os.umask(0))
-    path.chmod(0o666 & ~mask)  # safetensors lets nobody else read it
+    Raises:
+        InputError: it cannot be written, or the checkpoint is damaged.
+    """
+    try:
+        if form == "safetensors":
+            _write_safetensors(checkpoint, target)
+        elif form == "torch":
+            _whole_or_none(lambda part: torch.save(weights(checkpoint), part), target)
+        elif form == "sherd":
+            module, user = _filled(checkpoint, config), checkpoint.manifest.user
+            _whole_or_none(
+                lambda part: save(str(part), {"model": module}, step=checkpoint.step, user=user, random=False), target
+            )
+        else:
+            from sherd.train.hugging_face import write_folder
+
+            _whole_or_none(lambda part: write_folder(weights(checkpoint), config, part), target)
+    except (CheckpointError, OSError) as error:
+        raise InputError(f"cannot write {target}: {Exception.__str__(error)}") from error
 
 
-def _named_plainly(checkpoint: Checkpoint, config: Config) -> dict[str, Tensor]:
-    """The weights by the names of the module itself: of a Hugging Face model that is the one transformers makes."""
-    around = "lm." if config.model.hf else ""
-    return {name.removeprefix(around): tensor for name, tensor in weights(checkpoint).items()}
+def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
+    """Write a file tensor by tensor: it takes the memory of one."""
+    with checkpoint.opened() as source:
+
+        def content(name: str) -> Content:
+            entry = source.entry(name)
+            return Content(entry.dtype, entry.shape, lambda: chunks_of(read_tensor(source, name)))
+
+        contents = {plain: content(name) for plain, name in _names(source)}
+        write_file(Disk(target.parent), target.name, contents, {"format": "pt"})
 
 
 def _whole_or_none(write: Callable[[Path], object], target: Path) -> None:

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from sherd._torch import set_timeout
 from sherd.errors import CommError
 from sherd.train.axes import axes_of
-from sherd.train.checkpoint import NO_SPACE, NotSaved, damage
+from sherd.train.checkpoint import NO_SPACE, NotSaved
 from sherd.train.codes import BAD_INPUT, NO_ROOM, NOT_SAVED, STOPPED
 from sherd.train.config import Config, InputError
 from sherd.train.device import device_type, require_ranks
@@ -28,10 +28,10 @@ from sherd.train.fields import write_config
 from sherd.train.folder import claim, sweep
 from sherd.train.loggers import Loggers
 from sherd.train.loop import Trainer, introduce, train
-from sherd.train.manifest import Checkpoint, going_on
 from sherd.train.mesh import Grid
 from sherd.train.ranks import group, on_rank_0, together
 from sherd.train.report import Report, Silent
+from sherd.train.saved import Checkpoint, going_on, place_in, point
 from sherd.train.stop import Stop, by_hand, leave, say
 from sherd.train.terminal import outlive_the_terminal
 from sherd.train.text import Corpus
@@ -85,25 +85,24 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
     tell("building the model ...", flush=True)
     grid = grid_of(config)
     trainer = together(lambda: Trainer(config, corpus, grid))
-    on_rank_0(lambda: write_config(config, out))  # a model that was refused has left the folder empty, to be tried anew
+    if resumed:
+        resumed = together(partial(trainer.resume, resumed))
+    # A model that was refused has left the folder empty, to be tried anew.
+    on_rank_0(lambda: point(out, config.run.checkpoints))
+    on_rank_0(lambda: write_config(config, out))
     with _report(out, loggers, args.quiet) as report:
         introduce(trainer, out, resumed, report)
         for line in swept:
             report.say(f"note   {line}")
-        return train(trainer, out, resumed, report, stop)
+        return train(trainer, out, report, stop)
 
 
 def _configured(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
-    """Returns the config to run, and the newest checkpoint whose contents are still what was written."""
-    damaged: dict[Path, str] = {}
-    while True:
-        config, resumed = together(lambda: configure(args, damaged))
-        set_timeout(timedelta(seconds=config.run.timeout))
-        together(partial(_same_start, resumed))
-        found = damage(resumed) if resumed else ""
-        if resumed is None or not found:
-            return config, resumed
-        damaged[resumed.path] = found
+    """Returns the config to run, and the newest whole checkpoint if it goes on from one."""
+    config, resumed = together(lambda: configure(args))
+    set_timeout(timedelta(seconds=config.run.timeout))
+    together(partial(_same_start, resumed))
+    return config, resumed
 
 
 def _claimed(config: Config, stop: Stop) -> Path:
@@ -126,12 +125,12 @@ def _report(out: Path, loggers: Loggers | None, quiet: bool) -> Iterator[Silent]
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        raise NotSaved(f"cannot write to {out}: {error.strerror}{going_on(out)}") from error
+        raise NotSaved(f"cannot write to {out}: {error.strerror}{going_on(place_in(out))}") from error
 
 
 def _same_start(resumed: Checkpoint | None) -> None:
     """Refuse ranks that would go on from different steps, for the folder of one is not that of the other."""
-    step = resumed.manifest.step if resumed else 0
+    step = resumed.step if resumed else 0
     first = on_rank_0(lambda: step)
     if step != first:
         raise InputError(

@@ -7,16 +7,18 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sherd.storage.folder import Folder
+from sherd.storage.manifest import MANIFEST
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.best import read_best
 from sherd.train.config import Config, InputError
 from sherd.train.extras import install
 from sherd.train.folder import last_run
-from sherd.train.manifest import MANIFEST, Checkpoint, NoCheckpoint, newest, whole
+from sherd.train.saved import Checkpoint, newest_in, place_in, whole
 from sherd.train.stop import is_rank
 from sherd.train.text import read_corpus, read_whole
 
@@ -25,6 +27,7 @@ __all__ = ["Asked", "add_uses", "asked", "pick", "require_target", "use"]
 OF_USE = ("seed", "precision", "prompt", "sample", "temperature", "timeout")  # fields of [run]
 SAMPLES = 8  # windows in one forward of one rank
 TORCH_FILES = (".pt", ".pth", ".bin")
+FORMS = ("torch", "safetensors", "hf", "sherd")
 
 
 def add_uses(commands: Any) -> None:
@@ -32,7 +35,8 @@ def add_uses(commands: Any) -> None:
     p = _command(commands, "generate", "let a trained model write; stdout gets the text, and nothing else")
     _ranks(p)
     p.add_argument("--prompt", metavar="TEXT", help="how the text begins; unless told, the run's run.prompt")
-    p.add_argument("--length", type=_at_least(0), metavar="N", help="bytes after the prompt; run.sample")
+    length = "tokens, which are bytes, after the prompt; run.sample"
+    p.add_argument("--tokens", "--length", dest="length", type=_at_least(0), metavar="N", help=length)
     p.add_argument("--temperature", type=_at_least(0.0), metavar="T", help="0: the likeliest byte; run.temperature")
     p.add_argument("--top-k", type=_at_least(1), metavar="K", help="draw from the K likeliest bytes only")
     p.add_argument("--seed", type=_at_least(0), metavar="N", help="decides what is drawn; run.seed")
@@ -43,14 +47,24 @@ def add_uses(commands: Any) -> None:
     p.add_argument("--data", metavar="PATH", help="another text, a file or a folder: all of it")
     p.add_argument("--json", action="store_true", help="print one line of JSON")
 
-    p = _command(commands, "export", "write a trained model's weights to one file, without shards")
-    p.add_argument("file", metavar="FILE", help="x.pt for torch.load, x.safetensors; of a model.hf a new folder too")
+    p = _command(commands, "export", "write a trained model's weights for use without sherd, or without the optimizer")
+    p.add_argument("path", metavar="PATH", help="what is written: x.pt, x.safetensors, or a new folder")
+    p.add_argument(
+        "--to",
+        choices=FORMS,
+        help="hf: a folder for transformers; sherd: a checkpoint without the optimizer; unless told, as PATH ends",
+    )
 
 
 def _command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
     p: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
     p.set_defaults(use=name)
-    p.add_argument("run", nargs="?", metavar="RUN", help="a run's folder or a checkpoint's; unless told the last run's")
+    p.add_argument(
+        "run",
+        nargs="?",
+        metavar="CHECKPOINT",
+        help="a run's folder, its checkpoints' folder or URL, or one checkpoint; unless told the last run's",
+    )
     p.add_argument("--best", action="store_true", help="the run's best checkpoint, not its newest")
     return p
 
@@ -104,11 +118,11 @@ def use(args: argparse.Namespace, words: list[str]) -> int:
     for note in ask.checkpoint.notes:
         print(f"note   {note}; passed over", file=sys.stderr)
     if args.use == "export":
-        require_target(Path(args.file), ask.config)
+        form = require_target(Path(args.path), args.to, ask.config)
         from sherd.train.plain import export
 
-        export(ask.checkpoint, ask.config, Path(args.file))
-        print(f"{ask.checkpoint.path} is exported to {args.file}", file=sys.stderr)
+        export(ask.checkpoint, ask.config, Path(args.path), form)
+        print(f"{ask.checkpoint} is exported to {args.path}", file=sys.stderr)
         return 0
     if ask.num_ranks > 1:
         from sherd.train.launch import start
@@ -120,32 +134,41 @@ def use(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def pick(run: str | None, best: bool) -> Checkpoint:
-    """The checkpoint meant by `run`: a run's folder, or a checkpoint's, or None, the last run of all.
+    """The checkpoint meant by `run`: a run's folder, the folder or URL of its checkpoints, one of them, or None, the
+    last run of all.
 
     Raises:
         InputError: there is none.
     """
-    folder = _last() if run is None else Path(run)
-    if not folder.is_dir():
-        raise InputError(f"{folder} is no folder; name a run's, as in runs/1, or a checkpoint's")
-    if folder.name.startswith("step-") or (folder / MANIFEST).exists():
+    named = str(_last()) if run is None else run
+    is_url = "://" in named
+    if not is_url and not Path(named).is_dir():
+        raise InputError(f"{named} is no folder; name a run's, as in runs/1, or a checkpoint's")
+    place = place_in(Path(), named)
+    try:
+        names = place.names()
+    except OSError as error:
+        raise InputError(f"{named} cannot be read: {error}") from error
+    if MANIFEST in names or Path(named).name.startswith("step-"):
         if best:
-            raise InputError(f"--best chooses among a run's checkpoints, but {folder} is one; name the run's folder")
-        return whole(folder)
-    if not best:
-        try:
-            return newest(folder)
-        except NoCheckpoint as error:
-            if not (folder / "checkpoints").is_dir():
-                raise InputError(f"{folder} holds no checkpoint; name a run's folder, or a checkpoint's") from error
-            raise InputError(f"{folder} holds no whole checkpoint: {error}") from error
-    found = read_best(folder)
+            raise InputError(f"--best chooses among a run's checkpoints, but {named} is one; name the run's folder")
+        return whole(place)
+    if not is_url and not any(name.startswith("step-") for name in names):
+        place = place_in(Path(named))
+    found, notes = newest_in(place)
+    if found is None and not notes:
+        raise InputError(f"{named} holds no checkpoint; name a run's folder, or a checkpoint's")
     if found is None:
+        raise InputError(f"{named} holds no whole checkpoint: {'; '.join(notes)}")
+    if not best:
+        return found
+    named_best = read_best(place)
+    if named_best is None:
         raise InputError(
-            f"{folder} has kept no best checkpoint: run.keep_best or run.save_every was off, or nothing was judged "
+            f"{named} has kept no best checkpoint: run.keep_best or run.save_every was off, or nothing was judged "
             "yet; leave out --best"
         )
-    return whole(found.path(folder))
+    return replace(whole(Folder(place).folder_of(named_best.step)), folder=place)
 
 
 def _last() -> Path:
@@ -177,7 +200,7 @@ def asked(args: argparse.Namespace, checkpoint: Checkpoint) -> Asked:
 def _trained(checkpoint: Checkpoint) -> Config:
     """Returns what was trained, by the config of its run; how it was trained, on which ranks and devices, is left
     out."""
-    saved = checkpoint.manifest.config
+    saved = checkpoint.config
     run = {name: value for name, value in saved["run"].items() if name in OF_USE}
     return Config.of({"model": saved["model"], "data": saved["data"], "run": run})
 
@@ -187,28 +210,37 @@ def _text(args: argparse.Namespace, checkpoint: Checkpoint, config: Config) -> t
     if args.data:
         return read_whole(args.data), args.data
     corpus = read_corpus(config.data)
-    if corpus.digest != checkpoint.manifest.text:
+    if corpus.digest != checkpoint.text:
         raise InputError(
-            f"{corpus.source} no longer holds the text that {checkpoint.path} was trained on, so what was held out of "
+            f"{corpus.source} no longer holds the text that {checkpoint} was trained on, so what was held out of "
             "it is not known; --data judges all of any text"
         )
     return corpus.held_out, f"the held-out part of {corpus.source}"
 
 
-def require_target(target: Path, config: Config) -> None:
-    """Refuse a file that an export cannot be written to.
+def require_target(target: Path, form: str | None, config: Config) -> str:
+    """Returns the form of an export to `target`: `form`, or what the name says.
 
     Raises:
-        InputError: it is there already, its folder is not, its name says no form, or a package is missing.
+        InputError: `target` is there already, its folder is not, its name says no form, the model does not go into that
+            form, or a package is missing.
     """
     if target.exists():
         raise InputError(f"{target} is there already, and nothing is overwritten; choose another name")
     if not target.absolute().parent.is_dir():
         raise InputError(f"{target.parent} is no folder; make it first, or choose another name")
-    if target.suffix in TORCH_FILES:
-        return
-    package = "safetensors" if target.suffix == ".safetensors" else "transformers" if config.model.hf else None
-    if package is None:
-        raise InputError(f"{target} ends in no known form; choose a name that ends in .pt or in .safetensors")
-    if importlib.util.find_spec(package) is None:
-        raise InputError(f"{target} is written by the package {package}: {install('hf')}")
+    if form is None:
+        form = "torch" if target.suffix in TORCH_FILES else "safetensors" if target.suffix == ".safetensors" else ""
+        form = form or ("hf" if config.model.hf else "")
+    if not form:
+        raise InputError(
+            f"{target} ends in no known form; choose a name that ends in .pt or in .safetensors, or say --to"
+        )
+    if form == "hf" and config.model.experts and not config.model.hf:
+        raise InputError(
+            "transformers has no model like sherd train's mixture of experts; export --to safetensors or torch, or "
+            "load it with sherd.train.plain.load_model"
+        )
+    if form == "hf" and importlib.util.find_spec("transformers") is None:
+        raise InputError(f"{target} is written by the package transformers: {install('hf')}")
+    return form

@@ -16,13 +16,11 @@ import torch.distributed as dist
 
 from sherd._torch import set_timeout
 from sherd.comm.objects import do_without_numpy
-from sherd.train.checkpoint import damage, load_model
-from sherd.train.config import InputError
+from sherd.train.checkpoint import load_model
 from sherd.train.data import Windows, tokens
 from sherd.train.device import require_ranks
 from sherd.train.judging import judge
 from sherd.train.machines import LOOPBACK
-from sherd.train.manifest import whole
 from sherd.train.parallel import build
 from sherd.train.passes import Passes, passes
 from sherd.train.rank import grid_of
@@ -48,8 +46,8 @@ def be_rank(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with group():
         # A run that still goes on may save in between: rank 0 says which checkpoint is meant.
-        path = on_rank_0(lambda: pick(args.run, args.best).path)
-        ask = together(lambda: asked(args, whole(path)))
+        checkpoint = on_rank_0(lambda: pick(args.run, args.best))
+        ask = together(lambda: asked(args, checkpoint))
         together(lambda: require_ranks(dist.get_world_size(), ask.config))
         set_timeout(timedelta(seconds=ask.config.run.timeout))
         _do(args, ask)
@@ -85,11 +83,8 @@ def loaded(ask: Asked) -> Passes:
     """The passes of the model asked for, with its saved weights. All ranks call it together.
 
     Raises:
-        InputError: the config's model is not that of the checkpoint.
+        InputError: the checkpoint is damaged, or of another model than the config's.
     """
-    found = damage(ask.checkpoint)
-    if found:
-        raise InputError(f"{ask.checkpoint.path} is damaged ({found}); name an older checkpoint")
     grid = grid_of(ask.config)
     model = build(ask.config, grid)
     load_model(ask.checkpoint, model)
@@ -114,11 +109,11 @@ def generate(model: Passes, ask: Asked, args: argparse.Namespace) -> Iterator[st
 
 def score(model: Passes, ask: Asked) -> dict[str, str | int | float | None]:
     """Returns how well the model predicts the text, by the names that `sherd eval --json` prints."""
-    config, manifest = ask.config, ask.checkpoint.manifest
+    config = ask.config
     found = judge(model, Windows(tokens(ask.text), config.data.context), config.optimizer.micro_batch)
     return {
-        "checkpoint": str(ask.checkpoint.path),
-        "step": manifest.step,
+        "checkpoint": str(ask.checkpoint),
+        "step": ask.checkpoint.step,
         "text": ask.source,
         "bytes": len(ask.text),
         "bits_per_byte": found.bits,

@@ -6,18 +6,19 @@ import argparse
 import difflib
 import functools
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn, get_type_hints
 
 from sherd import __version__
 from sherd.doctor.words import add_doctor
+from sherd.interchange.words import add_interchange
 from sherd.train.axes import axes_of
 from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
 from sherd.train.folder import is_free, last_run
-from sherd.train.manifest import Checkpoint, NoCheckpoint, newest
+from sherd.train.saved import Checkpoint, NoCheckpoint, newest, newest_in, place_in
 from sherd.train.text import Corpus, read_corpus
 from sherd.train.uses import add_uses
 
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="command")
     add_uses(commands)
     add_doctor(commands)
+    add_interchange(commands)
     p = commands.add_parser(
         "train",
         usage="sherd train [options] [section.field=value ...], in any order",
@@ -94,6 +96,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     _require_command(words)
     args, others = _parser().parse_known_args(words)
     others = [word for word in others if word != "--"]
+    if "path" in args and args.run is None and len(others) == 1 and not others[0].startswith("-"):
+        args.run, args.path = args.path, others.pop()  # an option stood between the two
     for word in others:
         if word.startswith("-"):
             raise InputError(_unknown(word, words[0]))
@@ -142,8 +146,8 @@ def _near(word: str, known: Collection[str], dashes: str = "") -> str:
     return f"did you mean {dashes}{near[0]}?" if near else ""
 
 
-def configure(args: argparse.Namespace, damaged: Mapping[Path, str] | None = None) -> tuple[Config, Checkpoint | None]:
-    """Returns what to run, and what it goes on from, which is none of the `damaged`. Reads, and writes nothing.
+def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
+    """Returns what to run, and what it goes on from. Reads, and writes nothing.
 
     Raises:
         InputError: the words, the config file or the folder cannot be used.
@@ -151,7 +155,7 @@ def configure(args: argparse.Namespace, damaged: Mapping[Path, str] | None = Non
     options = {"data": {"path": args.data}, "run": {"out": args.out, "steps": args.steps, "mesh": args.mesh}}
     given = {section: {k: v for k, v in values.items() if v is not None} for section, values in options.items()}
     trees = [read_tree(args.config) if args.config else {}, assigned(args.fields), given]
-    checkpoint = _to_resume(args, trees, damaged)
+    out, checkpoint = _to_resume(args, trees)
     if checkpoint is None:
         config = Config.of(*trees)
         out = Path(config.run.out)
@@ -159,32 +163,43 @@ def configure(args: argparse.Namespace, damaged: Mapping[Path, str] | None = Non
             raise InputError(
                 f"{out} is not an empty folder; --resume goes on with the run in it, another --out starts one"
             )
+        if config.run.checkpoints and (found := newest_in(place_in(out, config.run.checkpoints))[0]):
+            raise InputError(
+                f"run.checkpoints = {config.run.checkpoints!r} holds step {found.step} of a run; --resume goes on with "
+                "it, another run.checkpoints starts one"
+            )
         return config, None
-    folder = str(checkpoint.path.parent.parent)
-    # The saved run decides what the words leave open; but how many ranks there are is today's matter.
-    config = Config.of(checkpoint.manifest.config, {"run": {"ranks": 0}}, *trees, {"run": {"out": folder}})
+    # The saved run decides what the words leave open; but where it lies, and on how many ranks, is today's matter.
+    elsewhere = "" if str(checkpoint.folder) == str(place_in(out, "")) else str(checkpoint.folder)
+    today = {"run": {"ranks": 0, "checkpoints": elsewhere}}
+    config = Config.of(checkpoint.config, today, *trees, {"run": {"out": str(out)}})
     checkpoint.check_model(config)
-    steps, done = config.run.steps, checkpoint.manifest.step
+    steps, done = config.run.steps, checkpoint.step
     if 0 < steps < done:
-        raise InputError(f"run.steps = {steps}, but {folder} is past that: step {done} is saved; give more --steps")
+        raise InputError(f"run.steps = {steps}, but {out} is past that: step {done} is saved; give more --steps")
     return config, checkpoint
 
 
-def _to_resume(
-    args: argparse.Namespace, trees: Sequence[Tree], damaged: Mapping[Path, str] | None
-) -> Checkpoint | None:
-    """Returns what the run goes on from; None for one that starts."""
+def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> tuple[Path, Checkpoint | None]:
+    """Returns the run's folder as far as it is named, and what it goes on from; None for one that starts."""
+    run = Config.of(*({"run": tree["run"]} for tree in trees if "run" in tree)).run
     if not (args.resume or args.resume_or_start):
-        return None
-    named = Config.of(*({"run": tree["run"]} for tree in trees if "run" in tree)).run.out
-    if args.resume_or_start and not named:
-        raise InputError("--resume-or-start needs the --out that it is to look in")
+        return Path(run.out), None
+    if not run.out and (args.resume_or_start or run.checkpoints):
+        raise InputError(f"--resume{'-or-start' if args.resume_or_start else ''} needs the --out that it is to look in")
+    out = Path(run.out or last_run())
+    place = place_in(out, run.checkpoints or None)
     try:
-        return newest(Path(named or last_run()), damaged)
+        return out, newest(out, place)
     except NoCheckpoint:
+        found, _ = newest_in(place_in(out))
+        if found:  # nobody wants to begin anew beside it
+            raise InputError(
+                f"{place} holds no checkpoint, but {found} is one; copy that folder there, or leave out run.checkpoints"
+            ) from None
         if not args.resume_or_start:
             raise
-        return None
+        return out, None
 
 
 def require_fit(args: argparse.Namespace, config: Config) -> None:

@@ -53,6 +53,14 @@ def manifest_of(path):
         return found.manifest
 
 
+def test_a_checkpoint_that_is_loaded_by_its_own_path_stays_as_it_was(tmp_path):
+    model = nn.Linear(2, 2)
+    path = Path(sherd.save(tmp_path, {"model": model}, step=1, user={"file": os.fsdecode(b"no UTF-8: \xff")}))
+    before = sorted(path.iterdir())
+    assert os.fsencode(sherd.load(path, {"model": model}).user["file"]) == b"no UTF-8: \xff"
+    assert sorted(path.iterdir()) == before
+
+
 def test_one_process_without_a_process_group_saves_and_loads(tmp_path):
     model = built()
     optimizer = optimizer_of(model)

@@ -59,6 +59,20 @@ def norm_of_gradients(model: Any) -> None:
     sherd.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def weights_out(model: Any) -> None:
+    for _, weight in sherd.iter_full_parameters(model, 4096):
+        weight.mul_(2)
+
+
+def weights_out_in_low_precision(model: Any) -> None:
+    kept = [weight for _, weight in sherd.iter_full_parameters(model, 1 << 20, torch.bfloat16)]
+    kept[0].mul_(2)
+
+
+def weights_out_to_the_host(model: Any) -> None:
+    assert all(weight.device.type == "cpu" for _, weight in sherd.iter_full_parameters(model, 4096, to="cpu"))
+
+
 def summon(model: Any) -> None:
     with sherd.FullyShardedDataParallel.summon_full_params(model):
         for parameter in model.parameters():
@@ -76,6 +90,9 @@ MOVES: dict[str, Callable[[Any], None]] = {
         state_of_one_rank,
         state_loaded,
         norm_of_gradients,
+        weights_out,
+        weights_out_in_low_precision,
+        weights_out_to_the_host,
     )
 }
 

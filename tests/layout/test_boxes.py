@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, spans, whole
+from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, spans, start_of_run, whole
 from sherd.layout.extent import Extent
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -143,6 +143,17 @@ def test_all_of_a_piece_is_one_span_and_rows_are_not_split_if_they_fit():
 
 def test_the_search_for_boxes_that_share_elements_ends():
     slabs = [Box((n, n), (1 << 20, 1)) for n in range(200)]
-    assert overlapping(slabs) is None
+    assert overlapping(slabs, 1) is None  # behind each other along dim 1
+    grid = [Box((n, m), (1, 1)) for n in range(20) for m in range(20)]
+    assert overlapping(grid, 20) is None
     with pytest.raises(OverflowError):
-        overlapping(slabs, most_steps=1000)
+        overlapping(grid, 9)
+
+
+@given(st.data())
+def test_a_part_that_is_one_run_of_its_piece_begins_where_it_is_said(data):
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=3).map(tuple))
+    part = data.draw(parts(shape))
+    places = elements(shape, part)
+    is_run = places == list(range(places[0], places[0] + len(places)))
+    assert start_of_run(whole(shape), part) == (places[0] if is_run else None)

@@ -10,8 +10,8 @@ from sherd.errors import CommError
 from sherd.train import rank as ranks
 from sherd.train.config import InputError
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
-from sherd.train.manifest import newest
 from sherd.train.ranks import together
+from sherd.train.saved import newest
 from sherd.train.words import configure, parse
 from tests.train.test_checkpoint import break_it, put
 
@@ -21,7 +21,7 @@ from tests.train.test_checkpoint import break_it, put
 def begun(*words):
     """The step that the command goes on from; None if it starts."""
     _, resumed = configure(parse(["train", *words]))
-    return resumed and resumed.manifest.step
+    return resumed and resumed.step
 
 
 def test_resume_or_start_starts_where_nothing_whole_was_saved_and_else_goes_on(tmp_path):

@@ -4,6 +4,8 @@ import contextlib
 import errno
 import json
 import os
+import signal
+from threading import Thread
 
 import pytest
 
@@ -293,3 +295,35 @@ def test_a_folder_that_cannot_be_written_is_read(folder, tmp_path):
         assert read_all(folder.newest(verify=True)[0].place) == tensors
     with pytest.raises(PermissionError):
         save_into(folder, 2)
+
+
+def test_who_saves_waits_for_who_removes(folder):
+    said = []
+
+    def save_soon():
+        with folder.locked(make=True) as lock:
+            said.append(lock)
+
+    saver = Thread(target=save_soon)
+    with folder.locked(shared=False, make=True) as lock:
+        assert lock is Lock.HELD
+        saver.start()
+        saver.join(0.2)
+        assert said == []
+    saver.join()
+    assert said == [Lock.HELD]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of the threads of other tests
+def test_a_forked_process_does_not_hold_the_lock_on(folder):
+    with folder.locked(make=True):
+        child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+    try:
+        with folder.locked(shared=False) as lock:
+            assert lock is Lock.HELD
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

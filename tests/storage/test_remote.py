@@ -220,6 +220,14 @@ def test_names_are_those_that_are_there_now(store, server):
     assert store.names() == ["step"]
 
 
+def test_an_empty_folder_is_dropped_and_never_its_bucket(store):
+    place_of(f"s3://{BUCKET}", **store._fs.storage_options).drop()
+    assert store._fs.exists(BUCKET)
+    store.write("a", chunks_of(b"1"))
+    store.drop()
+    assert store.names() == ["a"]
+
+
 @pytest.fixture(params=["s3", "memory"])
 def folder(request):
     if request.param == "s3":

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sherd.storage.folder import Folder
+from sherd.storage.places import Disk
 from sherd.train.codes import NOT_SAVED, STOPPED
 from sherd.train.folder import LOCK
 from tests.forked import sherd, start
@@ -143,7 +145,7 @@ def kill(run: Run, moment: Moment, usual: float) -> None:
         # Ranks are there after some of the start, for which we wait below.
         "start": (lambda: True, usual if moment.target == "launcher" else usual / 2),
         "step": (lambda: len(run.records("step")) >= moment.step, 0.02),
-        "save": (lambda: list(run.out.glob(f"checkpoints/step-{2 * -(-moment.step // 2):08}.part")), 0.05),
+        "save": (lambda: list(run.out.glob(f"checkpoints/step-{2 * -(-moment.step // 2):08}")), 0.05),
         "sample": (lambda: len(run.records("evaluation")) > 0, 0.2),
         "end": (lambda: (run.out / "sample.txt").exists(), 0.3),
     }
@@ -182,8 +184,9 @@ def require(first: Run, code: int, saved: int, second: Run, never_killed: dict[i
     for record in second.records("step"):  # also those that were done twice
         assert record["loss"] == never_killed[record["step"]], context
     assert max(reported) == STEPS, context
-    left = [path.name for path in (second.out / "checkpoints").iterdir() if path.is_dir() and path.suffix]
-    assert not left, context
+    folder = Folder(Disk(second.out / "checkpoints"))
+    assert len(folder.whole()) == len(folder.steps()), context
+    assert not folder.sweep(), context
 
 
 def prepared(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Is a checkpoint whole or none, and is the wrong one refused?"""
 
-import dataclasses
+import contextlib
 import errno
 import json
 from unittest import mock
@@ -9,54 +9,66 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from sherd.train import checkpoint, rank
+from sherd.layout.boxes import Grid
+from sherd.storage.folder import Folder, file_name
+from sherd.storage.manifest import MANIFEST, Entry, Manifest
+from sherd.storage.places import Disk
+from sherd.storage.writing import Content, write_file
+from sherd.train import checkpoint, rank, saved
+from sherd.train.checkpoint import NotSaved, Saver, facts
 from sherd.train.config import Config, InputError
-from sherd.train.manifest import Checkpoint, Manifest, newest
+from sherd.train.folder import sweep
+from sherd.train.report import Silent
+from sherd.train.saved import Checkpoint, newest, place_in
+
+DATA = file_name("0a", 0)
 
 
-def manifest(step=3, **fields):
-    values = {"step": step, "ranks": 2, "config": Config().tree(), "text": "abc", "parameters": "def"}
-    return Manifest(**{**values, "files": {"data": 4}, **fields})
+def manifest(step=3, files=(), **changed):
+    user = {**facts(Config(), "abc", "def", 0), **changed}
+    of = {"model/w": Entry("U8", (4,), Grid(0))} if files else {}
+    return Manifest(step, "0a", "2026-01-01T00:00:00Z", 2, files, of, user=user)
 
 
-def put(out, step, **fields):
+def put(out, step, **changed):
     """A checkpoint as `save` leaves it."""
-    path = out / "checkpoints" / f"step-{step:08}"
-    path.mkdir(parents=True)
-    (path / "data").write_bytes(b"1234")
-    (path / "manifest.json").write_text(json.dumps(dataclasses.asdict(manifest(step, **fields))))
-    return path
+    folder = Folder(Disk(out / "checkpoints"))
+    file = write_file(folder.folder_of(step), DATA, {"model/w": Content("U8", (4,), lambda: [memoryview(b"1234")])})
+    folder.finish(step, manifest(step, (file,), **changed))
+    return out / "checkpoints" / f"step-{step:08}"
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path):
     put(tmp_path, 90)
     path = put(tmp_path, 100)
     found = newest(tmp_path)
-    assert (found.path, found.manifest, found.notes) == (path, manifest(100), ())
+    assert (str(found), found.step, found.notes) == (str(path), 100, ())
+    assert (found.config, found.text, found.parameters) == (Config().tree(), "abc", "def")
 
 
 def break_it(path, how):
     if how == "no manifest":
-        (path / "manifest.json").unlink()
+        (path / MANIFEST).unlink()
     elif how == "cut manifest":
-        (path / "manifest.json").write_text('{"step": ')
+        (path / MANIFEST).write_bytes((path / MANIFEST).read_bytes()[:-20])
     elif how == "empty manifest":
-        (path / "manifest.json").write_text("{}")
+        (path / MANIFEST).write_text("{}")
     elif how == "missing file":
-        (path / "data").unlink()
+        (path / DATA).unlink()
     elif how == "short file":
-        (path / "data").write_bytes(b"12")
+        (path / DATA).write_bytes(b"12")
     else:
-        path.rename(path.with_suffix(".part"))
+        (path / MANIFEST).unlink()
+        (path / DATA).rename(path / f"{DATA}.0a.part")
 
 
 BREAKS = {
     "no manifest": "manifest.json is missing",
-    "cut manifest": "manifest.json is damaged",
-    "empty manifest": "manifest.json is damaged",
-    "missing file": "data is missing",
-    "short file": "data has 2 of 4 bytes",
-    "never renamed": "it was never finished",
+    "cut manifest": "manifest.json is torn: it does not end with its checksum",
+    "empty manifest": "manifest.json is torn",
+    "missing file": f"{DATA} cannot be read: No such file or directory",
+    "short file": f"{DATA} has 2 of 76 bytes",
+    "never finished": "manifest.json is missing",
 }
 
 
@@ -65,9 +77,10 @@ def test_a_half_written_checkpoint_is_passed_over_with_a_note_for_an_older_whole
     old, new = put(tmp_path, 1), put(tmp_path, 2)
     break_it(new, how)
     found = newest(tmp_path)
-    assert found.path == old
+    assert str(found) == str(old)
     assert len(found.notes) == 1
-    assert f"half-written ({BREAKS[how]})" in found.notes[0]
+    assert str(new) in found.notes[0]
+    assert BREAKS[how] in found.notes[0]
 
 
 @pytest.mark.parametrize("how", BREAKS)
@@ -84,28 +97,48 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path):
         newest(tmp_path)
 
 
-def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
-    put(tmp_path, 1, format=2)
-    with pytest.raises(InputError, match="has format 2; this version reads format 1"):
+LATER = {"format": "sherd/2"}, "has format 'sherd/2'; this version reads 'sherd/1'"
+EARLIER = (
+    {"format": 1, "step": 2, "files": {}},
+    "was written by an earlier sherd train, by torch.distributed.checkpoint",
+)
+
+
+@pytest.mark.parametrize(("written", "said"), [LATER, EARLIER], ids=["later", "earlier"])
+def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken_in_its_place(tmp_path, written, said):
+    put(tmp_path, 1)
+    path = put(tmp_path, 2)
+    (path / MANIFEST).write_text(json.dumps(written))
+    with pytest.raises(InputError, match=said) as caught:
+        newest(tmp_path)
+    assert not isinstance(caught.value, saved.NoCheckpoint), "--resume-or-start would begin anew"
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_another_program_saved_is_refused(tmp_path):
+    folder = Folder(Disk(tmp_path / "checkpoints"))
+    file = write_file(folder.folder_of(1), DATA, {})
+    folder.finish(1, Manifest(1, "0a", "2026-01-01T00:00:00Z", 1, (file,), {}, user={"config": {}}))
+    with pytest.raises(InputError, match="is no checkpoint of `sherd train`: another program has saved it"):
         newest(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(tmp_path):
-    found = Checkpoint(tmp_path, manifest())
+    found = Checkpoint(Disk(tmp_path), manifest())
     found.check_model(Config())
     with pytest.raises(InputError, match=r"another model: model.width is 128 there and 64 here, model.tied is True"):
         found.check_model(Config.of({"model": {"width": 64, "tied": False}}))
 
 
 def test_a_checkpoint_trained_on_another_text_is_refused(tmp_path):
-    found = Checkpoint(tmp_path, manifest())
+    found = Checkpoint(Disk(tmp_path), manifest())
     found.check_text("abc", "here")
     with pytest.raises(InputError, match="another text than here holds now"):
         found.check_text("xyz", "here")
 
 
 def test_only_changes_that_reach_the_losses_are_told(tmp_path):
-    found = Checkpoint(tmp_path, manifest())
+    found = Checkpoint(Disk(tmp_path), manifest())
     free = {"out": "elsewhere", "keep": 9, "save_every": 1, "ranks": 2, "sample": 3}
     assert found.changes(Config.of({"run": free})) == []
     assert found.changes(Config.of({"run": {"seed": 1}, "optimizer": {"lr": 0.5}})) == [
@@ -115,122 +148,180 @@ def test_only_changes_that_reach_the_losses_are_told(tmp_path):
 
 
 def finish(out, step, keep):
-    """What rank 0 does at the end of a save, with `data` in the place of the shards."""
-    part = out / "checkpoints" / f"step-{step:08}.part"
-    checkpoint._make_room(part)
-    (part / "data").write_bytes(b"1234")
-    config = Config.of({"run": {"keep": keep}})
-    checkpoint._finish(part, manifest(step, config=config.tree()))
+    """What rank 0 does when a save is whole."""
+    put(out, step)
+    checkpoint.clear(place_in(out), keep, step)
 
 
 def names(out):
-    return sorted(path.name for path in (out / "checkpoints").iterdir())
+    return sorted(path.name for path in (out / "checkpoints").iterdir() if path.name not in (".lock", "latest"))
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         finish(tmp_path, step, keep=2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
-    assert newest(tmp_path).manifest.step == 5
+    assert newest(tmp_path).step == 5
 
 
 def test_a_later_half_written_checkpoint_does_not_push_out_a_whole_one(tmp_path):
     put(tmp_path, 1)
     break_it(put(tmp_path, 3), "no manifest")
     finish(tmp_path, 2, keep=1)
-    assert newest(tmp_path).manifest.step == 2
+    assert newest(tmp_path).step == 2
 
 
-def test_a_half_written_checkpoint_in_the_way_is_moved_aside_and_not_overwritten(tmp_path):
-    break_it(put(tmp_path, 2), "no manifest")
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_half_written_checkpoint_in_the_way_is_replaced_and_what_it_left_is_swept(tmp_path, how):
+    break_it(put(tmp_path, 2), how)
     finish(tmp_path, 2, keep=1)
-    aside = [name for name in names(tmp_path) if ".half-" in name]
-    assert len(aside) == 1
-    assert (tmp_path / "checkpoints" / aside[0] / "data").read_bytes() == b"1234"
-    assert newest(tmp_path).manifest.step == 2
-
-
-def test_what_an_interrupted_save_left_is_cleared_by_the_next_of_that_step(tmp_path):
-    (tmp_path / "checkpoints" / "step-00000001.part").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-00000001.part" / "left over").write_text("x")
-    finish(tmp_path, 1, keep=1)
-    assert newest(tmp_path).manifest.files == {"data": 4}
-
-
-def test_a_checkpoint_from_before_there_were_checksums_is_read(tmp_path):
-    path = put(tmp_path, 3)
-    values = json.loads((path / "manifest.json").read_text())
-    del values["sums"]
-    (path / "manifest.json").write_text(json.dumps(values))
-    assert newest(tmp_path).manifest == manifest(3)
+    assert newest(tmp_path).step == 2
+    sweep(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "step-00000002").iterdir()) == [DATA, MANIFEST]
 
 
 # On two ranks
 
 
 def small():
+    torch.manual_seed(dist.get_rank())
     model = torch.nn.Linear(64, 64)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def save(out, step):
-    return checkpoint.save(out, *small(), step, Config(), "abc")
+def saver(out, model, optimizer):
+    return Saver(place_in(out), model, optimizer, "abc", Silent())
 
 
-def found_damage(out, flip):
-    save(out, 1)
-    path = save(out, 2)
-    sound = checkpoint.damage(newest(out))
-    if dist.get_rank() == 0:
-        damaged = bytearray((path / flip).read_bytes())
-        damaged[len(damaged) // 2] ^= 1
-        (path / flip).write_bytes(damaged)
+def choice(**run):
+    return Config.of({"run": run})
+
+
+def damaged(out, flip):
+    model, optimizer = small()
+    with saver(out, model, optimizer) as saving:
+        saving.save(1, choice())
+        first = model.weight.detach().clone()
+        torch.nn.init.zeros_(model.weight)
+        saving.save(2, choice())
+    path = out / "checkpoints" / "step-00000002"
+    (name,) = [each.name for each in path.iterdir() if each.name.endswith(flip)]
     dist.barrier()
-    reason = checkpoint.damage(newest(out))
-    return sound, reason, newest(out, {path: reason})
+    if dist.get_rank() == 0:
+        raw = bytearray((path / name).read_bytes())
+        raw[len(raw) // 2] ^= 1
+        (path / name).write_bytes(raw)
+    dist.barrier()
+    found = newest(out)
+    loaded = checkpoint.load(place_in(out), found, model, optimizer)
+    return loaded.step, loaded.notes, torch.equal(model.weight, first) or dist.get_rank() > 0
 
 
-@pytest.mark.parametrize("flip", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("flip", [MANIFEST, "-00000.safetensors"])
 def test_a_single_bit_changed_since_it_was_written_is_found_and_the_older_one_taken(world, tmp_path, flip):
-    for sound, reason, found in world(2).run(found_damage, tmp_path, flip):
-        assert sound == ""
-        assert reason == f"{flip} is not what was written"
-        assert found.manifest.step == 1
-        assert found.notes == (f"{tmp_path}/checkpoints/step-00000002 is damaged ({reason})",)
+    for step, notes, is_first in world(2).run(damaged, tmp_path, flip):
+        assert step == 1
+        (note,) = notes
+        assert f"{tmp_path}/checkpoints/step-00000002" in note
+        assert flip in note
+        assert is_first
 
 
-def full(*args):
-    """As torch does it: the file cannot take the bytes, and the zip archive complains of that."""
-    try:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    finally:
-        raise RuntimeError("unexpected pos 704 vs 598")
-
-
-def refused_on(number, what, out):
-    save(out, 4)
-    place = {"shards": (checkpoint.FileSystemWriter, "write_data"), "manifest": (checkpoint.json, "dump")}[what]
-    raises = full if what == "shards" else mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    patched = mock.patch.object(*place, raises) if dist.get_rank() == number else mock.MagicMock()
-    with pytest.raises(checkpoint.NotSaved) as caught, patched:
-        save(out, 8)
+def only_damaged(out):
+    model, optimizer = small()
+    with saver(out, model, optimizer) as saving:
+        saving.save(1, choice())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (file,) = (out / "checkpoints" / "step-00000001").glob("*-00000.safetensors")
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    dist.barrier()
+    with pytest.raises(InputError) as caught:
+        checkpoint.load(place_in(out), newest(out), model, optimizer)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("number", "what"), [(0, "shards"), (1, "shards"), (0, "manifest")])
+def test_where_all_are_damaged_that_is_told_in_one_line(world, tmp_path):
+    for said in world(2).run(only_damaged, tmp_path):
+        assert "holds no whole checkpoint (step 1: " in said
+        assert said.endswith("name another --out")
+        assert "\n" not in said
+
+
+def refused_on(number, what, run, out):
+    model, optimizer = small()
+    real = Disk.write
+
+    def write(self, name, chunks):
+        if name.endswith(what) and "step-00000008" in str(self):
+            for _ in chunks():
+                raise OSError(errno.ENOSPC, "No space left on device", name)
+        real(self, name, chunks)
+
+    patched = mock.patch.object(Disk, "write", write) if dist.get_rank() == number else contextlib.nullcontext()
+    with patched, pytest.raises(NotSaved) as caught:
+        save_twice(saver(out, model, optimizer), choice(**run))
+    return str(caught.value)
+
+
+def save_twice(saver, config):
+    with saver as saving:
+        saving.save(4, config)
+        saving.save(8, config)
+
+
+@pytest.mark.parametrize("run", [{"async_save": True}, {"async_save": False}], ids=["async", "sync"])
+@pytest.mark.parametrize(("number", "what"), [(0, ".safetensors"), (1, ".safetensors"), (0, MANIFEST)])
 def test_a_disk_that_is_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
-    world, tmp_path, number, what
+    world, tmp_path, number, what, run
 ):
-    for said in world(2).run(refused_on, number, what, tmp_path):
-        assert said == (
-            f"cannot save step 8 to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"
-        )
+    for said in world(2).run(refused_on, number, what, run, tmp_path):
+        assert said.startswith(f"the save of step 8 to {tmp_path}/checkpoints/step-00000008 failed on rank {number}: ")
+        assert said.endswith(": No space left on device; step 4 is whole, --resume goes on from it")
+        assert "\n" not in said
+    assert newest(tmp_path).step == 4
+    left = list((tmp_path / "checkpoints").glob("step-00000008/*"))
+    assert what == MANIFEST or not left
+    sweep(tmp_path)
     assert names(tmp_path) == ["step-00000004"]
+
+
+class Listening(Silent):
+    def __init__(self):
+        self.told = []
+
+    def write(self, event, **record):
+        self.told.append((event, record["step"]))
+
+
+def one_save_under_way(out):
+    model, optimizer = small()
+    report, seen = Listening(), []
+    with Saver(place_in(out), model, optimizer, "abc", report) as saving:
+        saving.save(1, choice())
+        seen.append(list(report.told))  # it is told of when it is whole, not before
+        torch.nn.init.zeros_(model.weight)
+        saving.save(2, choice())
+        seen.append(list(report.told))
+        saving.settle()
+        seen.append(list(report.told))
+        saving.save(3, choice())
+        with contextlib.suppress(ZeroDivisionError), saving:
+            raise ZeroDivisionError
+        seen.append(list(report.told))
+    return seen
+
+
+def test_a_save_is_told_of_when_it_is_whole_and_the_end_waits_for_it_also_after_an_error(world, tmp_path):
+    told = [("checkpoint", step) for step in (1, 2, 3)]
+    for seen in world(2).run(one_save_under_way, tmp_path):
+        assert seen == [[], told[:1], told[:2], told]
+    assert newest(tmp_path).step == 3
 
 
 def metrics_refused(out):
     put(out, 4)
-    with pytest.raises(checkpoint.NotSaved) as caught, rank._report(out, None, quiet=False):
+    with pytest.raises(NotSaved) as caught, rank._report(out, None, quiet=False):
         raise OSError(errno.ENOSPC, "No space left on device")
     return str(caught.value)
 

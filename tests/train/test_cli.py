@@ -15,7 +15,7 @@ from sherd.train.config import Config, Data, read_tree
 from sherd.train.text import read_corpus
 from sherd.train.words import configure, parse
 from tests.forked import start
-from tests.train.test_checkpoint import break_it, put
+from tests.train.test_checkpoint import DATA, break_it, put
 from tests.train.test_loop import TREE, run
 
 
@@ -213,7 +213,7 @@ def test_resuming_takes_the_config_of_the_run_changed_by_the_words_but_not_its_r
     args = parse(["train", "--resume", "--out", "run", "optimizer.lr=0.5"])
     config, resumed = configure(args)
     assert resumed is not None
-    assert resumed.manifest.step == 3
+    assert resumed.step == 3
     assert config.run.ranks == 0
     assert config.optimizer.lr == 0.5
     assert config.model == Config.of(TREE).model
@@ -224,7 +224,7 @@ def test_resuming_without_a_folder_takes_the_last_numbered_run(tmp_path):
         put(tmp_path / "runs" / str(number), number)
     config, resumed = configure(parse(["train", "--resume"]))
     assert resumed is not None
-    assert resumed.manifest.step == 10
+    assert resumed.step == 10
     assert config.run.out == "runs/10"
 
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_model_or_text_or_half_written_is_refused(capsys
     assert "is a checkpoint of another model: model.width" in refused(capsys, *words, "model.width=64")
     assert "was trained on another text than text.txt holds now" in refused(capsys, *words)
     break_it(path, "missing file")
-    assert "is half-written (data is missing)" in refused(capsys, *words)
+    assert f"{DATA} cannot be read: No such file" in refused(capsys, *words)
     assert not started
 
 

@@ -10,9 +10,9 @@ import pytest
 from sherd.train import cli, folder
 from sherd.train.config import Config, InputError
 from sherd.train.folder import HELD, claim, is_free, last_run, sweep
-from sherd.train.manifest import newest
+from sherd.train.saved import newest
 from sherd.train.text import read_corpus
-from tests.train.test_checkpoint import break_it, names, put
+from tests.train.test_checkpoint import DATA, break_it, names, put
 
 forks = multiprocessing.get_context("fork")
 
@@ -125,7 +125,10 @@ def test_where_a_file_system_has_no_flock_runs_go_on_without(monkeypatch):
 
 
 def start_left(out):
-    (out / "checkpoints" / "step-00000002.part").mkdir(parents=True)
+    part = out / "checkpoints" / "step-00000002" / f"{DATA}.1b.part"
+    part.parent.mkdir(parents=True)
+    part.touch()
+    (out / "checkpoints" / ".lock").touch()
     (out / ".lock").touch()
     (out / ".seen-12").touch()
     (out / "metrics.jsonl").write_text('{"event": "start", "step": 0}\n')
@@ -187,17 +190,19 @@ def test_checkpoints_never_finished_and_marks_are_swept(tmp_path):
     start_left(tmp_path)
     put(tmp_path, 1)
     said = sweep(tmp_path)
-    assert said == [f"{tmp_path}/checkpoints/step-00000002.part is removed: it was never finished"]
+    part = f"{tmp_path}/checkpoints/step-00000002/{DATA}.1b.part"
+    assert said == [f"{part} is removed: no checkpoint needs it"]
     assert names(tmp_path) == ["step-00000001"]
     assert not list(tmp_path.glob(".seen-*"))
 
 
-def test_a_damaged_checkpoint_moved_aside_is_kept_until_a_whole_one_of_its_step_or_a_later_one_is_there(tmp_path):
+def test_a_damaged_checkpoint_is_kept_until_a_whole_one_of_its_step_is_there(tmp_path):
     aside = put(tmp_path, 4)
-    aside = aside.rename(aside.with_suffix(".half-123"))
+    file = (aside / DATA).rename(aside / "1b-00000.safetensors")
+    break_it(aside, "cut manifest")
     put(tmp_path, 2)
     assert sweep(tmp_path) == []
-    assert aside.exists()
+    assert file.exists()
     put(tmp_path, 4)
-    assert sweep(tmp_path) == [f"{aside} is removed: a whole one has taken its place"]
-    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    assert sweep(tmp_path) == [f"{file} is removed: no checkpoint needs it"]
+    assert newest(tmp_path).step == 4

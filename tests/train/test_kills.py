@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from sherd.train.manifest import newest
+from sherd.train.saved import newest
 from sherd.train.terminal import outlive_the_terminal
 from tests.forked import answer_of, sherd, start
 from tests.train.kills import ENVIRONMENT, SAVING_S, STEPS, Moment, Run, never_killed, prepared, tried
@@ -110,7 +110,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
         os.kill(process.pid, signal.SIGCONT)
     process.join(120)
     assert process.exitcode == 143
-    assert newest(folder / "out").manifest.step >= 3
+    assert newest(folder / "out").step >= 3
 
 
 def on_terminal(name, words):

@@ -17,10 +17,10 @@ from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError, Optimizer
 from sherd.train.data import batch, tokens
 from sherd.train.loop import Trainer, introduce, learning_rate, lzma_bits, train
-from sherd.train.manifest import newest
 from sherd.train.mesh import Grid
 from sherd.train.models import Decoder
 from sherd.train.report import Report, Silent
+from sherd.train.saved import newest
 from sherd.train.text import read_corpus
 
 TREE = {
@@ -68,8 +68,9 @@ def run(config, out, resume=False, stop_after=None):
     """Losses by step, and whether the run finished; every rank's view."""
     corpus, report = read_corpus(config.data), Recorded()
     trainer = Trainer(config, corpus, grid(config))
-    resumed = newest(out) if resume else None
-    finished = train(trainer, out, resumed, report, lambda: trainer.done + 1 == stop_after)
+    if resume:
+        trainer.resume(newest(out))
+    finished = train(trainer, out, report, lambda: trainer.done + 1 == stop_after)
     losses = {record["step"]: record["loss"] for event, record in report.records if event == "step"}
     return losses, finished, report.lines
 
@@ -114,7 +115,7 @@ def stopped(world, text, tmp_path_factory):
     first, finished, lines = world(2).run(run, config(text), folder / "cut", stop_after=3)[0]
     assert not finished
     assert "stopped after step 3, which is saved; --resume goes on from there" in lines[-1]
-    assert newest(folder / "cut").manifest.step == 3
+    assert newest(folder / "cut").step == 3
     return whole, first, folder / "cut"
 
 
@@ -142,7 +143,7 @@ def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(world, tex
 
 def stop_on_rank_1(config, out):
     trainer = Trainer(config, read_corpus(config.data), grid(config))
-    finished = train(trainer, out, None, Silent(), lambda: dist.get_rank() == 1 and trainer.done == 1)
+    finished = train(trainer, out, Silent(), lambda: dist.get_rank() == 1 and trainer.done == 1)
     return finished, trainer.done
 
 
@@ -154,7 +155,7 @@ def load_into_wider(config, out):
     wider = Config.of(config.tree(), {"model": {"hidden": 32}})
     trainer = Trainer(wider, read_corpus(config.data), grid(config))
     try:
-        train(trainer, out, newest(out), Silent())
+        trainer.resume(newest(out))
     except InputError as error:
         return str(error)
     return "no error"
@@ -227,18 +228,19 @@ def write_report(config, out):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), Report(out) as report:
         introduce(trainer, out, None, report)
-        train(trainer, out, None, report)
+        train(trainer, out, report)
     return said.getvalue()
 
 
 def test_a_run_leaves_metrics_a_sample_and_a_picture_and_ends_with_its_bits_beside_lzmas(world, text, tmp_path):
     pytest.importorskip("matplotlib")
-    said = world(1).run(write_report, config(text, eval_every=2), tmp_path)[0].splitlines()
+    chosen = config(text, eval_every=2, async_save=False)
+    said = world(1).run(write_report, chosen, tmp_path)[0].splitlines()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     events = [record["event"] for record in records]
     assert events == ["start", *["step", "step", "checkpoint", "evaluation"] * 3]
     assert {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "peak_bytes"} <= records[1].keys()
-    assert Config.of(records[0]["config"]) == config(text, eval_every=2)
+    assert Config.of(records[0]["config"]) == chosen
     assert records[-1]["lzma_bits"] == lzma_bits(read_corpus(config(text).data).held_out)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "sample.txt").read_text()) <= 3
@@ -250,7 +252,7 @@ def test_a_run_leaves_metrics_a_sample_and_a_picture_and_ends_with_its_bits_besi
     assert lzma.startswith(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone")
     assert written == f"written   curve.png, sample.txt, metrics.jsonl in {tmp_path}"
     assert model == f"model     {tmp_path}/checkpoints/step-00000006"
-    assert try_next == f'try       sherd generate {tmp_path} --prompt "def " --length 200'
+    assert try_next == f'try       sherd generate {tmp_path} --prompt "def " --tokens 200'
     assert f"step      2  saved to {tmp_path}/checkpoints/step-00000002" in said
     assert said.index("drawing the sample, 3 bytes ...") < said.index("sample")
 

@@ -1,5 +1,6 @@
 """Does a run have the same losses under every mesh, and go on from a checkpoint under any other?"""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,11 +24,17 @@ MESHES = {
 }
 
 
+def num_ranks(mesh):
+    """The ranks of a mesh that names all axes."""
+    sizes = dict(axis.split("=") for axis in mesh.split(",")) if mesh else {}
+    return math.prod(int(size) for axis, size in sizes.items() if axis != "ep")
+
+
 def config(text, mesh, model, **run):  # noqa: F811
     changed = {"model": MODELS[model], "optimizer": {"batch": 8, "micro_batch": 1}, "run": {"mesh": mesh, **run}}
     chosen = Config.of(TREE, {"data": {"path": text}, "run": {"sample": 2}}, changed)
     # Two micro-batches, by whatever samples are divided.
-    size = 4 // axes_of(chosen, 4 if mesh else 1).num_data
+    size = 4 // axes_of(chosen, num_ranks(mesh)).num_data
     return replace(chosen, optimizer=replace(chosen.optimizer, micro_batch=size))
 
 
@@ -65,7 +72,11 @@ def test_losses_norms_evaluation_and_sample_are_the_same_under_every_mesh(world,
 
 @pytest.mark.parametrize(
     ("model", "meshes"),
-    [("untied", ["replicate=2,tp=2", "pp=2,dp=2", ""]), ("experts", ["dp=2,ep=2,tp=2", "dp=4,ep=4", ""])],
+    [
+        ("untied", ["replicate=2,tp=2", "pp=2,dp=2", ""]),
+        ("experts", ["dp=2,ep=2,tp=2", "dp=4,ep=4", ""]),
+        ("untied", ["dp=1", "dp=2", "dp=2,tp=2", "replicate=2,dp=2", "dp=2,cp=2", "pp=2", ""]),
+    ],
 )
 def test_a_run_goes_on_under_other_meshes_as_if_never_stopped(world, text, tmp_path, model, meshes):  # noqa: F811
     whole = plain_losses(config(text, "", model, steps=len(meshes)))
@@ -73,6 +84,6 @@ def test_a_run_goes_on_under_other_meshes_as_if_never_stopped(world, text, tmp_p
     for number, mesh in enumerate(meshes):
         chosen = config(text, mesh, model, steps=len(meshes))
         resume, stop_after = number > 0, 1 + number if mesh else None
-        losses |= world(4 if mesh else 1).run(go_on, chosen, tmp_path, resume, stop_after)[0][0]
+        losses |= world(num_ranks(mesh)).run(go_on, chosen, tmp_path, resume, stop_after)[0][0]
     assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=1e-5)
     assert sorted(losses) == list(range(1, len(whole) + 1))

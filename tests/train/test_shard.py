@@ -7,8 +7,8 @@ from sherd import FSDPModule
 from sherd.optim import FlatStep
 from sherd.train.config import Config, InputError
 from sherd.train.loop import Trainer
-from sherd.train.manifest import newest
 from sherd.train.parallel import build
+from sherd.train.saved import newest
 from sherd.train.text import read_corpus
 from tests.train.test_loop import TREE, grid, plain_losses, run, text  # noqa: F401  a fixture
 
@@ -89,7 +89,7 @@ def test_a_run_goes_on_under_other_choices_as_if_never_stopped_and_keeps_them_in
     for number, each in enumerate(chosen):
         found |= world(2).run(go_on, each, tmp_path, number)[0][0]
         saved = newest(tmp_path)
-        assert Config.of(saved.manifest.config).shard == each.shard
+        assert Config.of(saved.config).shard == each.shard
         assert saved.changes(config(text)) == []
     assert [found[step] for step in (1, 2, 3)] == pytest.approx(plain_losses(chosen[0]), rel=1e-5)
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,16 +17,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sherd.storage.folder import Folder
+from sherd.storage.places import Disk
 from sherd.train import cli, launch, using
 from sherd.train.config import Config
 from sherd.train.models import Decoder
-from sherd.train.plain import load_model
+from sherd.train.plain import export, load_model
 from sherd.train.text import read_corpus
-from sherd.train.uses import asked, pick
+from sherd.train.uses import FORMS, asked, pick
 from sherd.train.using import generate, loaded, score
 from sherd.train.words import parse
 from tests.forked import answer_of
-from tests.train.test_checkpoint import break_it, put
+from tests.train.test_checkpoint import DATA, break_it, put
 from tests.train.test_loop import TREE, text, write_report
 from tests.train.test_models import hf_config
 
@@ -106,7 +109,7 @@ def test_without_options_the_text_is_the_runs_own_sample(trained, said):
 
 def test_a_seed_gives_the_same_text_again_from_the_run_its_checkpoint_and_its_best(trained, said):
     answers = said[1]
-    assert pick(str(trained[0]), best=True).manifest.step == 4
+    assert pick(str(trained[0]), best=True).step == 4
     assert answers["seed"] == answers["seed again"] == answers["checkpoint"] == answers["best"]
     assert answers["seed"] != answers["as the run"]
 
@@ -184,14 +187,6 @@ def test_the_guides_lines_of_python_read_what_was_exported_and_what_was_not(trai
     names = {}
     exec(lines, names)
     assert names["logits"].shape == (1, 5, 256)
-
-
-def test_torchs_own_converter_reads_a_checkpoint(trained, tmp_path):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(trained[0] / "checkpoints" / "step-00000004", tmp_path / "all.pt")
-    state = torch.load(tmp_path / "all.pt", weights_only=True)["model"]
-    Decoder(Config.of(TREE, {"model": MODEL}).model).load_state_dict(state)
 
 
 def on_a_mesh(out, mesh):
@@ -293,7 +288,12 @@ REFUSED = [
     (["generate", "RUN/checkpoints/step-00000004", "--best"], "--best chooses among a run's checkpoints"),
     (["eval", "RUN", "--data", "absent"], "cannot read the text absent"),
     (["eval", "RUN", "--data", "empty"], "empty holds no text"),
-    (["export", "RUN", "model"], "model ends in no known form; choose a name that ends in .pt or in .safetensors"),
+    (
+        ["export", "RUN", "model"],
+        "model ends in no known form; choose a name that ends in .pt or in .safetensors, or say",
+    ),
+    (["export", "RUN", "model", "--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
+    (["export", "RUN", "a", "b"], "'b' is one word too many"),
     (["export", "RUN", "absent/model.pt"], "absent is no folder"),
     (["export", "RUN", "empty"], "empty is there already, and nothing is overwritten"),
 ]
@@ -316,8 +316,10 @@ def test_a_run_without_a_whole_checkpoint_and_a_text_that_has_changed_are_refuse
     path = put(tmp_path / "run", 3, config=Config.of({"data": {"path": "text.txt"}}).tree())
     assert "no longer holds the text that run/checkpoints/step-00000003 was trained on" in refused("eval", "run")
     break_it(path, "short file")
-    assert "data has 2 of 4 bytes" in refused("generate", "run")
-    assert "is no whole checkpoint (data has 2 of 4 bytes)" in refused("generate", path)
+    assert f"run holds no whole checkpoint: run/checkpoints/step-00000003/{DATA} has 2 of 76 bytes" in refused(
+        "generate", "run"
+    )
+    assert f"{path}/{DATA} has 2 of 76 bytes" in refused("generate", path)
 
 
 def test_a_refusal_of_these_commands_loads_no_torch_either():
@@ -337,23 +339,100 @@ def train_and_use(folder, config, *words):
     return commands(folder, *words)
 
 
-def test_a_hugging_face_model_writes_is_judged_and_exported_as_transformers_reads_it(text, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    path, out = hf_config(tmp_path, tie_word_embeddings=True, num_hidden_layers=1), tmp_path / "run"
+@pytest.fixture(scope="module")
+def byte_lm(text, tmp_path_factory):
+    """The folder of a run of a Hugging Face model, the path of its config, and what commands said about it."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("hf")
+    path, out = hf_config(folder, tie_word_embeddings=True, num_hidden_layers=1), folder / "run"
     out.mkdir()
     config = Config.of(TREE, {"model": {"hf": path}, "data": {"path": text}, "run": {**RUN, "steps": 2}})
-    words = [["generate", out], ["eval", out, "--json"], ["export", out, "folder"], ["export", out, "model.pt"]]
-    answers = answer_of(train_and_use, tmp_path, config, *words)
-    assert [code for code, _, _ in answers] == [0, 0, 0, 0]
+    words = [
+        *(["generate", out], ["eval", out, "--json"], ["export", out, "folder"], ["export", out, "model.pt"]),
+        *(["export", out, "model.safetensors"], ["export", out, "--to", "sherd", "small"]),
+    ]
+    answers = answer_of(train_and_use, folder, config, *words)
+    assert [code for code, _, _ in answers] == [0] * len(words), answers
+    return folder, path, answers
+
+
+def test_a_hugging_face_model_writes_and_is_judged_as_the_run_did(byte_lm):
+    folder, _, answers = byte_lm
+    out = folder / "run"
     assert answers[2][2] == f"{out}/checkpoints/step-00000002 is exported to folder\n"
     assert answers[0][1][:-1] == (out / "sample.txt").read_text()
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads(answers[1][1])["bits_per_byte"] == pytest.approx(last["bits"], rel=1e-6)
 
+
+def test_transformers_reads_what_a_hugging_face_model_is_exported_to(byte_lm):
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder, path, _ = byte_lm
     tokens = torch.randint(256, (2, 7))
-    expected = load_model(out)(tokens)
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    torch.testing.assert_close(read(tokens).logits, expected)
-    own = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
-    own.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    torch.testing.assert_close(own.eval()(tokens).logits, expected)
+    expected = load_model(folder / "run")(tokens)
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder / "folder")
+    torch.testing.assert_close(read(tokens).logits, expected, rtol=0, atol=0)
+    for state in (torch.load(folder / "model.pt"), safetensors.load_file(folder / "model.safetensors")):
+        own = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        own.load_state_dict(state)
+        torch.testing.assert_close(own.eval()(tokens).logits, expected, rtol=0, atol=0)
+
+
+def test_a_checkpoint_without_the_optimizer_is_used_like_one_with_it(byte_lm):
+    folder, _, _ = byte_lm
+    tokens = torch.randint(256, (2, 7))
+    torch.testing.assert_close(load_model(folder / "small")(tokens), load_model(folder / "run")(tokens))
+    sizes = [Folder(Disk(each)).newest()[0].manifest.nbytes for each in (folder / "small", folder / "run/checkpoints")]
+    assert sizes[0] < 0.4 * sizes[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_built_in_decoder_is_exported_as_the_llama_that_computes_the_same(world, text, tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    run = tmp_path / "run"
+    run.mkdir()
+    model = {**TREE["model"], "heads": 4, "kv_heads": 2, "tied": tied, "rope_base": 50.0}
+    world(2).run(write_report, Config.of(TREE, {"model": model, "data": {"path": text}, "run": RUN}), run)
+    ((code, _, err),) = answer_of(commands, tmp_path, ["export", run / "checkpoints", "--to", "hf", "llama"])
+    assert (code, err) == (0, f"{run}/checkpoints/step-00000004 is exported to llama\n")
+    names = {path.name for path in (tmp_path / "llama").iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert type(read).__name__ == "LlamaForCausalLM"
+    prompt = "the naïve\tÄ 日"
+    (tokens,) = tokenizer([prompt])["input_ids"]
+    assert tokens == list(b"\0" + prompt.encode())
+    assert tokenizer.decode(tokens[1:]) == prompt
+    tokens = torch.tensor([tokens[:16]])
+    torch.testing.assert_close(read(tokens).logits, load_model(run)(tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_split_over_files_where_one_would_be_too_large(byte_lm, monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("sherd.train.hugging_face.LARGEST_FILE", "20KB")
+    checkpoint = pick(str(byte_lm[0] / "run"), best=False)
+    export(checkpoint, Config.of(checkpoint.config), tmp_path / "split", "hf")
+    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 1
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "split")
+    tokens = torch.randint(256, (2, 7))
+    torch.testing.assert_close(read(tokens).logits, load_model(byte_lm[0] / "run")(tokens), rtol=0, atol=0)
+
+
+def test_a_damaged_checkpoint_is_exported_in_no_form_and_leaves_nothing(refused, trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    for file in (tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.safetensors"):
+        file.write_bytes(bytes(byte ^ (at > 4000) for at, byte in enumerate(file.read_bytes())))
+    before = sorted(tmp_path.rglob("*"))
+    for form in FORMS:
+        assert "is not what was written" in refused("export", "run", "--to", form, "there")
+    assert "is not what was written" in refused("generate", "run", "--device", "cpu")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mixture_of_experts_is_not_for_transformers(refused, tmp_path):
+    put(tmp_path / "run", 3, config=Config.of({"model": {"experts": 4}}).tree())
+    assert "transformers has no model like sherd train's mixture of experts" in refused(
+        "export", "run", "x", "--to", "hf"
+    )

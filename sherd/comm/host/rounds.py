@@ -99,19 +99,22 @@ class Round(ABC):
 
 
 class Gather(Round):
-    """Every rank shows the same part to all."""
+    """Every rank shows the same part to all. This rank's lies in `pieces`."""
 
     def __init__(
-        self, question: Question, shown: Sequence[int], shard_buffer: torch.Tensor, copy_into_place: CopyIntoPlace
+        self, question: Question, shown: Sequence[int], pieces: Sequence[torch.Tensor], copy_into_place: CopyIntoPlace
     ) -> None:
         super().__init__(question, shown)
-        self._shard_buffer: torch.Tensor | None = shard_buffer
+        self._pieces = pieces
         self._copy_into_place: CopyIntoPlace | None = copy_into_place
 
     def fill(self, stage: torch.Tensor) -> None:
-        assert self._shard_buffer is not None, "filled once"
-        stage.copy_(self._shard_buffer)
-        self._shard_buffer = None
+        assert self._pieces, "filled once"
+        if len(self._pieces) == 1:
+            stage.copy_(self._pieces[0])
+        else:
+            torch.cat(list(self._pieces), out=stage)
+        self._pieces = ()
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
         return 0, self.shown[rank]

@@ -158,11 +158,16 @@ class SharedMemory(Transport):
         return self._begin_all(self._gathers(question, rows.detach(), shard_buffer.detach()), async_op)
 
     def all_gather_onto(
-        self, copy_into_place: CopyIntoPlace, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self,
+        copy_into_place: CopyIntoPlace,
+        shard_buffer: torch.Tensor | Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        async_op: bool,
     ) -> Pending | None:
         """Places this rank's own part before the call returns, and the others' in the order of their arrival."""
-        question = Question(ALL_GATHER_ONTO, shard_buffer.dtype, tuple(sizes), async_op)
-        return self._begin_all(self._gather_onto(question, copy_into_place, shard_buffer.detach()), async_op)
+        pieces = [shard_buffer] if isinstance(shard_buffer, torch.Tensor) else shard_buffer
+        question = Question(ALL_GATHER_ONTO, pieces[0].dtype, tuple(sizes), async_op)
+        return self._begin_all(self._gather_onto(question, copy_into_place, pieces), async_op)
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
@@ -208,15 +213,19 @@ class SharedMemory(Transport):
         for cut in self._pieces(question, question.sizes):
             here = cut[self._rank]
             shown = [piece.stop - piece.start for piece in cut]
-            yield Gather(question, shown, shard_buffer[here], copier_into(into, cut))
+            yield Gather(question, shown, [shard_buffer[here]], copier_into(into, cut))
             if not is_there:
                 own[here].copy_(shard_buffer[here])
 
     def _gather_onto(
-        self, question: Question, copy_into_place: CopyIntoPlace, shard_buffer: torch.Tensor
+        self, question: Question, copy_into_place: CopyIntoPlace, pieces: Sequence[torch.Tensor]
     ) -> Iterator[Round]:
-        yield Gather(question, question.sizes, shard_buffer, copy_into_place)
-        copy_into_place(self._rank, shard_buffer)
+        detached = [piece.detach() for piece in pieces]
+        round_ = Gather(question, question.sizes, detached, copy_into_place)
+        yield round_
+        # Several pieces are taken in one from where they were copied to; nobody frees that before this rank has read.
+        here = self._segment.view(round_.start, round_.nbytes_of(self._rank), question.dtype)
+        copy_into_place(self._rank, detached[0] if len(detached) == 1 else here)
 
     def _sums(self, question: Question, shard_buffer: torch.Tensor, rows: torch.Tensor) -> Iterator[Round]:
         sizes = question.sizes

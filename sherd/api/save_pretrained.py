@@ -1,0 +1,234 @@
+"""`save_pretrained`: a sharded Hugging Face model as the folder that transformers' `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sherd.api.module import FSDPModule, require_module
+from sherd.api.weights_out import without_wrappers
+from sherd.checkpoint.export import Source, file_names, split, write_files
+from sherd.checkpoint.full_tensors import Full, FullTensors
+from sherd.checkpoint.ranks import Ranks
+from sherd.errors import CheckpointError, ModuleError, UnsupportedError
+from sherd.requirements import require_floating_dtype, require_int, require_type
+from sherd.storage.places import Disk, flush
+
+MAX_SHARD_BYTES = 5_000_000_000
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+_PART = ".save_pretrained.part"
+"""The folder, in the one that is saved to, in which files wait until all are complete."""
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def save_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+) -> str:
+    """Save a sharded Hugging Face model as transformers' own `save_pretrained` does, and return the path. All ranks
+    must call it.
+
+        sherd.save_pretrained(model, "out", dtype=torch.bfloat16)
+        plain = transformers.AutoModelForCausalLM.from_pretrained("out")
+
+    Each rank writes some of the files, with tensors that are gathered one after the other: no rank holds the model. The
+    files become an export once all of them have reached the disk. If it is interrupted, `path` is what it was, or has
+    no `config.json` and does not load.
+
+    Args:
+        model: a transformers `PreTrainedModel`, sharded by either front end, or compiled besides.
+        path: a folder that all ranks share. An export that is there is replaced.
+        max_shard_bytes: the most bytes of a weights file; a larger tensor has one for itself.
+        dtype: the dtype of floating-point weights in the files, and in `config.json`. None: their own.
+        tokenizer: a tokenizer or processor that is saved with the model, by its own `save_pretrained`.
+
+    Raises:
+        ModuleError: it is no transformers model.
+        UnsupportedError: the model is quantized, or transformers turns several of its tensors into one for its files.
+        CheckpointError: a rank cannot write, or ranks do not share the folder: on all ranks.
+        StateError: the model is on the meta device, inside `sherd.unsharded`, or in the middle of a forward or
+            backward.
+        CommError: a rank has died.
+        PolicyError, PolicyTypeError: an argument is out of range, or of another type.
+    """
+    require_module("save_pretrained expects a module", model)
+    require_type("save_pretrained(path=...): expected a path", path, str | os.PathLike)
+    require_int("save_pretrained(max_shard_bytes={})", max_shard_bytes, 1)
+    require_floating_dtype("save_pretrained(dtype={})", dtype)
+    inner = _hugging_face(model)
+    tensors = FullTensors(model, dtype, "save_pretrained()")
+    named = _Named(inner, tensors)
+    files = split(named.sources, max_shard_bytes)
+    folder, part = Path(path), Path(path) / _PART
+    what, ranks = f"save_pretrained to {folder}", Ranks()
+    ranks.first(lambda: _begin(part), what)
+    try:
+        sizes = write_files(tensors, files, named.converted, ranks, Disk(part), what)
+
+        def finish() -> None:
+            for name, size in zip(file_names(len(files)), sizes, strict=True):
+                if not (part / name).is_file() or (part / name).stat().st_size != size:
+                    raise CheckpointError(f"{part / name} is not there; give a folder that all ranks share")
+            _write_texts(inner, tensors, files, part)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+            _publish(part, folder)
+            part.rmdir()  # before the other ranks go on
+
+        ranks.first(finish, what)
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+    return str(folder)
+
+
+def _hugging_face(model: nn.Module) -> Any:
+    """Returns the transformers model that `model` is beneath its wrappers. Raises ModuleError, UnsupportedError."""
+    transformers = sys.modules.get("transformers")
+    found: Any = None
+    for path, module in model.named_modules():
+        if transformers is not None and not without_wrappers(path) and isinstance(module, transformers.PreTrainedModel):
+            found = module
+    if found is None:
+        raise ModuleError(
+            f"save_pretrained: {type(model).__name__} is no transformers PreTrainedModel; sherd.save writes a "
+            "checkpoint of any model, sherd.iter_full_parameters yields its weights for files of your own, and an "
+            "adapter (peft) takes them as save_pretrained(..., state_dict=...) there"
+        )
+    if getattr(found, "hf_quantizer", None) is not None or getattr(found, "_hf_peft_config_loaded", False):
+        raise UnsupportedError(
+            f"save_pretrained: {type(found).__name__} is quantized or has adapters, which are saved in formats of "
+            "their own; collect sherd.iter_full_parameters(model, rank0_only=True) in a dict, and give it to the "
+            "model's save_pretrained(path, state_dict=...)"
+        )
+    return found
+
+
+class _Named:
+    """The tensors of a transformers model by the names that they have in its files."""
+
+    def __init__(self, inner: Any, tensors: FullTensors) -> None:
+        self._inner = inner
+        self._names = _kept_names(inner, tensors)
+        full = {name: tensors.described[own] for own, name in self._names.items()}
+        self._renamed, whole = {name: name for name in full}, full
+        revert = _revert_of_transformers()
+        if revert is not None:
+            meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in full.items()}
+            reverted = revert(inner, dict(meta))
+            by_id = {id(tensor): name for name, tensor in meta.items()}
+            self._renamed = {by_id[id(each)]: name for name, each in reverted.items() if id(each) in by_id}
+            whole = {name: Full(each.shape, each.dtype) for name, each in reverted.items()}
+        self.sources = []
+        for own, name in self._names.items():
+            results: Mapping[str, Full] = {self._renamed[name]: full[name]} if name in self._renamed else {}
+            if not results:
+                assert revert is not None, "else all names stay"
+                single = revert(inner, {name: meta[name]})
+                results = {each: Full(tensor.shape, tensor.dtype) for each, tensor in single.items()}
+            self.sources.append(Source(own, results))
+        found = {name: each for source in self.sources for name, each in source.results.items()}
+        if found != whole:
+            wrong = sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name))
+            raise UnsupportedError(
+                f"save_pretrained: transformers makes {', '.join(wrong[:4])} of several tensors of "
+                f"{type(inner).__name__}, which are never together here; collect sherd.iter_full_parameters(model, "
+                "rank0_only=True) in a dict, and give it to the model's save_pretrained(path, state_dict=...)"
+            )
+
+    def converted(self, own: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns what a tensor, by the model's own name, is in files."""
+        name = self._names[own]
+        if name in self._renamed:
+            return {self._renamed[name]: tensor}
+        revert = _revert_of_transformers()
+        assert revert is not None, "else all names stay"
+        found: dict[str, torch.Tensor] = revert(self._inner, {name: tensor})
+        return found
+
+
+def _kept_names(inner: Any, tensors: FullTensors) -> dict[str, str]:
+    """Returns the name under which each tensor is saved, by its first name in the model: a tied one has the name that
+    transformers does not fill from another."""
+    filled = set(getattr(inner, "all_tied_weights_keys", None) or getattr(inner, "_tied_weights_keys", None) or ())
+    ignored = set(inner._keys_to_ignore_on_save or ())
+    others: dict[str, list[str]] = {}
+    for alias, first in tensors.aliases.items():
+        others.setdefault(first, []).append(alias)
+    kept = {}
+    for own in [*tensors.parameters, *(name for name in tensors.buffers if name in tensors.saved_buffers)]:
+        names = [without_wrappers(each) for each in (own, *others.get(own, ()))]
+        if not ignored.issuperset(names):
+            kept[own] = next((name for name in names if name not in filled), names[0])
+    return kept
+
+
+def _revert_of_transformers() -> Any:
+    """Returns transformers' function from a model's own tensors to those of its files; None before transformers 5."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return None
+    return revert_weight_conversion
+
+
+def _begin(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+
+
+def _write_texts(inner: Any, tensors: FullTensors, files: list[list[Source]], part: Path) -> None:
+    """Write the index, if there are several files, and the configuration."""
+    config = copy.deepcopy(inner.config)
+    config.architectures = [_plain_class(inner)]
+    dtypes = [each.dtype for each in tensors.described.values() if each.dtype.is_floating_point]
+    config.dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else None
+    texts = {CONFIG: config.to_json_string()}
+    if inner.can_generate():
+        texts["generation_config.json"] = inner.generation_config.to_json_string()
+    if len(files) > 1:
+        names = file_names(len(files))
+        places = {name: file for file, of in zip(names, files, strict=True) for each in of for name in each.results}
+        counts = {
+            "total_parameters": sum(tensors.described[name].shape.numel() for name in tensors.parameters),
+            "total_size": sum(source.nbytes for file in files for source in file),
+        }
+        texts[INDEX] = json.dumps({"metadata": counts, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"
+    for name, text in texts.items():
+        encoded = text.encode()
+        Disk(part).write(name, lambda encoded=encoded: iter([memoryview(encoded)]))  # type: ignore[misc]
+
+
+def _plain_class(inner: Any) -> str:
+    """Returns the name of the model's class before it was sharded."""
+    cls = type(inner)
+    return cls.__mro__[2].__name__ if isinstance(inner, FSDPModule) else cls.__name__
+
+
+def _publish(part: Path, folder: Path) -> None:
+    """Move all files from `part` into `folder`, in the place of an export that is there. Without `config.json`, which
+    goes first and comes last, the folder does not load."""
+    (folder / CONFIG).unlink(missing_ok=True)
+    new = sorted(os.listdir(part), key=lambda name: name == CONFIG)
+    for name in os.listdir(folder):
+        if _WEIGHTS.fullmatch(name) and name not in new:
+            (folder / name).unlink()
+    for name in new:
+        if name == CONFIG:
+            flush(folder)
+        os.replace(part / name, folder / name)
+    flush(folder)

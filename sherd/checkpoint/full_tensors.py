@@ -1,0 +1,209 @@
+"""The tensors of a model, gathered one bucket after the other for a reader: while it has one, the next is gathered.
+
+gather       | bucket 0 | bucket 1 |          | bucket 2 |
+reader                  | tensors of bucket 0 | tensors of bucket 1 | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sherd.checkpoint.model_tensors import ModelTensors
+from sherd.checkpoint.relayout import full_of
+from sherd.engine.between.gathering import Gathering, Line, Memory, gathers_itself, line_of, way_of
+from sherd.engine.run.at_rest import require_at_rest
+from sherd.engine.run.runtime import runtime_over
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """An unsharded tensor as a reader gets it: its `shape` and `dtype`."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class FullTensors:
+    """The parameters and buffers of a model, by name, each once under its first name, to be read between steps.
+
+    Args:
+        model: the model, by either front end, or not sharded at all.
+        dtype: the dtype of floating-point tensors; None: their own. They are sent in it.
+        call: what the user has called, for messages.
+
+    Raises:
+        StateError: the model is in use, or on the meta device.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, call: str) -> None:
+        found = ModelTensors(model)
+        found.require_at_rest(call)
+        self._call = call
+        self._tensors = found.by_name
+        self._records = found.records
+        self.aliases = found.aliases
+        self.buffers = list(found.buffers)
+        self.saved_buffers = found.saved_buffers
+        self.parameters = [name for name in self._tensors if name not in found.buffers]
+        self.described = {name: _full(tensor, dtype) for name, tensor in self._tensors.items()}
+        owners = {id(record.owner): record.owner for record in self._records.values()}
+        self._units = [owner for owner in owners.values() if isinstance(owner, Unit)]
+        over = (runtime_over(unit) for unit in self._units)
+        self._runtimes = list({id(each): each for each in over if each is not None}.values())
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [weights.group.version for unit in self._units for weights in unit.weights]
+
+    def read(self, names: Sequence[str], bucket_bytes: int, shown: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields each of `names` with the unsharded tensor, which is the reader's own. All ranks must read the same
+        names to their end, or stop behind the same one. Nothing is yielded if it is not `shown`.
+
+        Raises:
+            StateError: a forward or backward is under way, or the shards have been written since the model was looked
+                at.
+            CommError: a rank has died, or does not read on.
+        """
+        memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
+        buckets = iter(self._buckets(names, bucket_bytes))
+        ahead = self._started(next(buckets, None), memory)
+        try:
+            while ahead is not None:
+                here, ahead = ahead, None
+                here.wait()
+                ahead = self._started(next(buckets, None), memory)
+                if shown:
+                    yield from here.tensors()
+        finally:
+            if ahead is not None:  # the reader has stopped: other ranks may have stopped as well, or not
+                ahead.wait()
+
+    def _buckets(self, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
+        """Returns `names` in lists of at most `bucket_bytes`, or of one tensor."""
+        buckets: list[list[str]] = []
+        room = 0
+        for name in names:
+            nbytes = self.described[name].nbytes
+            if not buckets or nbytes > room:
+                buckets.append([])
+                room = bucket_bytes
+            buckets[-1].append(name)
+            room -= nbytes
+        return buckets
+
+    def _started(self, names: Sequence[str] | None, memory: Memory) -> _Bucket | None:
+        if names is None:
+            return None
+        if any(unit.lent is not None for unit in self._units) or not all(each.is_idle for each in self._runtimes):
+            for unit in self._units:
+                require_at_rest(unit, self._call)
+        if self._versions_now() != self._versions:
+            raise StateError(
+                f"{self._call}: parameters were written while they were read out, so the reader would get some from "
+                "before and some from after; step the optimizer when the loop has ended"
+            )
+        dtypes = {name: self.described[name].dtype for name in names}
+        bucket = _Bucket({name: self._tensors[name] for name in names}, self._records, dtypes, memory)
+        bucket.start()
+        return bucket
+
+
+class _Bucket:
+    """Tensors that are gathered together."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        records: Mapping[str, ShardedParameter],
+        dtypes: Mapping[str, torch.dtype],
+        memory: Memory,
+    ) -> None:
+        self._tensors, self._records, self._dtypes, self._memory = tensors, records, dtypes, memory
+        together: dict[object, list[str]] = {}
+        for name in tensors:
+            record = records.get(name)
+            if record is not None and not gathers_itself(record):
+                together.setdefault(line_of(record, dtypes[name]), []).append(name)
+        self._places: dict[str, tuple[Line, int]] = {}
+        ways: dict[object, list[Line]] = {}
+        for members in together.values():
+            line = Line([records[name] for name in members], dtypes[members[0]])
+            ways.setdefault(way_of(line), []).append(line)
+            self._places |= {name: (line, index) for index, name in enumerate(members)}
+        lines = [line for of_way in ways.values() for line in of_way]
+        self._later = [line for line in lines if not line.lands_in_place]
+        self._give_memory([line for line in lines if line.lands_in_place])
+        rows = {
+            id(line): each
+            for line, each in self._taken(self._later, [line.packing.gathered_numel for line in self._later])
+        }
+        self._gatherings = [Gathering(of_way, rows.get(id(of_way[0]))) for of_way in ways.values()]
+        self._whole: dict[str, torch.Tensor] = {}
+
+    def _taken(self, lines: Sequence[Line], numels: Sequence[int]) -> list[tuple[Line, torch.Tensor]]:
+        if not lines:
+            return []
+        dtypes, device = [line.dtype for line in lines], lines[0].mesh.device
+        return list(zip(lines, self._memory.take(numels, dtypes, device), strict=True))
+
+    def _give_memory(self, lines: Sequence[Line]) -> None:
+        for line, unsharded in self._taken(lines, [line.packing.unsharded_numel for line in lines]):
+            line.unsharded = unsharded
+
+    def start(self) -> None:
+        """Start its collectives."""
+        for gathering in self._gatherings:
+            gathering.start()
+
+    def wait(self) -> None:
+        """Wait for its collectives, and gather what other axes shard, too: all ranks must do that, read or not."""
+        for gathering in self._gatherings:
+            gathering.wait()
+        self._give_memory(self._later)
+        for gathering in self._gatherings:
+            gathering.copy_out()
+        self._gatherings.clear()
+        for name, tensor in self._tensors.items():
+            record = self._records.get(name)
+            if name in self._places:
+                assert record is not None, "only parameters of units have a place"
+                if record.unsharded_spec is not None or record.restored is not None:
+                    part = record.as_unsharded(self._part(name))
+                    self._whole[name] = full_of(part) if isinstance(part, DTensor) else part
+            elif isinstance(tensor, DTensor):
+                self._whole[name] = full_of(tensor).to(self._dtypes[name])
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields all of them by name."""
+        last = list(self._tensors)[-1]
+        for name, tensor in self._tensors.items():
+            if name in self._whole:
+                yield name, self._whole.pop(name)
+            elif name not in self._places:
+                yield name, tensor.detach().to(self._dtypes[name], copy=True)
+            elif name == last and len(self._tensors) > 1:
+                # The reader's variable holds it while the next but one bucket is made, and would hold all of this one.
+                yield name, self._part(name).clone()
+            else:
+                yield name, self._part(name)
+
+    def _part(self, name: str) -> torch.Tensor:
+        line, index = self._places[name]
+        return line.part(index)
+
+
+def _full(tensor: torch.Tensor, dtype: torch.dtype | None) -> Full:
+    return Full(tensor.shape, tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype)

@@ -1,0 +1,237 @@
+"""Parameters gathered for a reader, outside forward and backward: several in one collective, in any dtype.
+
+ranks share memory                shards ──────────────────────────────────▶ unsharded buffer
+rows are the unsharded buffer     shards ──copied──▶ own part of the rows ──▶ rows
+else                              shards ──copied──▶ own part of the rows ──▶ rows ──copied──▶ unsharded buffer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sherd._torch import storage_uses
+from sherd.comm import pages
+from sherd.comm.buffers import Buffer
+from sherd.comm.streams import Handoff, streams_for
+from sherd.comm.transport import Pending, Sizes
+from sherd.engine.moves.buffer_views import CopyOut, copy_out
+from sherd.engine.state.group import is_large
+from sherd.engine.state.offload import fetch_into
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.layout.extent import Extent, aligned
+from sherd.layout.packing import pack
+
+_ALIGNED = 64
+"""Tensors in one buffer begin at multiples of as many bytes."""
+
+
+class Memory:
+    """The memory that parameters are gathered into. Each tensor belongs to whoever holds it.
+
+    In host memory a buffer is used again once nobody holds a tensor in it: mapping memory anew takes as long as
+    filling it. Buffers have `usual_bytes`, or more if they must, and twice as many bytes are kept.
+    """
+
+    def __init__(self, usual_bytes: int) -> None:
+        self._usual_bytes = usual_bytes
+        self._buffers: list[tuple[Buffer, int]] = []
+
+    def take(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+        """Returns tensors of `numels` elements, 1-D and uninitialised, that share one buffer, which nobody else has."""
+        ends, end = [], 0
+        for numel, dtype in zip(numels, dtypes, strict=True):
+            ends.append(end + numel * dtype.itemsize)
+            end = aligned(ends[-1], _ALIGNED)
+        buffer = self._buffer(end, device)
+        return [
+            buffer[stop - numel * dtype.itemsize : stop].view(dtype)
+            for stop, numel, dtype in zip(ends, numels, dtypes, strict=True)
+        ]
+
+    def _buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        free = [buffer for buffer, own_uses in self._buffers if storage_uses(buffer.address) == own_uses]
+        fitting = [buffer for buffer in free if buffer.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda buffer: buffer.nbytes).tensor
+        nbytes = max(nbytes, self._usual_bytes)
+        if sum(buffer.nbytes for buffer, _ in self._buffers) + nbytes > 2 * self._usual_bytes:
+            self._buffers = [each for each in self._buffers if each[0] not in free]
+        pages.prepare(nbytes)
+        buffer = Buffer(nbytes, torch.uint8, device)
+        pages.advise(buffer.tensor.untyped_storage())
+        self._buffers.append((buffer, storage_uses(buffer.address)))
+        return buffer.tensor
+
+
+class Line:
+    """Parameters that one packing holds, and their unsharded buffer, which is given once there is memory for it."""
+
+    def __init__(self, records: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
+        self.records = records
+        self.mesh = mesh = records[0].mesh
+        self.dtype = dtype
+        self.packing = pack([record.cut for record in records], mesh.num_pieces)
+        self.unsharded: torch.Tensor | None = None
+
+    @property
+    def goes_onto(self) -> bool:
+        """Whether ranks read one another's shards in place, which goes along one axis only."""
+        return self.mesh.shard_transport.shares_memory and not self.mesh.shards_replicas
+
+    @property
+    def lands_in_place(self) -> bool:
+        """Whether the unsharded buffer is needed when the collective starts; else it is needed when that has ended."""
+        return self.goes_onto or self.packing.direct
+
+    def held(self) -> list[Extent]:
+        """Returns where each shard is in this rank's part."""
+        return [slot.held(self.mesh.piece) for slot in self.packing.slots]
+
+    def shards(self) -> list[torch.Tensor]:
+        """Returns this rank's shards, 1-D."""
+        return [record.local.detach().reshape(-1) for record in self.records]
+
+    def in_order(self) -> Iterator[torch.Tensor]:
+        """Yields this rank's part: shards in `dtype`, and something of the size of the padding between them."""
+        end = 0
+        held = ((extent, shard) for extent, shard in zip(self.held(), self.shards(), strict=True) if extent.numel)
+        for extent, shard in sorted(held, key=lambda each: each[0].start):
+            if extent.start > end:
+                yield torch.empty(extent.start - end, dtype=self.dtype)
+            yield shard.to(self.dtype)
+            end = extent.stop
+        if end < self.packing.shard_numels[self.mesh.piece]:
+            yield torch.empty(self.packing.shard_numels[self.mesh.piece] - end, dtype=self.dtype)
+
+    def part(self, index: int) -> torch.Tensor:
+        """Returns the parameter `index` as it is on this rank of the axes that it is not cut over: a view of the
+        unsharded buffer."""
+        assert self.unsharded is not None, "it was gathered"
+        slot = self.packing.slots[index]
+        start = slot.unsharded.start
+        return self.unsharded[start : start + slot.cut.numel].view(slot.cut.shape)
+
+
+class Gathering:
+    """One collective, which gathers `lines` of one `way_of`: one line, unless ranks share memory. All ranks of the axes
+    that they are cut over make it, start it and wait for it in the same order.
+
+    `rows`: memory for `gathered_numel` elements of a line that does not land in place.
+    """
+
+    def __init__(self, lines: Sequence[Line], rows: torch.Tensor | None) -> None:
+        self._lines = lines
+        self._mesh = lines[0].mesh
+        self._rows = rows
+        self._handoff: Handoff | None = None
+
+    def start(self) -> None:
+        """Start the collective, behind all that compute was given until now."""
+        lane = streams_for(self._mesh.device).gather
+        lane.follow_compute()
+        self._handoff = lane.run(self._send)
+
+    @torch.no_grad()
+    def _send(self, async_op: bool) -> Pending | None:
+        transport, (line, *more) = self._mesh.shard_transport, self._lines
+        if more or (self._rows is None and not line.packing.direct):
+            onto = _Onto(self._lines)
+            return transport.all_gather_onto(onto.copy_into_place, onto.own_pieces(), onto.sizes, async_op)
+        rows = line.unsharded if self._rows is None else self._rows
+        assert rows is not None, "it is gathered into one of them"
+        return self._gather_rows(line, rows[: line.packing.gathered_numel], async_op)
+
+    def _gather_rows(self, line: Line, rows: torch.Tensor, async_op: bool) -> Pending | None:
+        mesh, starts, sizes = self._mesh, line.packing.starts, Sizes(line.packing.shard_numels)
+        shard = _filled(rows[starts[mesh.piece] :][: sizes[mesh.piece]], line)
+        together = sizes.together(mesh.num_owners)
+        if mesh.shards_replicas:
+            pieces, piece = mesh.pieces_of(mesh.shard_rank), shard
+            shard = rows[starts[pieces.start] :][: together[mesh.shard_rank]]
+            mesh.fetch_transport.all_gather(shard, piece, sizes.of(pieces), False)
+        return mesh.shard_transport.all_gather(rows, shard, together, async_op)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Order compute after the collective. The shards may be written again then. Raises CommError."""
+        assert self._handoff is not None, "it was started"
+        self._handoff.wait()
+        if any(record.local.device != self._mesh.device for line in self._lines for record in line.records):
+            self._handoff.wait_on_host()  # the host may write to shards in its memory as soon as this returns
+
+    @torch.no_grad()
+    def copy_out(self) -> None:
+        """Fill the unsharded buffer of a line that did not land in place."""
+        line, rows = self._lines[0], self._rows
+        if rows is not None:
+            assert line.unsharded is not None, "memory was given"
+            copy_out(line.packing, line.unsharded)(rows)
+
+
+class _Onto:
+    """Several lines as one part of each rank: the parts that the rank has in them, one behind the other."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = lines
+        self.sizes = Sizes(map(sum, zip(*(line.packing.shard_numels for line in lines), strict=True)))
+        self._copies: list[CopyOut] = []
+        for line in lines:
+            assert line.unsharded is not None, "memory was given"
+            self._copies.append(copy_out(line.packing, line.unsharded))
+
+    def own_pieces(self) -> list[torch.Tensor]:
+        """Returns this rank's part, in pieces; one without elements if it holds nothing."""
+        pieces = [piece for line in self._lines for piece in line.in_order()]
+        return pieces or [torch.empty(0, dtype=self._lines[0].dtype)]
+
+    def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
+        """Copy a rank's part to where its elements go in the unsharded buffers."""
+        start = 0
+        for line, copy in zip(self._lines, self._copies, strict=True):
+            size = line.packing.shard_numels[rank]
+            copy.copy_into_place(rank, part[start : start + size])
+            start += size
+
+
+def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
+    """Returns what this rank sends: `piece`, its place in the rows, filled with the shards; or a shard that is all of
+    it, from where it lies."""
+    shards = line.shards()
+    here = all(shard.device == piece.device for shard in shards)
+    if here and len(shards) == 1 and shards[0].numel() == piece.numel() and shards[0].dtype == piece.dtype:
+        return shards[0]
+    places = [piece[extent.start : extent.stop] for extent in line.held()]
+    if here:
+        torch._foreach_copy_(places, shards)
+    else:
+        for place, shard in zip(places, shards, strict=True):
+            fetch_into(place, shard)
+    return piece
+
+
+def way_of(line: Line) -> object:
+    """Returns the key that lines have in common which one `Gathering` takes."""
+    mesh = line.mesh
+    return (mesh.shard_transport, mesh.num_pieces, mesh.piece, line.dtype) if line.goes_onto else line
+
+
+def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
+    """Returns the key that parameters have in common which one `Line` of `dtype` holds."""
+    mesh = record.mesh
+    # Units have meshes of their own, over the same groups.
+    ways = mesh.shard_transport, mesh.fetch_transport if mesh.shards_replicas else None, mesh.num_pieces, mesh.piece
+    # Without shared memory the host would copy a large one out of the rows, which takes longer than a collective.
+    copies = streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
+    alone = id(record) if copies and is_large(record.shape.numel(), dtype) else None
+    # Tensors cut into runs fit one line only if one plan has cut them.
+    plan = (id(record.owner), record.plan_id) if record.cut.in_line else alone
+    return ways, dtype, plan
+
+
+def gathers_itself(record: ShardedParameter) -> bool:
+    """Returns whether the parameter is of a tensor subclass with its own all-gather, which no `Line` holds."""
+    return hasattr(record.resting, "fsdp_pre_all_gather")

@@ -1,0 +1,186 @@
+"""What a checkpoint of any format holds, in the terms of sherd's own, and how it is read and written by parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
+from sherd.errors import CheckpointError
+from sherd.layout.boxes import Box, spans, whole
+from sherd.layout.placement import Shape
+from sherd.storage.safetensors import nbytes_of
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""The names that the items of a checkpoint get whose format has no names for them."""
+
+MOST_BYTES = 64 << 20
+"""The bytes of a tensor that are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor's `dtype`, as safetensors names it, and its `shape`."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return nbytes_of(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Args:
+        tensors: all tensors: "model/NAME" of a module, "optimizer/NAME/KEY" of an optimizer's state of a parameter.
+        aliases: names that are other names of tensors (tied weights).
+        values: everything else, by item, as a manifest of sherd has it.
+        step: the number of steps after which it was saved; None if that is not known.
+        user: what the user has added to a checkpoint of sherd.
+    """
+
+    tensors: Mapping[str, Spec]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    user: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def of_kind(self, kind: str) -> list[str]:
+        """Returns the names of the items of `kind`: "module", "optimizer" or "state"."""
+        return [name for name, value in self.values.items() if value.get("kind") == kind]
+
+    def of_item(self, item: str) -> dict[str, Spec]:
+        """Returns the tensors of `item`, by their names without it."""
+        begin = f"{item}/"
+        return {name[len(begin) :]: spec for name, spec in self.tensors.items() if name.startswith(begin)}
+
+
+class Lazy(Protocol):
+    """A tensor that is read by parts."""
+
+    @property
+    def spec(self) -> Spec:
+        """Its dtype and shape."""
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target`, a tensor in host memory of the shape of `part` and of the same dtype, with that part. It takes
+        about `most_bytes` of memory beside `target`."""
+
+
+class Source(Protocol):
+    """A checkpoint that is open for reading."""
+
+    format: str
+    contents: Contents
+
+    def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target`, a tensor in host memory of the shape of `part`, with that part of the tensor `name`.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+
+    def notes(self) -> list[str]:
+        """Returns what a user should know of this checkpoint, in sentences."""
+
+    def pieces(self) -> Mapping[str, int]:
+        """Returns in how many pieces tensors lie, by name, where it is more than one."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+Read = Callable[[str], Iterator[memoryview]]
+"""Returns the bytes of a tensor, row by row; a chunk is to be used before the next one is asked for."""
+
+Sink = Callable[[Path, Contents, Read], Sequence[str]]
+"""Writes a checkpoint to a path that is not there: it takes the list of tensors first, and then asks for the bytes
+of one after the other. Returns what was left out, in sentences."""
+
+
+def chunks_of(of: Lazy, most_bytes: int) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor, row by row, at most `most_bytes` at a time."""
+    box, dtype = whole(of.spec.shape), DTYPES[of.spec.dtype]
+    if box.numel:
+        for span in spans(box, box, max(most_bytes // dtype.itemsize, 1)):
+            target = torch.empty(span.box.sizes, dtype=dtype)
+            of.read_into(span.box, target, most_bytes)
+            yield memory_of(target)
+
+
+@dataclass(frozen=True)
+class Named:
+    """The tensor `name` of `source`."""
+
+    source: Source
+    name: str
+
+    @property
+    def spec(self) -> Spec:
+        """Its dtype and shape."""
+        contents = self.source.contents
+        return contents.tensors[contents.aliases.get(self.name, self.name)]
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        self.source.read_into(self.name, part, target, most_bytes)
+
+
+class LazySource:
+    """A source whose tensors are `Lazy`, by name.
+
+    Args:
+        format: its name.
+        tensors: the tensors.
+        rest: what else the checkpoint holds; its own `tensors` are not looked at.
+        close: is called by `close`.
+        notes: what a user should know.
+        pieces: in how many pieces tensors lie.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        tensors: Mapping[str, Lazy],
+        rest: Contents,
+        close: Callable[[], None] = lambda: None,
+        notes: Sequence[str] = (),
+        pieces: Mapping[str, int] | None = None,
+    ) -> None:
+        self.format, self.lazy = format, tensors
+        specs = {name: lazy.spec for name, lazy in tensors.items()}
+        self.contents = Contents(specs, rest.aliases, rest.values, rest.step, rest.user)
+        self.close, self._notes, self._pieces = close, list(notes), dict(pieces or {})
+
+    def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part` of the tensor `name`."""
+        self.lazy[self.contents.aliases.get(name, name)].read_into(part, target, most_bytes)
+
+    def notes(self) -> list[str]:
+        """Returns what a user should know of this checkpoint."""
+        return self._notes
+
+    def pieces(self) -> Mapping[str, int]:
+        """Returns in how many pieces tensors lie, where it is more than one."""
+        return self._pieces
+
+
+def path_inside(folder: Path, name: object, where: str) -> Path:
+    """Returns the path of the file `name` of a checkpoint. Raises CheckpointError if it is not in `folder`."""
+    if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        raise CheckpointError(f"{where} names the file {str(name)[:100]!r}, which is not in its folder")
+    return folder / name

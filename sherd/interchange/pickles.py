@@ -1,0 +1,102 @@
+"""Pickles of others, read without running what they name: a table says which names mean what, and others are errors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NoReturn, cast
+
+from sherd.errors import CheckpointError
+
+Names = Mapping[tuple[str, str], object]
+"""What stands in the place of a class or function of a pickle, by module and name."""
+
+
+class UnknownName(CheckpointError):
+    """A pickle names what is not among the names that its format needs."""
+
+
+class _Sealed(type):
+    """A class that a pickle cannot change."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise TypeError(f"{cls.__name__} is not to be changed")
+
+
+class Inert(metaclass=_Sealed):
+    """An object of a class that is not looked for: what its pickle has handed to it, and nothing else."""
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Inert:
+        """Returns an object that keeps its arguments."""
+        made = super().__new__(cls)
+        made.__setstate__(None, args)
+        return made
+
+    def __setstate__(self, state: Any, args: tuple[Any, ...] | None = None) -> None:
+        self.state = state
+        if args is not None:
+            self.args = args
+
+    def get(self, field: str, position: int = -1) -> Any:
+        """Returns the field of this name, or the argument at `position`; None where there is neither."""
+        fields = self.state[-1] if isinstance(self.state, tuple) and self.state else self.state
+        if isinstance(fields, dict) and field in fields:
+            return fields[field]
+        return self.args[position] if 0 <= position < len(self.args) else None
+
+
+def inert(name: str) -> type[Inert]:
+    """Returns a class of inert objects called `name`."""
+    return cast("type[Inert]", _Sealed(name, (Inert,), {"__slots__": ()}))
+
+
+class Dict(dict[Any, Any], metaclass=_Sealed):
+    """An OrderedDict; attributes that were pickled with it are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads a pickle that is not trusted: it finds what is in `names`, and raises at anything else.
+
+    Args:
+        file: the pickle.
+        names: what its classes and functions become. They may be called by the pickle with any arguments.
+        where: names the pickle in errors.
+        stubs: the first parts of names of modules whose classes all become inert objects.
+    """
+
+    def __init__(self, file: BinaryIO, names: Names, where: str, stubs: tuple[str, ...] = ()) -> None:
+        super().__init__(file)
+        self._names, self._where, self._stubs = names, where, stubs
+        self._made: dict[str, type[Inert]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what is called `module.name`. Raises CheckpointError if that is not known."""
+        known = self._names.get((module, name))
+        if known is not None:
+            return known
+        full = f"{module}.{name}"
+        if module.split(".")[0] in self._stubs:
+            return self._made.setdefault(full, inert(full))
+        raise UnknownName(
+            f"{self._where} names {full[:200]}, which is not among the names that this format needs; it is not "
+            "loaded, as reading a checkpoint never runs code of others"
+        )
+
+    def read(self) -> Any:
+        """Returns the object. Raises CheckpointError if it is not one."""
+        try:
+            return self.load()
+        except CheckpointError:
+            raise
+        except RecursionError:
+            raise CheckpointError(f"{self._where} is nested too deeply") from None
+        except Exception as error:
+            raise CheckpointError(f"{self._where} is no pickle of that kind: {error!r:.200}") from None

@@ -1,0 +1,98 @@
+"""Checkpoints for the tests of sherd/interchange/, and what they hold."""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+
+from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name
+from sherd.interchange.contents import Named
+from sherd.interchange.contents import chunks_of as read_chunks
+from sherd.layout.boxes import Box, Grid, GridCut, whole
+from sherd.layout.extent import chunks
+from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file
+from sherd.storage.places import Disk
+from sherd.storage.writing import Content, write_file
+
+CLASSES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint16, torch.complex64]
+
+
+def bytes_of(source, most_bytes=64):
+    """{name: (dtype, shape, bytes)} of all tensors."""
+    return {
+        name: (spec.dtype, spec.shape, b"".join(map(bytes, read_chunks(Named(source, name), most_bytes))))
+        for name, spec in source.contents.tensors.items()
+    }
+
+
+def random_tensor(shape, dtype, seed=0):
+    raw = torch.randint(0, 2 if dtype == torch.bool else 120, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape) if math.prod(shape) or not shape else torch.empty(shape, dtype=dtype)
+
+
+@st.composite
+def tensors(draw):
+    """A tensor, and the layout of its pieces over 4 files: a grid, or runs of rows."""
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    tensor = random_tensor(shape, draw(st.sampled_from(CLASSES)))
+    rows = shape[0] if shape else 0
+    kind = draw(st.sampled_from(["whole", "grid", "two cuts", "pieces"]))
+    if kind == "grid" and shape and tensor.numel():
+        return tensor, Grid(0, (GridCut(draw(st.integers(0, len(shape) - 1)), 4, 1),))
+    if kind == "two cuts" and len(shape) > 1 and tensor.numel():
+        return tensor, Grid(0, (GridCut(0, 2, 2), GridCut(1, 2, 1)))
+    if kind == "pieces" and tensor.numel() and rows > 1:
+        extents = [each for each in chunks(rows, draw(st.integers(1, 4))) if each.numel]
+        return tensor, tuple((at, whole(shape).narrowed(0, extent)) for at, extent in enumerate(extents))
+    return tensor, Grid(draw(st.integers(0, 3)))
+
+
+def put(folder, named, aliases=None, values=None, step=7, user=None):
+    """A checkpoint of sherd in `folder`: {name: (tensor, layout)}, over 4 files."""
+    entries = {name: Entry(dtype_name(t.dtype, name), tuple(t.shape), layout) for name, (t, layout) in named.items()}
+    inside = [{} for _ in range(4)]
+    for name, (tensor, _) in named.items():
+        for number, box in entries[name].pieces():
+            part = tensor[box.within(whole(tuple(tensor.shape)))].contiguous()
+            content = Content(entries[name].dtype, tuple(part.shape), lambda part=part: chunks_of(part))
+            inside[number][name_in_file(name, tuple(tensor.shape), box)] = content
+    place = Disk(folder).below(f"step-{step:08d}")
+    files = tuple(write_file(place, f"abc-{at:05d}.safetensors", each, None, 64) for at, each in enumerate(inside))
+    items = {name.split("/")[0] for name in named}
+    values = values or {item: {"kind": "module"} for item in sorted(items)}
+    manifest = Manifest(step, "abc", "2026-01-01T00:00:00Z", 4, files, entries, aliases or {}, values, user, 64)
+    place.write(MANIFEST, lambda: [memoryview(manifest.to_bytes())])
+    return place.path
+
+
+def trained(seed=0):
+    """A model with a buffer and a tied weight, and its optimizer after two steps."""
+    torch.manual_seed(seed)
+    model = Tied()
+    decayed, others = [model.inner.weight], [p for name, p in model.named_parameters() if name != "inner.weight"]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    for _ in range(2):
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.out = torch.nn.Linear(6, 6, bias=False)
+        self.out.weight = self.inner.weight
+
+    def forward(self, x):
+        return self.out(self.norm(self.inner(x)))
+
+
+def part_of(box: Box, tensor):
+    return tensor[box.within(whole(tuple(tensor.shape)))]
+
+
+assert set(CLASSES) <= set(DTYPES.values())

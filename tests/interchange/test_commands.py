@@ -1,0 +1,280 @@
+"""Do the commands do what they say, with exit codes, one line for what cannot be, and JSON?"""
+
+import json
+
+import pytest
+import torch
+
+from sherd.interchange.formats import open_source
+from sherd.layout.boxes import Grid, GridCut
+from sherd.train.cli import main
+from tests.interchange.checkpoints import bytes_of, put
+from tests.interchange.test_round_trips import everything
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*words)`: the exit code, stdout and stderr."""
+
+    def call(*words):
+        code = main([str(word) for word in words])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return code, said.out, said.err
+
+    return call
+
+
+def test_convert_goes_by_the_end_of_the_name_and_back(tmp_path, run):
+    everything(tmp_path / "a")
+    for source, target, words in (
+        ("a", "b.pt", []),
+        ("b.pt", "c", ["--to", "dcp"]),
+        ("c", "d", []),
+        ("d", "e.safetensors", ["--model-only"]),
+    ):
+        code, out, err = run("convert", tmp_path / source, tmp_path / target, *words)
+        assert (code, out) == (0, "")
+        assert err.endswith(f"is written to {tmp_path / target} ({open_source(tmp_path / target).format})\n")
+    assert bytes_of(open_source(tmp_path / "d")) == bytes_of(open_source(tmp_path / "a"))
+    assert run("diff", tmp_path / "a", tmp_path / "d")[0] == 0
+    assert run("diff", tmp_path / "a", tmp_path / "e.safetensors", "--model-only")[0] == 0
+
+
+def test_convert_copies_what_lies_beside_the_weights_of_hf(tmp_path, run):
+    everything(tmp_path / "a")
+    run("convert", tmp_path / "a", tmp_path / "hf", "--to", "hf")
+    (tmp_path / "hf" / "config.json").write_text('{"num_attention_heads": 4}')
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    (tmp_path / "hf" / "pytorch_model.bin").write_text("no")
+    code, out, _ = run("convert", tmp_path / "hf", tmp_path / "other", "--to", "hf", "--json", "--shard-bytes", "24")
+    assert (code, json.loads(out)["copied"]) == (0, ["config.json", "tokenizer.json"])
+    assert sorted(each.name for each in (tmp_path / "other").iterdir()) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+
+
+def test_convert_gives_a_step_to_what_has_none(tmp_path, run):
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    assert run("convert", tmp_path / "x.pt", tmp_path / "out", "--step", "30")[0] == 0
+    assert [each.name for each in sorted((tmp_path / "out").iterdir())] == ["latest", "step-00000030"]
+
+
+def test_inspect_shows_tensors_pieces_and_values(tmp_path, run):
+    w = torch.arange(8.0).view(4, 2)
+    put(tmp_path / "a", {"model/w": (w, Grid(0, (GridCut(0, 4, 1),)))}, {"model/tied": "model/w"}, user={"run": 1})
+    code, out, _ = run("inspect", tmp_path / "a")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == f"{tmp_path / 'a'}: sherd, step 7, 1 tensors, 32 B"
+    assert "saved by 4 ranks" in lines[1]
+    assert lines[3:6] == ["model: module, 1 tensors, 32 B", lines[4], "  tied = w"]
+    assert lines[4].split() == ["w", "F32", "[4,", "2]", "32", "B", "4", "pieces"]
+    code, out, _ = run("inspect", tmp_path / "a", "--json")
+    found = json.loads(out)
+    assert found["tensors"] == {"model/w": {"dtype": "F32", "shape": [4, 2], "bytes": 32, "pieces": 4}}
+    assert (found["step"], found["aliases"], found["user"]) == (7, {"model/tied": "model/w"}, {"run": 1})
+
+
+def test_inspect_shows_an_optimizers_groups(tmp_path, run):
+    everything(tmp_path / "a")
+    _, out, _ = run("inspect", tmp_path / "a")
+    assert '  group 0: 2 parameters, {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": null}' in out
+    assert '  state of 2 parameters: {"step": {"$scalar": ["F32", 3.0]}}' in out
+
+
+def test_verify_names_each_file_that_was_changed_or_cut_off(tmp_path, run):
+    tensors = {f"model/{at}": (torch.randn(64), Grid(at)) for at in range(4)}
+    path = put(tmp_path / "a", tensors)
+    assert run("verify", tmp_path / "a") == (0, f"{tmp_path / 'a'} is whole\n", "")
+    changed, cut, missing = (path / f"abc-0000{at}.safetensors" for at in (1, 2, 3))
+    raw = bytearray(changed.read_bytes())
+    raw[-1] ^= 1
+    changed.write_bytes(raw)
+    cut.write_bytes(cut.read_bytes()[:-3])
+    missing.unlink()
+    code, out, _ = run("verify", tmp_path / "a")
+    assert code == 1
+    lines = out.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == [changed.name, cut.name, missing.name]
+    assert "the checksum of bytes" in lines[0]
+    assert lines[-1] == f"{tmp_path / 'a'} is damaged"
+    code, out, _ = run("verify", tmp_path / "a", "--json")
+    assert (code, len(json.loads(out)["damages"])) == (1, 3)
+
+
+def test_verify_reads_every_byte(tmp_path, run):
+    path = put(tmp_path / "a", {"model/w": (torch.randn(50), Grid(0))})
+    file = path / "abc-00000.safetensors"
+    whole = file.read_bytes()
+    for at in range(0, len(whole), 7):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert run("verify", tmp_path / "a")[0] == 1, at
+    file.write_bytes(whole)
+    assert run("verify", tmp_path / "a")[0] == 0
+
+
+def test_verify_finds_a_header_that_the_manifest_contradicts(tmp_path, run):
+    """The file is as it was written, but another tensor is in it than the manifest says."""
+    path = put(tmp_path / "a", {"model/w": (torch.randn(50), Grid(0))})
+    from sherd.storage.manifest import MANIFEST, signed
+
+    raw = (path / MANIFEST).read_bytes()
+    body = raw[: raw.rindex(b',\n"sha256"')].replace(b'"model/w": {', b'"model/v": {')
+    (path / MANIFEST).write_bytes(signed(body))
+    code, out, _ = run("verify", tmp_path / "a")
+    assert code == 1
+    assert "lacks model/v, F32 [50] by manifest.json" in out
+    assert "has model/w, which manifest.json does not name" in out
+
+
+def test_verify_says_where_a_format_has_no_checksums(tmp_path, run):
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    code, out, _ = run("verify", tmp_path / "x.pt")
+    assert code == 0
+    assert out == f"{tmp_path / 'x.pt'} is whole; the format torch has no checksums, so changed bytes are not noticed\n"
+
+
+def test_diff_says_what_differs_and_by_how_much(tmp_path, run):
+    a = {
+        "w": torch.tensor([1.0, 2.0, 4.0]),
+        "only": torch.ones(1),
+        "other": torch.ones(2),
+        "n": torch.tensor([1 << 60]),
+    }
+    b = {
+        "w": torch.tensor([1.0, 2.5, 4.0]),
+        "more": torch.ones(1),
+        "other": torch.ones(3),
+        "n": torch.tensor([1 + (1 << 60)]),
+    }
+    torch.save(a, tmp_path / "a.pt")
+    torch.save(b, tmp_path / "b.pt")
+    code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1
+    assert out.splitlines() == [
+        "model/w: 1 of 3 elements differ, at most by 0.5 (relative 0.2)",
+        "model/only: is missing in B",
+        "model/other: is F32 [2] in A, F32 [3] in B",
+        "model/n: 1 of 1 elements differ, at most by 1 (relative 8.67362e-19)",
+        "model/more: is missing in A",
+        "5 differences",
+    ]
+    code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")
+    assert json.loads(out)["differences"][0] == {
+        "name": "model/w",
+        "what": "1 of 3 elements differ",
+        "max_abs": 0.5,
+        "max_rel": 0.2,
+        "num": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [([], 1), (["--atol", "0.5"], 0), (["--rtol", "0.2"], 0), (["--rtol", "0.1", "--atol", "0.1"], 1)],
+)
+def test_diff_allows_what_it_is_told_to(tmp_path, run, words, code):
+    torch.save({"w": torch.tensor([float("nan"), 2.0, float("inf")])}, tmp_path / "a.pt")
+    torch.save({"w": torch.tensor([float("nan"), 2.5, float("inf")])}, tmp_path / "b.pt")
+    assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt", *words)[0] == code
+
+
+def test_diff_sees_what_is_not_finite(tmp_path, run):
+    torch.save({"w": torch.tensor([float("nan"), float("inf"), 1.0])}, tmp_path / "a.pt")
+    torch.save({"w": torch.tensor([1.0, -float("inf"), 1.0])}, tmp_path / "b.pt")
+    code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--rtol", "9", "--atol", "9")
+    assert (code, out.splitlines()[0]) == (1, "model/w: 2 of 3 elements differ, at most by inf (relative inf)")
+    assert (
+        json.loads(run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")[1])["differences"][0]["max_abs"] == "inf"
+    )
+
+
+def test_diff_compares_an_optimizers_settings(tmp_path, run):
+    everything(tmp_path / "a")
+    run("convert", tmp_path / "a", tmp_path / "b.pt")
+    state = torch.load(tmp_path / "b.pt")
+    state["optimizer"]["param_groups"][0]["lr"] = 0.5
+    torch.save(state, tmp_path / "c.pt")
+    code, out, _ = run("diff", tmp_path / "a", tmp_path / "c.pt")
+    assert (code, out.splitlines()[0]) == (1, "optimizer/param_groups/0/lr: is 0.1 in A, 0.5 in B")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["inspect", "nothing"], "nothing is not there"),
+        (["inspect", "."], "is no checkpoint of a known format"),
+        (["inspect", "x.txt"], "is no checkpoint of a known format"),
+        (["inspect", "x.txt", "--from", "torch"], "is no file of torch.save"),
+        (["inspect", "x.txt", "--from", "hf"], "is no safetensors file"),
+        (["inspect", "x.txt", "--from", "dcp"], "cannot be read"),
+        (["inspect", ".", "--from", "sherd"], "holds no checkpoint of sherd"),
+        (["inspect", ".", "--from", "deepspeed"], "holds no checkpoint of DeepSpeed"),
+        (["inspect", ".", "--from", "universal"], "holds no universal checkpoint"),
+        (["verify", "nothing"], "nothing is not there"),
+        (["diff", "x.pt", "nothing"], "nothing is not there"),
+        (["diff", "x.pt", "x.pt", "--rtol", "-1"], "numbers from 0 on"),
+        (["convert", "x.pt", "x.txt"], "is there already"),
+        (["convert", "x.pt", "no/where"], "is no folder"),
+        (["convert", "x.pt", "y", "--mapping", "nothing.json"], "is none of the presets"),
+        (["convert", "x.pt", "y", "--reverse"], "--reverse is about"),
+        (["convert", "x.pt", "y", "--mapping", "llama", "--set", "heads"], "is no KEY=N"),
+        (["convert", "x.pt", "y", "--memory", "lots"], "is no number of bytes"),
+        (["convert", "x.pt", "y", "--to", "deepspeed"], "invalid choice"),
+        (["convert", "x.pt"], "required: DST"),
+        (["inspect", "x.pt", "--fomr", "hf"], "did you mean --from?"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(tmp_path, monkeypatch, run, words, match):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("no checkpoint at all")
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"sherd {words[0]}: ")
+    assert err.count("\n") == 1
+    assert match in err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["x.pt", "x.txt"]
+
+
+def test_a_disk_that_cannot_be_written_to_has_its_own_code(tmp_path, run, monkeypatch):
+    from sherd.storage import places
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(places.os, "fsync", full)
+    everything_path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2)}, everything_path)
+    code, _, err = run("convert", everything_path, tmp_path / "y")
+    assert (code, err) == (74, "sherd convert: a file: No space left on device\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["x.pt"]
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "verify", "diff"])
+def test_help_says_what_a_command_does_and_its_exit_codes(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert "exit code: 0, " in capsys.readouterr().out
+
+
+def test_prune_keeps_the_last_and_every_so_many(tmp_path, run):
+    for step in (10, 20, 30, 40):
+        put(tmp_path / "a", {"model/w": (torch.ones(2), Grid(0))}, step=step)
+    code, out, _ = run("prune", tmp_path / "a", "--keep-last", "1", "--keep-every", "20")
+    assert (code, out.splitlines()) == (
+        0,
+        ["step 30 is removed", "step 10 is removed", f"2 checkpoints are left in {tmp_path / 'a'}"],
+    )
+    (tmp_path / "a" / "step-00000040" / "abd-00000.safetensors").write_bytes(b"left")
+    code, out, _ = run("prune", tmp_path / "a", "--keep-last", "1", "--sweep", "--json")
+    found = json.loads(out)
+    assert (found["removed"], found["left"], len(found["swept"])) == ([20], [40], 1)
+    assert run("prune", tmp_path / "a", "--keep-last", "0")[0] == 2
+    assert run("prune", tmp_path / "no", "--keep-last", "1")[0] == 2

@@ -1,0 +1,174 @@
+"""Are folders that torch's own FSDP and DDP save read by name, and does torch read those that are written here?"""
+
+import argparse
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sherd.errors import CheckpointError
+from sherd.interchange.contents import Named
+from sherd.interchange.converting import convert
+from sherd.interchange.formats import open_source
+from sherd.interchange.mapped import Mapped
+from sherd.interchange.mapping import rules_of
+from sherd.interchange.state_trees import in_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def make(kind):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    if kind == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if kind == "fsdp1":
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    torch.manual_seed(5)
+    model(torch.randn(8, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(kind, folder, flat, nested):
+    model, optimizer = make(kind)
+    step(model, optimizer)
+    values, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    state = {"model": values, "optimizer": states} if nested else {**values, "optimizer": states}
+    dcp.save(state, checkpoint_id=folder)
+    if kind == "fsdp1":  # torch crashes where it makes whole states of it on a CPU
+        model, optimizer = make("plain")
+        step(model, optimizer)
+    whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return whole if dist.get_rank() == 0 else None
+
+
+def require_same(source, values, states):
+    for name, tensor in values.items():
+        torch.testing.assert_close(in_memory(Named(source, f"model/{name}")), tensor)
+    held = source.contents.values["optimizer"]
+    for name, state in states["state"].items():
+        for key, tensor in state.items():
+            if tensor.dim():
+                torch.testing.assert_close(in_memory(Named(source, f"optimizer/{name}/{key}")), tensor)
+            else:
+                assert held["state"][name][key] == {"$scalar": ["F32", 1.0]}
+    (group,) = held["param_groups"]
+    assert group["lr"] == 0.01
+    assert sorted(group["params"]) == sorted(states["param_groups"][0]["params"])
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "as torchtitan"])
+@pytest.mark.parametrize("flat", [False, True], ids=["nested optimizer", "flattened optimizer"])
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "ddp"])
+def test_what_torch_saves_on_two_ranks_is_read_by_name(world, tmp_path, kind, flat, nested):
+    values, states = world(2).run(save, kind, tmp_path / "dcp", flat, nested)[0]
+    source = open_source(tmp_path / "dcp")
+    assert source.format == "dcp"
+    require_same(source, values, states)
+    if kind != "ddp":
+        assert source.pieces()["model/0.weight"] == 2
+    convert(source, tmp_path / "sherd", "sherd", most_bytes=16)
+    require_same(open_source(tmp_path / "sherd"), values, states)
+
+
+def load(kind, folder):
+    model, optimizer = make(kind)
+    values, states = get_state_dict(model, optimizer)
+    state = {"model": values, "optimizer": states}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return whole if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_written_loads_with_torch_into_fsdp2(world, tmp_path, num_ranks):
+    values, states = world(2).run(save, "fsdp2", tmp_path / "a", False, True)[0]
+    convert(open_source(tmp_path / "a"), tmp_path / "sherd", "sherd")
+    convert(open_source(tmp_path / "sherd"), tmp_path / "b", "dcp")
+    found, found_states = world(num_ranks).run(load, "fsdp2", tmp_path / "b")[0]
+    assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
+    for name, state in states["state"].items():
+        assert all(torch.equal(found_states["state"][name][key], tensor) for key, tensor in state.items())
+
+
+def test_what_is_written_is_read_by_torchs_own_conversion_to_a_file(tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    state = {"model": {"w": torch.arange(6.0)}, "optimizer": {"state": {"w": {"step": 3}}, "param_groups": [{"lr": 1}]}}
+    torch.save(state, tmp_path / "x.pt")
+    convert(open_source(tmp_path / "x.pt"), tmp_path / "dcp", "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "y.pt")
+    back = torch.load(tmp_path / "y.pt")
+    assert torch.equal(back["model"]["w"], state["model"]["w"])
+    assert back["optimizer"] == state["optimizer"]
+
+
+def test_values_of_classes_that_are_not_known_are_left_out_and_named(tmp_path):
+    state = {"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "iteration": 40}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = open_source(tmp_path / "dcp")
+    (note,) = convert(source, tmp_path / "out", "sherd")
+    assert note.startswith("args is left out: ")
+    assert "names argparse.Namespace, which is not among the names" in note
+    assert (source.contents.step, list(source.contents.values)) == (40, ["model"])
+
+
+def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path):
+    """The form that Megatron-LM's documents and tests give for `--ckpt-format fsdp_dtensor`; it needs a GPU to save."""
+    names = [f"module.module.decoder.layers.{i}.linear.weight" for i in range(3)]
+    settings = [{"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.1, "weight_decay": 0.1}]
+    state = {
+        "model": {name: torch.full((2,), float(i)) for i, name in enumerate(names)},
+        "optimizer": {
+            "state": {name: {"exp_avg": torch.full((2,), i + 10.0)} for i, name in enumerate(names)},
+            "param_to_group_meta": dict(zip(names, settings, strict=True)),
+        },
+        "iteration": 25,
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps({"rules": [{"rename": "module.module.{*rest}", "to": "{*rest}"}]}))
+    source = Mapped(open_source(tmp_path / "dcp"), rules_of(str(rules), {}))
+    short = [name.removeprefix("module.module.") for name in names]
+    assert source.contents.step == 25
+    for i, name in enumerate(short):
+        assert in_memory(Named(source, f"model/{name}")).tolist() == [i, i]
+        assert in_memory(Named(source, f"optimizer/{name}/exp_avg")).tolist() == [i + 10, i + 10]
+    assert source.contents.values["optimizer"]["param_groups"] == [
+        {"lr": 0.1, "weight_decay": 0.1, "params": [short[0], short[2]]},
+        {"lr": 0.1, "weight_decay": 0.0, "params": [short[1]]},
+    ]
+
+
+def save_safetensors(folder):
+    model, _ = make("fsdp2")
+    dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+
+
+def test_pieces_in_safetensors_files_of_ranks_are_joined(world, tmp_path):
+    expected = world(2).run(save_safetensors, tmp_path / "hf")[0]
+    source = open_source(tmp_path / "hf")
+    assert source.format == "hf"
+    assert source.pieces()["model/0.weight"] == 2
+    assert set(source.contents.tensors) == {f"model/{name}" for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(in_memory(Named(source, f"model/{name}")), tensor)
+    next(iter((tmp_path / "hf").glob("shard-00001*"))).unlink()
+    with pytest.raises(CheckpointError, match=r"elements of"):
+        open_source(tmp_path / "hf")

@@ -1,0 +1,156 @@
+"""Does each format give back what was written into it, from a checkpoint of sherd of any layout?"""
+
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sherd.errors import CheckpointError
+from sherd.interchange import words
+from sherd.interchange.contents import Named, whole
+from sherd.interchange.converting import convert
+from sherd.interchange.formats import FORMATS, format_at, open_source
+from sherd.layout.boxes import Box, Grid
+from tests.interchange.checkpoints import bytes_of, put, tensors
+
+SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SETTINGS
+@given(
+    named=st.dictionaries(st.sampled_from(["a", "b.c", "0.w", "é"]), tensors(), min_size=1, max_size=4),
+    to=st.sampled_from(["sherd", "hf", "dcp", "torch"]),
+    most=st.sampled_from([1, 9, 100, 1 << 20]),
+)
+def test_tensors_of_any_layout_and_dtype_come_back(tmp_path_factory, named, to, most):
+    folder = tmp_path_factory.mktemp("each")
+    put(folder / "in", {f"model/{name}": each for name, each in named.items()}, {"model/tied": f"model/{min(named)}"})
+    source, target = open_source(folder / "in"), folder / "out.pt" if to == "torch" else folder / "out"
+    convert(source, target, to, most_bytes=most)
+    back = open_source(target)
+    assert back.format == to == format_at(target)
+    found = bytes_of(back, most)
+    found.pop("model/tied", None)  # without elements it is no other name of another
+    assert found == bytes_of(source, most)
+    expected = {name: bytes(_memory(tensor)) for name, (tensor, _) in named.items()}
+    assert {name.removeprefix("model/"): raw for name, (_, _, raw) in found.items()} == expected
+    if to in ("sherd", "hf"):
+        assert back.contents.aliases == source.contents.aliases
+    back.close()
+    source.close()
+
+
+def _memory(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else b""
+
+
+@SETTINGS
+@given(each=tensors(), data=st.data(), to=st.sampled_from(["sherd", "hf", "dcp", "torch"]))
+def test_any_part_of_a_tensor_is_read(tmp_path_factory, each, data, to):
+    tensor, _ = each
+    folder = tmp_path_factory.mktemp("part")
+    put(folder / "in", {"model/w": each})
+    target = folder / "out.pt" if to == "torch" else folder / "out"
+    convert(open_source(folder / "in"), target, to)
+    offsets = [data.draw(st.integers(0, size)) for size in tensor.shape]
+    sizes = [data.draw(st.integers(0, size - at)) for size, at in zip(tensor.shape, offsets, strict=True)]
+    box = Box(tuple(offsets), tuple(sizes))
+    read = torch.empty(sizes, dtype=tensor.dtype)
+    Named(open_source(target), "model/w").read_into(box, read, 16)
+    expected = tensor[box.within(whole(tuple(tensor.shape)))].contiguous()
+    assert _memory(read) == _memory(expected)
+
+
+VALUES = {
+    "model": {"kind": "module"},
+    "optimizer": {
+        "kind": "optimizer",
+        "param_groups": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": None, "params": ["b", "w"]}],
+        "state": {
+            name: {"exp_avg": {"$tensor": f"optimizer/{name}/exp_avg"}, "step": {"$scalar": ["F32", 3.0]}}
+            for name in ("w", "b")
+        },
+    },
+    "loader": {
+        "kind": "state",
+        "state": {"at": 5, "seeds": [1, 2], "queue": {"$tensor": "loader/queue"}, "raw": {"$bytes": "AP8="}},
+    },
+}
+
+
+def everything(folder):
+    w = torch.randn(3, 2)
+    named = {
+        "model/w": w,
+        "model/b": torch.randn(3),
+        "optimizer/w/exp_avg": w * 2,
+        "optimizer/b/exp_avg": torch.randn(3),
+        "loader/queue": torch.arange(5),
+    }
+    return put(folder, {name: (tensor, Grid(0)) for name, tensor in named.items()}, values=VALUES)
+
+
+@pytest.mark.parametrize("to", ["sherd", "dcp", "torch"])
+def test_optimizers_values_and_other_items_come_back(tmp_path, to):
+    source = open_source(everything(tmp_path / "in"))
+    target = tmp_path / ("out.pt" if to == "torch" else "out")
+    assert convert(source, target, to) == []
+    back = open_source(target)
+    assert bytes_of(back) == bytes_of(source)
+    assert (back.contents.values, back.contents.step) == (VALUES, 7)
+
+
+def test_hf_holds_a_model_alone_and_says_what_it_leaves_out(tmp_path):
+    source = open_source(everything(tmp_path / "in"))
+    left_out = convert(source, tmp_path / "out", "hf")
+    assert [note.split()[0] for note in left_out] == ["optimizer", "loader"]
+    assert set(open_source(tmp_path / "out").contents.tensors) == {"model/w", "model/b"}
+
+
+def test_hf_is_cut_into_files_of_a_size_which_safetensors_reads(tmp_path):
+    from safetensors.torch import load_file
+
+    source = open_source(everything(tmp_path / "in"))
+    convert(source, tmp_path / "out", "hf", shard_bytes=24)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 36}
+    assert index["weight_map"] == {
+        "b": "model-00002-of-00002.safetensors",
+        "w": "model-00001-of-00002.safetensors",
+    }
+    assert load_file(tmp_path / "out" / "model-00001-of-00002.safetensors")["w"].shape == (3, 2)
+    assert bytes_of(open_source(tmp_path / "out")).items() <= bytes_of(source).items()
+    assert bytes_of(open_source(tmp_path / "out" / "model.safetensors.index.json")).keys() == {"model/w", "model/b"}
+
+
+def test_the_latest_of_several_checkpoints_is_meant(tmp_path):
+    for step in (5, 20):
+        put(tmp_path, {"model/w": (torch.full((2,), float(step)), Grid(0))}, step=step)
+    assert open_source(tmp_path).contents.step == 20
+    assert open_source(tmp_path / "step-00000005").contents.step == 5
+
+
+@pytest.mark.parametrize("to", ["sherd", "hf", "dcp", "torch"])
+def test_what_fails_leaves_nothing_behind(tmp_path, to):
+    path = everything(tmp_path / "in")
+    file = path / "abc-00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[8 + int.from_bytes(raw[:8], "little")] ^= 1  # the first byte of the first tensor
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"abc-00000\.safetensors is not what was written"):
+        convert(open_source(path), tmp_path / "out", to, model_only=to == "hf")
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(("name", "match"), [("in", "is there already"), ("no/out", "is no folder")])
+def test_a_target_is_never_overwritten(tmp_path, name, match):
+    source = open_source(everything(tmp_path / "in"))
+    with pytest.raises(CheckpointError, match=match):
+        convert(source, tmp_path / name, "sherd")
+
+
+def test_every_format_that_the_words_name_is_one():
+    assert set(words.FORMATS) == set(FORMATS)
+    assert {name for name, each in FORMATS.items() if each.write} == set(words.WRITTEN)

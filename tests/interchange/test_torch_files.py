@@ -1,0 +1,133 @@
+"""Are files of torch.save read as torch reads them, whatever the strides, and do optimizers get their names?"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sherd.errors import CheckpointError
+from sherd.interchange.contents import Named, whole
+from sherd.interchange.converting import convert
+from sherd.interchange.formats import open_source
+from sherd.interchange.state_trees import in_memory
+from sherd.interchange.torch_files import opened
+from sherd.layout.boxes import Box, Grid
+from tests.interchange.checkpoints import CLASSES, bytes_of, put, random_tensor, trained
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_part_of_any_view_is_read(tmp_path_factory, data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    tensor = random_tensor(tuple(shape), data.draw(st.sampled_from(CLASSES)))
+    order = data.draw(st.permutations(range(len(shape))))
+    tensor = tensor.permute(order)
+    for dim in range(tensor.dim()):
+        start = data.draw(st.integers(0, tensor.shape[dim] - 1))
+        tensor = tensor.narrow(dim, start, data.draw(st.integers(1, tensor.shape[dim] - start)))
+    if data.draw(st.booleans()):
+        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    path = tmp_path_factory.mktemp("view") / "x.pt"
+    torch.save({"w": tensor}, path)
+    offsets = [data.draw(st.integers(0, size)) for size in tensor.shape]
+    sizes = [data.draw(st.integers(0, size - at)) for size, at in zip(tensor.shape, offsets, strict=True)]
+    box = Box(tuple(offsets), tuple(sizes))
+    read = torch.empty(sizes, dtype=tensor.dtype)
+    opened(path).tree["w"].read_into(box, read, data.draw(st.sampled_from([1, 20, 1 << 20])))
+    expected = tensor[box.within(whole(tuple(tensor.shape)))].contiguous()
+    if expected.numel():
+        assert torch.equal(read.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+
+
+def save(path, form):
+    model, optimizer = trained()
+    state = optimizer.state_dict()
+    names = {id(p): name for name, p in model.named_parameters()}
+    if form == "named":
+        by_number = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        groups = [{**g, "params": [by_number[n] for n in g["params"]]} for g in state["param_groups"]]
+        state = {"state": {by_number[n]: each for n, each in state["state"].items()}, "param_groups": groups}
+    if form == "param_names":
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            saved["param_names"] = [names[id(p)] for p in group["params"]]
+    torch.save({"model": model.state_dict(), "optimizer": state, "step": 2}, path)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("form", ["named", "param_names"])
+def test_named_optimizer_states_are_read_and_load_again(tmp_path, form):
+    model, optimizer = save(tmp_path / "x.pt", form)
+    source = open_source(tmp_path / "x.pt")
+    assert source.contents.step == 2
+    assert source.contents.aliases == {"model/out.weight": "model/inner.weight"}
+    convert(source, tmp_path / "sherd", "sherd")
+    convert(open_source(tmp_path / "sherd"), tmp_path / "y.pt", "torch")
+    assert bytes_of(open_source(tmp_path / "y.pt")) == bytes_of(source)
+    state = torch.load(tmp_path / "y.pt", weights_only=True, mmap=True)
+    again, other = trained(seed=9)
+    again.load_state_dict(state["model"])
+    other.load_state_dict(state["optimizer"])
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert all(torch.equal(optimizer.state[a][key], other.state[b][key]) for key in ("exp_avg", "step"))
+    assert state["model"]["out.weight"].data_ptr() == state["model"]["inner.weight"].data_ptr()
+
+
+def test_numbers_of_two_groups_cannot_be_known(tmp_path):
+    save(tmp_path / "x.pt", "numbered")
+    with pytest.raises(
+        CheckpointError, match="which number is which cannot be known; save the optimizer's state by name"
+    ):
+        open_source(tmp_path / "x.pt")
+
+
+def test_numbers_of_one_group_are_the_models_order(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"state_dict": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "x.pt")
+    source = open_source(tmp_path / "x.pt")
+    for name, parameter in model.named_parameters():
+        found = in_memory(Named(source, f"optimizer/{name}/exp_avg"))
+        assert torch.equal(found, optimizer.state[parameter]["exp_avg"])
+
+
+def test_numbers_that_do_not_fit_the_models_shapes_are_refused(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(reversed(list(model.parameters())))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="in another order"):
+        open_source(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("state", [3, {}, {"a": 1}, [torch.ones(2)]])
+def test_a_file_without_a_model_is_refused(tmp_path, state):
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"x\.pt holds"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_a_bare_state_dict_is_a_model(tmp_path):
+    model, _ = trained()
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    source = open_source(tmp_path / "x.pt")
+    assert {*source.contents.tensors, *source.contents.aliases} == {f"model/{name}" for name in model.state_dict()}
+    assert source.contents.values == {"model": {"kind": "module"}}
+
+
+def test_a_file_of_the_old_form_is_refused_with_what_to_do(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="save it again"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_tensors_lie_where_they_can_be_mapped(tmp_path):
+    named = {f"model/{name}": (torch.ones(size), Grid(0)) for name, size in {"a": 1, "b": 70, "long" * 20: 3}.items()}
+    put(tmp_path / "in", named)
+    convert(open_source(tmp_path / "in"), tmp_path / "x.pt", "torch")
+    tree = opened(tmp_path / "x.pt").tree
+    assert [tensor.storage.start % 64 for tensor in tree["model"].values()] == [0, 0, 0]
+    assert opened(tmp_path / "x.pt").damaged() is None
