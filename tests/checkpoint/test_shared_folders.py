@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sherd
-from sherd.checkpoint import restoring
+from sherd.checkpoint import restoring, writing
 from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, CommError
 from sherd.storage import folder as storage_folder
@@ -117,6 +117,20 @@ def test_no_rank_removes_a_file_that_the_manifest_may_name(tmp_path, monkeypatch
         sherd.save(tmp_path, filled(1), step=1)
         assert len(files_in(tmp_path / "step-00000001")) == 2
     assert 8 < last < 29
+
+
+@pytest.mark.parametrize("error", [CommError("a rank has died"), CheckpointError("a rank cannot write")])
+def test_a_file_stays_where_a_rank_has_died_and_goes_where_all_ranks_have_refused(tmp_path, monkeypatch, error):
+    def refused(*_):
+        raise error
+
+    monkeypatch.setattr(writing, "_require_shared", refused)
+    with pytest.raises(type(error)):
+        sherd.save(tmp_path, filled(1), step=1)
+    assert len(files_in(tmp_path)) == isinstance(error, CommError)
+    monkeypatch.undo()
+    sherd.save(tmp_path, filled(1), step=1)
+    assert len(files_in(tmp_path / "step-00000001")) == 2
 
 
 def test_another_job_saves_the_step_while_it_is_looked_at_or_opened(tmp_path, monkeypatch):
