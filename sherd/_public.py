@@ -2,7 +2,7 @@
 
 from sherd.api.accumulate import accumulate
 from sherd.api.auto_shard import auto_shard
-from sherd.api.checkpoints import Restored, Saving, async_save, load, save
+from sherd.api.checkpoints import Saving, async_save, load, save
 from sherd.api.ema import Ema
 from sherd.api.extensions import DTensorExtensions, FSDPExtensions
 from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -32,6 +32,7 @@ from sherd.api.weights_out import iter_full_parameters
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.backward_steps import StepsInBackward, step_in_backward
 from sherd.checkpoint.rekeying import OptimStateKeyType
+from sherd.checkpoint.restoring import Restored
 from sherd.clip import clip_grad_norm_
 from sherd.engine.state.flat import FlatParameter
 from sherd.errors import SherdError

@@ -7,54 +7,25 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from sherd.checkpoint.items import Item, ValueItem, items_of
-from sherd.checkpoint.random_state import random_state, restore_random_state
-from sherd.checkpoint.ranks import OtherRankFailed, Ranks
+from sherd.checkpoint.items import Item, items_of
+from sherd.checkpoint.random_state import random_state
+from sherd.checkpoint.ranks import Ranks
+from sherd.checkpoint.restoring import Restored, Search, restore
 from sherd.checkpoint.staging import Staging
-from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of, read_tensor
-from sherd.checkpoint.tree import decoded
-from sherd.checkpoint.writing import PER_RANK, Plan, contents_of, plan, write
-from sherd.comm.agreement import in_short
-from sherd.errors import CheckpointError, CommError, NoCheckpointError, PolicyTypeError
+from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
+from sherd.checkpoint.writing import GIVEN, RANDOM, Plan, contents_of, plan, write
+from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
-from sherd.storage.folder import Folder
-from sherd.storage.manifest import MANIFEST
-from sherd.storage.opened import Opened
-from sherd.storage.places import Place, place_of
+from sherd.storage.folder import Folder, locked_to_read
+from sherd.storage.places import place_of
 
 Where = str | os.PathLike[str]
 Items = Mapping[str, object]
-
-GIVEN, RANDOM = "given", "random"
-"""Under these names a rank keeps what the user gave as `per_rank`, and its random generators."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `load` has read.
-
-    Args:
-        step: the step that the checkpoint was saved with.
-        path: its folder.
-        world_size: the number of ranks that saved it.
-        user: what `save` was given as `user`.
-        values: the items that are neither modules nor have a state, by name, as they were saved.
-        per_rank: what this rank gave to `save` as `per_rank`, where as many ranks load; else {}.
-        passed_over: newer checkpoints that were not taken, each with the reason.
-    """
-
-    step: int
-    path: str
-    world_size: int
-    user: Any = None
-    values: dict[str, Any] = field(default_factory=dict)
-    per_rank: dict[str, Any] = field(default_factory=dict)
-    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,9 +126,9 @@ def save(
         group: the ranks that save. None: all; without a process group, this process.
 
     Raises:
-        CheckpointError: a rank cannot write, or an item holds what a checkpoint cannot: on all ranks. What was written
-            is removed, and older checkpoints are as they were.
-        CommError: a rank has died.
+        CheckpointError: a rank cannot write, the ranks do not share the folder, or an item holds what a checkpoint
+            cannot: on all ranks. What was written is removed, and older checkpoints are as they were.
+        CommError: a rank has died. The checkpoint is whole or there is none; the next save removes the rest.
         StateError: a model is on the meta device, in use, or inside `sherd.unsharded`.
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
@@ -252,7 +223,14 @@ def async_save(
     planned = wanted.planned(ranks)
     staging = Staging(staging_bytes)
     contents = contents_of(planned.parts, staging.chunks)
-    _last.saving = saving = Saving(step, lambda: wanted.finish(planned, ranks, contents))
+
+    def finish() -> str:
+        try:
+            return wanted.finish(planned, ranks, contents)
+        finally:
+            staging.give_up("the save has ended")  # after an error the copying thread would wait for room forever
+
+    _last.saving = saving = Saving(step, finish)
     try:
         staging.copy(planned.parts.tensors)
     except BaseException as error:
@@ -307,86 +285,7 @@ def load(
     ranks, place = Ranks(group), place_of(folder)
     _last.wait()
     own = items_of(items, strict)
-    damaged: dict[int, str] = {}
     what = f"the look for a checkpoint in {place}"
     with contextlib.ExitStack() as lock:
-        # A checkpoint has no lock of its own, and none is to be made in it.
-        ranks.each(lambda: MANIFEST in place.names() or lock.enter_context(Folder(place).locked()), what)
-        while True:
-            found, passed_over = ranks.first(lambda: _chosen(place, step, damaged), what)
-            try:
-                with Opened(place if found is None else Folder(place).folder_of(found)) as source:
-                    return _loaded(source, own, ranks, staging_bytes, random, passed_over)
-            except _Damaged as error:
-                if found is None or step is not None:
-                    raise CheckpointError(Exception.__str__(error)) from error
-                damaged[found] = Exception.__str__(error)
-
-
-class _Damaged(CheckpointError):
-    """A checkpoint that looked whole, and is not."""
-
-
-def _chosen(place: Place, step: int | None, damaged: Mapping[int, str]) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the step to load, None if `place` itself is a checkpoint, and what was passed over."""
-    if MANIFEST in place.names():
-        return None, ()
-    passed_over: list[str] = []
-    folder = Folder(place)
-    for found in map(folder.found, folder.steps() if step is None else {step} & set(folder.steps())):
-        why = found.why or damaged.get(found.step, "")
-        if not why:
-            return found.step, tuple(passed_over)
-        passed_over.append(f"step {found.step}: {why}")
-    of_step = "" if step is None else f" of step {step}"
-    told = f" ({'; '.join(passed_over)})" if passed_over else ""
-    raise NoCheckpointError(f"{place} holds no whole checkpoint{of_step}{told}; save one first, or begin anew")
-
-
-def _loaded(
-    source: Opened, items: list[Item], ranks: Ranks, staging_bytes: int, random: bool, passed_over: tuple[str, ...]
-) -> Restored:
-    """Load from `source`. Raises `_Damaged` on all ranks if a file of it is not what was written."""
-    what = f"the load of {source.place}"
-    misfits = ranks.each(lambda: [item.misfit(source) for item in items], what)
-    for item, *of_ranks in zip(items, *misfits, strict=True):
-        missing = [name for each in of_ranks for name in each.missing]
-        unexpected = sorted(frozenset.intersection(*(each.unexpected for each in of_ranks)))
-        wrong = [text for each in of_ranks for text in each.wrong]
-        told = (("it lacks", missing), ("the model lacks", unexpected), ("in it", wrong))
-        words = "; ".join(f"{side} {in_short(list(dict.fromkeys(names)))}" for side, names in told if names)
-        if words:
-            raise CheckpointError(
-                f"{source.place}, item {item.name!r}, is of another model: {words}; load with strict=False to take the "
-                "names that both have"
-            )
-    values: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-
-    def take() -> None:
-        for item in items:
-            value = item.load(source, staging_bytes)
-            if isinstance(item, ValueItem):
-                values[item.name] = value
-        if source.manifest.world_size == ranks.size:
-            held = source.manifest.values.get(PER_RANK, {}).get(str(ranks.rank), {})
-            own.update(decoded(held, lambda name: read_tensor(source, name)))
-
-    try:
-        ranks.each(take, what)
-    except OtherRankFailed:
-        raise
-    except CheckpointError as error:
-        raise _Damaged(Exception.__str__(error)) from error
-    if random and RANDOM in own:
-        restore_random_state(own[RANDOM])
-    manifest = source.manifest
-    return Restored(
-        manifest.step,
-        str(source.place),
-        manifest.world_size,
-        manifest.user,
-        values,
-        own.get(GIVEN, {}),
-        passed_over,
-    )
+        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), what)
+        return restore(Search(place, step), own, ranks, staging_bytes, random)

@@ -22,8 +22,8 @@ from sherd.checkpoint.pieces import local_shape_of, pieces_here
 from sherd.checkpoint.relayout import around
 from sherd.checkpoint.saving import needs_comparison, state_in_parts
 from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
-from sherd.checkpoint.tree import Json, Tensors, decoded, encoded
-from sherd.errors import CheckpointError
+from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
+from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.opened import Opened
 from sherd.tensor.state_kind import StateKind, kind_of
 
@@ -93,6 +93,11 @@ class Item(ABC):
             raise CheckpointError(f"{source.place}: the item {self.name!r} is a {found['kind']}, not a {kind}")
         return found
 
+    def require(self, is_right: bool, source: Opened) -> None:
+        """Raises CheckpointError if the JSON of this item has another form than sherd writes."""
+        if not is_right:
+            raise CheckpointError(f"{source.place}: the item {self.name!r} has values that sherd does not write")
+
 
 class ModuleItem(Item):
     """The parameters and buffers of one module, or of several with different names, such as stages of a pipeline.
@@ -161,6 +166,7 @@ class ModuleItem(Item):
         for of in self._tensors:
             of.after_writing()
         extra = decoded(self.json(source, "module").get(EXTRA, {}), lambda name: read_tensor(source, name))
+        self.require(isinstance(extra, dict), source)
         for path, module in self._with_extra_state():
             if path in extra:
                 module.set_extra_state(extra[path])
@@ -200,13 +206,22 @@ class OptimizerItem(Item):
 
         catalog = Catalog(*self._modules)
         known = {_without_compiler(name): name for name in catalog.names}
-        state = decoded(found["state"], tensor)
-        groups = decoded(found["param_groups"], tensor)
+        state = decoded(found.get("state"), tensor)
+        groups = decoded(found.get("param_groups"), tensor)
+        self.require(_is_state(state) and _are_groups(groups), source)
         own = {known[name]: each for name, each in state.items() if name in known}
         for group in groups:
             group["params"] = [known[name] for name in group["params"] if name in known]
         given = {"state": own, "param_groups": groups}
-        to_load(catalog, self._optimizer, given, load_directly=True, as_it_comes=True)
+        try:
+            to_load(catalog, self._optimizer, given, load_directly=True, as_it_comes=True)
+        except NOT_WRITTEN as error:
+            if isinstance(error, SherdError):
+                raise
+            kind = type(self._optimizer).__name__
+            raise OptimStateError(
+                f"{source.place}: {kind} does not take the item {self.name!r}: {type(error).__name__}: {error}"
+            ) from error
 
 
 class StateItem(Item):
@@ -234,7 +249,9 @@ class StateItem(Item):
             fill(source, name, target, most_bytes)
             return target
 
-        self._of.load_state_dict(decoded(self.json(source, "state")["state"], tensor))
+        state = decoded(self.json(source, "state").get("state"), tensor)
+        self.require(isinstance(state, dict), source)
+        self._of.load_state_dict(state)
 
 
 class ValueItem(Item):
@@ -251,7 +268,9 @@ class ValueItem(Item):
 
     def load(self, source: Opened, most_bytes: int) -> object:
         """Returns the value that was saved, with tensors in host memory."""
-        return decoded(self.json(source, "value")["value"], lambda name: read_tensor(source, name))
+        found = self.json(source, "value")
+        self.require("value" in found, source)
+        return decoded(found["value"], lambda name: read_tensor(source, name))
 
 
 def items_of(given: Mapping[str, object], strict: bool = True) -> list[Item]:
@@ -303,6 +322,21 @@ def _item(name: str, value: object, modules: Sequence[nn.Module], strict: bool) 
     if isinstance(value, Optimizer):
         return OptimizerItem(name, value, modules)
     return StateItem(name, value) if isinstance(value, Stateful) else ValueItem(name, value)
+
+
+def _is_state(state: object) -> bool:
+    """Returns whether this is an optimizer's state by the names of parameters."""
+    return isinstance(state, dict) and all(isinstance(each, dict) for each in state.values())
+
+
+def _are_groups(groups: object) -> bool:
+    """Returns whether these are an optimizer's groups, with the names of parameters."""
+    return isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in groups
+    )
 
 
 def fill(source: Opened, name: str, tensor: torch.Tensor, most_bytes: int) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from sherd.checkpoint.tree import NOT_WRITTEN
+from sherd.errors import CheckpointError
+
 
 def random_state() -> dict[str, Any]:
     """Returns the states of the generators, in tensors, numbers and lists."""
@@ -21,7 +24,18 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Give the generators of this process the states that `random_state` has returned."""
+    """Give the generators of this process the states that `random_state` has returned.
+
+    Raises:
+        CheckpointError: it has not returned these.
+    """
+    try:
+        _restore(state)
+    except NOT_WRITTEN as error:
+        raise CheckpointError(f"the state of the random generators is not what sherd writes: {error}") from error
+
+
+def _restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "accelerator" in state and torch.accelerator.is_available():

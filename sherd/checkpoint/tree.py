@@ -27,6 +27,10 @@ Json = Any
 """What `json` reads and writes."""
 
 
+NOT_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""What values lead to that sherd has not written."""
+
+
 class Tensors(dict[str, torch.Tensor]):
     """Tensors by their names in a checkpoint."""
 
@@ -114,15 +118,21 @@ def _decoded(value: Json, tensor: Callable[[str], object]) -> Any:
         return _DECODERS[kind](held, tensor)
     except (CheckpointError, RecursionError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except NOT_WRITTEN as error:
         raise CheckpointError(f"{str(value)[:100]} is no encoding of a value ({error!r})") from None
+
+
+def _number(value: object) -> object:
+    if not isinstance(value, bool | int | float | complex):
+        raise TypeError("a scalar holds one number")
+    return value
 
 
 _DECODERS: dict[str, Callable[[Json, Callable[[str], object]], object]] = {
     "$float": lambda held, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[held],
     "$tuple": lambda held, tensor: tuple(_decoded(held, tensor)),
     "$dict": lambda held, tensor: {_decoded(key, tensor): _decoded(item, tensor) for key, item in held},
-    "$scalar": lambda held, tensor: torch.tensor(_decoded(held[1], tensor), dtype=DTYPES[held[0]]),
+    "$scalar": lambda held, tensor: torch.tensor(_number(_decoded(held[1], tensor)), dtype=DTYPES[held[0]]),
     "$tensor": lambda held, tensor: tensor(held),
     "$bytes": lambda held, _: base64.b64decode(held, validate=True),
     "$complex": lambda held, tensor: complex(_decoded(held[0], tensor), _decoded(held[1], tensor)),

@@ -20,16 +20,19 @@ from sherd.checkpoint.pieces import Described, Layouts, grid_of, pieces_here
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import dtype_name
 from sherd.checkpoint.tree import Json, Tensors, encoded
-from sherd.errors import CheckpointError
+from sherd.comm.agreement import in_short
+from sherd.errors import CheckpointError, CommError
 from sherd.layout.boxes import Box, Grid, Piece, whole
 from sherd.layout.placement import Shape
-from sherd.storage.folder import file_name
+from sherd.storage.folder import faults, file_name
 from sherd.storage.manifest import Entry, File, Manifest, name_in_file
 from sherd.storage.places import Place
 from sherd.storage.writing import Content, write_file
 
 PER_RANK = "per_rank"
 """Where the values have what belongs to single ranks, by their number."""
+GIVEN, RANDOM = "given", "random"
+"""Under these names a rank keeps what the user gave as `per_rank`, and its random generators."""
 
 
 @dataclass(frozen=True)
@@ -190,23 +193,36 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, place: Plac
     """Write this rank's file into `place`, and return the manifest, which is not written. All ranks must call it.
 
     Raises:
-        CheckpointError: a rank cannot write. What was written is removed.
-        CommError: a rank has died. What this rank has written is removed.
+        CheckpointError: a rank cannot write, or the first rank does not see all files. What was written is removed.
+        CommError: a rank has died. What this rank has written stays until the next save removes it: the first rank may
+            have heard from all before, and write a manifest that names it.
     """
-    name, is_done = file_name(plan.save_id, ranks.rank), False
+    name, what = file_name(plan.save_id, ranks.rank), f"the save of step {plan.step} to {place}"
+    parts = plan.parts
     try:
         written = ranks.each(
-            lambda: Written(
-                write_file(place, name, contents), plan.parts.listed, plan.parts.private, plan.parts.values
-            ),
-            f"the save of step {plan.step} to {place}",
+            lambda: Written(write_file(place, name, contents), parts.listed, parts.private, parts.values), what
         )
-        is_done = True
-    finally:
-        if not is_done:
-            with contextlib.suppress(OSError):
-                place.remove(name)
-    return _manifest(plan, written, ranks.size)
+        manifest = _manifest(plan, written, ranks.size)
+        ranks.first(lambda: _require_shared(place, manifest, ranks), what)
+    except CommError:
+        raise
+    except Exception:
+        with contextlib.suppress(OSError):
+            place.remove(name)
+        raise
+    return manifest
+
+
+def _require_shared(place: Place, manifest: Manifest, ranks: Ranks) -> None:
+    """Raises CheckpointError if the files that other ranks have written are not seen here."""
+    wrong = faults(place, manifest.files, manifest.block_bytes)
+    if wrong:
+        numbers = in_short([str(ranks.numbers[number]) for number in wrong])
+        raise CheckpointError(
+            f"rank {ranks.numbers[0]} does not see what rank {numbers} has written ({next(iter(wrong.values()))}); all "
+            "ranks need to share the folder: give all of them the same one, on a disk that all machines see"
+        )
 
 
 def _manifest(plan: Plan, written: Sequence[Written], world_size: int) -> Manifest:

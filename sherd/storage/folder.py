@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from sherd.errors import CheckpointError, PolicyError
 from sherd.storage.blocks import Checked
 from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest, OtherFormat
 from sherd.storage.opened import read_manifest
-from sherd.storage.places import PART, Lock, Place
+from sherd.storage.places import PART, Lock, Place, place_of
 
 LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
@@ -48,11 +49,15 @@ class Found:
 def checked(place: Place, *, verify: bool = False) -> Manifest:
     """Returns the manifest of the checkpoint in `place`. Raises CheckpointError if it is not whole, as `Folder.found`
     checks it."""
-    manifest = read_manifest(place)
-    with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
-        for _ in pool.map(lambda file: _check(place, file, manifest.block_bytes, verify), manifest.files):
-            pass
-    return manifest
+    save_id = ""
+    while True:
+        manifest = read_manifest(place)
+        wrong = faults(place, manifest.files, manifest.block_bytes, verify=verify)
+        if not wrong:
+            return manifest
+        if manifest.save_id == save_id:
+            raise CheckpointError(next(iter(wrong.values())))
+        save_id = manifest.save_id  # unless another job has saved it anew meanwhile, and removed the old files
 
 
 class Folder:
@@ -109,17 +114,26 @@ class Folder:
         """Make the checkpoint of `step` whole, whose files are written, and remove those of the one that it replaces.
 
         Files of the same step that no manifest names stay until `sweep`: another job may be writing them.
+
+        Raises:
+            OSError: the manifest cannot be written. The files that it names are removed.
         """
-        place = self.folder_of(step)
+        place, own = self.folder_of(step), {file.name for file in manifest.files}
         try:
             replaced = read_manifest(place).files
         except CheckpointError:
             replaced = ()
         raw = manifest.to_bytes()
-        place.write(MANIFEST, lambda: [memoryview(raw)])
+        try:
+            place.write(MANIFEST, lambda: [memoryview(raw)])
+        except OSError:
+            if not _may_be_of(place, manifest):
+                _remove(place, own)
+            raise
         latest = json.dumps({"format": FORMAT, "folder": f"step-{step:08d}", "step": step}).encode() + b"\n"
-        self.place.write(LATEST, lambda: [memoryview(latest)])
-        _remove(place, {file.name for file in replaced} - {file.name for file in manifest.files})
+        with contextlib.suppress(OSError):  # the checkpoint is whole, and nothing relies on the hint
+            self.place.write(LATEST, lambda: [memoryview(latest)])
+        _remove(place, {file.name for file in replaced} - own)
 
     def prune(
         self, keep_last: int, keep_every: int | None = None, keep: Collection[int] = (), *, upto: int | None = None
@@ -172,6 +186,39 @@ class Folder:
                 if MANIFEST not in names:
                     place.drop()
             return swept
+
+
+def locked_to_read(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Lock]:
+    """Returns the lock to hold while `path` is read: that of the folder of checkpoints. `path` may be one of them."""
+    place = place_of(path)
+    if MANIFEST not in place.names():
+        return Folder(place).locked()
+    above, name = os.path.split(os.fspath(path).rstrip("/"))
+    # A copy of a checkpoint under another name is nobody's to remove.
+    return Folder(place_of(above or ".")).locked() if _STEP.fullmatch(name) else contextlib.nullcontext(Lock.NONE)
+
+
+def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: bool = False) -> dict[int, str]:
+    """Returns what is wrong with `files` of the checkpoint in `place`, by their number: one is missing or of another
+    length or, with `verify`, not what was written."""
+
+    def fault(file: File) -> str:
+        try:
+            _check(place, file, block_bytes, verify)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
+        return {number: why for number, why in enumerate(pool.map(fault, files)) if why}
+
+
+def _may_be_of(place: Place, manifest: Manifest) -> bool:
+    """Returns whether `place` may have `manifest`, though writing it has failed: an object store may have taken it."""
+    try:
+        return MANIFEST in place.names() and read_manifest(place).save_id == manifest.save_id
+    except (CheckpointError, OSError):
+        return True
 
 
 def _dropped(found: Found) -> bool:

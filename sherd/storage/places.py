@@ -24,6 +24,7 @@ __all__ = ["PART", "Chunks", "Disk", "Lock", "Place", "Readable", "place_of"]
 LOCK = ".lock"
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _EARLY_BYTES = 16 << 20
 """After as many bytes the system is told to begin writing them to the disk, while the next ones are handed over."""
 
@@ -90,7 +91,7 @@ class Disk(Place):
         """Hold a flock on the file `.lock` here."""
         if make:
             _make(self.path)
-        fd = _lock_file(self.path / LOCK)
+        fd = _lock_file(self.path / LOCK, _NOT_WRITABLE if make else _NOT_WRITABLE + _FULL)
         if fd is None:
             yield Lock.NONE
             return
@@ -100,7 +101,8 @@ class Disk(Place):
                 yield found
             finally:
                 if found is Lock.HELD:
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # or a process forked meanwhile would hold it on
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(fd, fcntl.LOCK_UN)  # or a process forked meanwhile would hold it on
         finally:
             os.close(fd)
 
@@ -151,14 +153,14 @@ def _begin_writing(fd: int, start: int, nbytes: int) -> None:
         sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), ctypes.c_uint(2))  # SYNC_FILE_RANGE_WRITE
 
 
-def _lock_file(path: Path) -> int | None:
-    """Returns the lock's file, open; None if it is not there and cannot be made."""
+def _lock_file(path: Path, lacking: tuple[int, ...]) -> int | None:
+    """Returns the lock's file, open; None if it is not there, and cannot be made for one of the reasons `lacking`."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno not in _NOT_WRITABLE:
+        if error.errno not in lacking:
             raise
     try:
         return os.open(path, os.O_RDONLY)
