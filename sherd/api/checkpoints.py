@@ -208,7 +208,15 @@ def async_save(
     nobody has waited for it. Ranks talk over a process group of their own.
 
     Args:
-        folder, items, step, user, per_rank, random, keep_last, keep_every, group: as for `save`.
+        folder: as for `save`.
+        items: as for `save`.
+        step: as for `save`.
+        user: as for `save`.
+        per_rank: as for `save`.
+        random: as for `save`.
+        keep_last: as for `save`.
+        keep_every: as for `save`.
+        group: as for `save`.
         staging_bytes: the host memory for copies. The call then takes until all but so much is written. None: as much
             as this rank writes.
 
