@@ -20,11 +20,13 @@ class BeforeForward:
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
-    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters are still alive."""
+    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters are still alive. `unread`:
+    the numbers of those groups that backward will not read."""
 
     unit: int
     recomputing: bool = False
     in_use: bool = False
+    unread: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@ objects."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -52,12 +53,23 @@ class Unsharded:
         self.gathered = self.buffers = gathered
         self.parameters: list[nn.Parameter] = []
         self.guard = Guard(())
+        self._own_references = 0
 
     @property
     def num_foreign_views(self) -> int:
         """The number of tensors that share the memory besides those that are made here, autograd's and garbage among
         them, as far as that is known."""
         return 0
+
+    def know_own_references(self) -> None:
+        """Note how many references to the parameters there are, all of them our own, and before modules show them."""
+        self._own_references = sum(sys.getrefcount(parameter) for parameter in self.parameters)
+
+    @property
+    def num_foreign_references(self) -> int:
+        """The number of references to the parameters that are not ours, while modules show them."""
+        num_places = sum(len(record.places) for record in self._records)
+        return sum(sys.getrefcount(parameter) for parameter in self.parameters) - self._own_references - num_places
 
     def show(self) -> None:
         """Show the parameters to the modules."""

@@ -128,6 +128,7 @@ class Weights(Position, saved.Source):
                 made.free()
         for index, parameter in enumerate(made.parameters):
             self._adopt(index, parameter)
+        made.know_own_references()
         if self.plan.frees_unsharded:
             saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
@@ -156,6 +157,13 @@ class Weights(Position, saved.Source):
         if made is None or not self.plan.frees_unsharded:
             return False
         return made.num_foreign_views > self.num_saved_views
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody, autograd included, seems to have one of the parameters or a view of one, other than by the
+        attribute of a module."""
+        made = self._made
+        return made is not None and (made.num_foreign_views > 0 or made.num_foreign_references > 0)
 
     @property
     def is_in_flight(self) -> bool:

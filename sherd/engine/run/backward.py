@@ -168,6 +168,16 @@ class Backward:
             if present >> at & 1:
                 arrivals.have_zeros()
 
+    def unread(self, groups: Sequence[int]) -> tuple[int, ...]:
+        """Returns those of `groups`, embeddings', that backward will not read after the forward that has just ended.
+
+        None until one backward was observed in which no gradient arrived twice: a head that shares the weight may be
+        recomputed, and nothing of it was saved then.
+        """
+        if not self._is_gone_through_once:
+            return ()
+        return tuple(group for group in groups if not self._weights[group].is_held)
+
     @property
     def has_received(self) -> bool:
         """Whether any gradient has come in the present backward."""

@@ -33,7 +33,7 @@ def wait(unit: Unit) -> None:
     for weights in unit.weights:
         if weights.live is not Live.UNSHARDED:
             weights.wait()
-    for hooks, key, _ in unit.touch_hooks:
+    for hooks, key, _ in (*unit.touch_hooks, *unit.lookups.hooks):
         hooks.pop(key, None)
 
 
