@@ -120,10 +120,12 @@ NUM_TRIES = 3
 """The least of so many steps is what a step takes: when a thread of gloo's is late to let go of the parameters that it
 has gathered, they are freed after backward of their unit and not within."""
 
-STREAMS = {"streams": RecordingStreams, "alone": LARGEST // 2}
-"""As on an accelerator, where nothing of the blocks travels alone; embedding and head do. They are half as large as a
-block's weights: autograd holds the last gradient, the embedding's, while the root is reduced, which no forecast knows,
-and which is to be no peak."""
+STREAMS = {"streams": RecordingStreams, "vocabulary": 2 * VOCABULARY}
+"""As on an accelerator, where nothing of the blocks travels alone; embedding and head, of 1 MiB each, do."""
+
+STREAMS_AND_SMALL_ENDS = {"streams": RecordingStreams, "alone": LARGEST // 2}
+"""The same, with an embedding and a head of half a MiB: autograd holds the last gradient, the embedding's, while the
+root is reduced, which no forecast knows, and with the larger ones in half precision that would be the peak."""
 
 CHOICES = {
     "default": {},
@@ -148,7 +150,7 @@ CHOICES = {
     "streams": STREAMS,
     "streams-flat": {**STREAMS, "placement": "flat"},
     "streams-coalesced": {**STREAMS, "transport": "coalesced"},
-    "streams-half": {**STREAMS, "param_dtype": torch.bfloat16},
+    "streams-half": {**STREAMS_AND_SMALL_ENDS, "param_dtype": torch.bfloat16},
     "frozen-flat": {"frozen": ("embed.weight", "blocks.0.1.weight"), "placement": "flat"},
 }
 

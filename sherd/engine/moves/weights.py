@@ -163,7 +163,8 @@ class Weights(Position, saved.Source):
         """Whether anybody, autograd included, seems to have one of the parameters or a view of one, other than by the
         attribute of a module."""
         made = self._made
-        return made is not None and (made.num_foreign_views > 0 or made.num_foreign_references > 0)
+        is_free = made is None or (made.num_foreign_views <= 0 and made.num_foreign_references <= 0)
+        return self.is_saved or not is_free
 
     @property
     def is_in_flight(self) -> bool:
@@ -181,8 +182,8 @@ class Weights(Position, saved.Source):
         return id(tensor) in self._ids
 
     def end_backward(self) -> None:
-        """Forget the views that backward has not read: they were not on the way from the loss."""
-        self.num_unread_views = 0
+        """Forget what was saved. Views that backward has not read were not on the way from the loss."""
+        self.is_saved, self.num_unread_views = False, 0
 
     def bump_versions(self) -> None:
         """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""

@@ -32,7 +32,6 @@ class Lookups:
     """
 
     def __init__(self, weights: Sequence[Weights], unshard: Callable[[], None]) -> None:
-        self._weights = weights
         found = {number: modules for number, each in enumerate(weights) if (modules := _embeddings_of(each))}
         self.hooks: list[TouchHook] = []
         self.groups: tuple[int, ...] = ()
@@ -48,11 +47,6 @@ class Lookups:
             hooks: Any = module._forward_pre_hooks  # declared as a dict; it is ordered
             handle = module.register_forward_pre_hook(about_to_read)
             self.hooks.append((hooks, handle.id, hooks.pop(handle.id)))
-
-    @property
-    def are_lacking(self) -> bool:
-        """Whether some groups of the unit are unsharded, and others were freed alone."""
-        return len({weights.live for weights in self._weights}) > 1
 
     def unread(self, backward: Backward) -> tuple[int, ...]:
         """Returns the groups that `backward`, the unit's, will not read after the forward that has just ended. They may

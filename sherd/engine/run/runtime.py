@@ -308,7 +308,7 @@ class Runtime:
 
     def finish_unshard(self, unit: Unit) -> None:
         """Wait for `unit`'s all-gather, if one is in flight, and gather what was freed alone."""
-        if unit.live is Live.GATHERING or unit.lookups.are_lacking:
+        if unit.live is Live.GATHERING or self._index[unit.id] in self.schedule.state.passed:
             self.on(Unshard(self._index[unit.id], wait=True))
 
     def reshard(self, unit: Unit) -> None:
