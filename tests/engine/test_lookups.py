@@ -217,7 +217,7 @@ def test_a_hook_in_backward_reads_the_right_values_and_has_the_weight_kept_from_
         assert len(rows) == 4
         assert all(torch.equal(each, plain.embed(TOKENS)) for each in rows)
         assert all(torch.equal(each, plain.embed.weight) for each in weights)
-        assert gathers[1] == gathers[0] + 1
+        assert gathers[1] == gathers[0] + 2, "the head goes before the hook, and comes along"
         assert gathers[2:] == [gathers[0]] * 2
         for each in found:
             assert_as_plain(each, plain_gradients())

@@ -307,8 +307,8 @@ class Runtime:
         self.on(Unshard(self._index[unit.id], wait))
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Wait for `unit`'s all-gather, if one is in flight, and gather what was freed alone."""
-        if unit.live is Live.GATHERING or self._index[unit.id] in self.schedule.state.passed:
+        """Wait for `unit`'s all-gather, if one is in flight, and gather what was freed after forward."""
+        if unit.live is Live.GATHERING or self._index[unit.id] in self.schedule.state.unread:
             self.on(Unshard(self._index[unit.id], wait=True))
 
     def reshard(self, unit: Unit) -> None:
