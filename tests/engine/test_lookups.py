@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, fully_shard
+from sherd import Blocks, CommPolicy, Flat, FullyShardedDataParallel, fully_shard
 from sherd.engine.run.seal import unit_of
 from sherd.memory.watch import watched
 from sherd.schedule.actions import FreeGroup
@@ -97,14 +98,20 @@ def built(way: str = "") -> Model:
     return Model(way)
 
 
-def sharded(way: str = "", front: str = "shard") -> nn.Module:
+def sharded(way: str = "", front: str = "") -> nn.Module:
     model = built(way)
     if front == "wrapper":
         model.block = FullyShardedDataParallel(model.block, use_orig_params=True)
         return FullyShardedDataParallel(model, use_orig_params=True)
-    placement = {"shard": None, "flat": Flat(), "blocks": Blocks(2), "whole": Owned()}[front]
-    fully_shard(model.block, placement=placement)
-    return fully_shard(model, placement=placement)
+    options: dict[str, Any] = {
+        "flat": {"placement": Flat()},
+        "blocks": {"placement": Blocks(2)},
+        "join": {"comm_policy": CommPolicy(divergence="join")},
+    }.get(front, {})
+    if front == "replicated":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    fully_shard(model.block, **options)
+    return fully_shard(model, **options)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -143,10 +150,10 @@ def between_forward_and_backward(front: str) -> tuple[list[dict], list[dict]]:
     return seen, found
 
 
-@pytest.mark.parametrize("front", ["shard", "flat", "blocks", "wrapper"])
+@pytest.mark.parametrize("front", ["shard", "flat", "blocks", "wrapper", "join", "replicated"])
 def test_an_embedding_is_gone_between_forward_and_backward_from_the_second_step_on(world, front):
     plain = plain_gradients()
-    for seen, found in world(2).run(between_forward_and_backward, front):
+    for seen, found in world(4 if front == "replicated" else 2).run(between_forward_and_backward, front):
         assert set(seen[0].values()) == {True}, "who has not seen a backward keeps all"
         for later in seen[1:]:
             assert {name for name, is_there in later.items() if not is_there} == {"embed.weight"}
