@@ -2,6 +2,7 @@
 
 from sherd.api.accumulate import accumulate
 from sherd.api.auto_shard import auto_shard
+from sherd.api.checkpoints import Restored, Saving, async_save, load, save
 from sherd.api.ema import Ema
 from sherd.api.extensions import DTensorExtensions, FSDPExtensions
 from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -85,6 +86,8 @@ __all__ = [
     "RaggedDTensor",
     "ReduceScatter",
     "Refreshed",
+    "Restored",
+    "Saving",
     "ShardedForm",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -97,16 +100,19 @@ __all__ = [
     "StepsInBackward",
     "UnshardHandle",
     "accumulate",
+    "async_save",
     "auto_shard",
     "clip_grad_norm_",
     "explain_migration",
     "flatten_optimizer",
     "fully_shard",
     "join",
+    "load",
     "memory_report",
     "refresh",
     "register_fsdp_forward_method",
     "replicate",
+    "save",
     "share_comm_ctx",
     "step",
     "step_in_backward",

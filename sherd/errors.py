@@ -16,6 +16,8 @@
     ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
     │   └── OptimStateError  AssertionError, ValueError    optimizer state that does not fit the model
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
+    ├── CheckpointError RuntimeError  a checkpoint that cannot be written or read
+    │   └── NoCheckpointError FileNotFoundError  a folder without a whole checkpoint
     ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
         └── RanksDifferError          ranks have changed a model in different ways
@@ -28,11 +30,13 @@ import os
 from typing import ClassVar
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "EquivalenceError",
     "GradientError",
     "MeshError",
     "ModuleError",
+    "NoCheckpointError",
     "OptimStateError",
     "OptimizerError",
     "OwnershipError",
@@ -121,6 +125,16 @@ class OptimStateError(OptimizerError, ValueError, AssertionError):
 
 class GradientError(SherdError, RuntimeError):
     """A gradient that cannot be reduced."""
+
+
+class CheckpointError(SherdError, RuntimeError):
+    """A checkpoint that cannot be written or read: a file is missing, damaged, or not what it says it is."""
+
+    names_rank = False
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """A folder without a whole checkpoint, so that a run begins anew."""
 
 
 class EquivalenceError(SherdError, AssertionError):

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
 # `sherd` is the package's own __init__, `_public` the public names.
 RULE = """
-errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | wrap < tensor < engine
+errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage < engine
 < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < _public, sherd
 < interop, train, doctor, __main__
 """
@@ -20,7 +20,7 @@ errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | w
 ROOMS = ("state", "moves", "run", "between", "build")
 SIMULATE_KNOWS = {"layout", "schedule", "policy"}
 KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}
-WITHOUT_TORCH = {"layout", "schedule"}
+WITHOUT_TORCH = {"layout", "schedule", "storage"}
 RIVALS = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",

@@ -197,6 +197,14 @@ def parts_of_a_twice_sharded_tensor() -> list[float]:
     return whole.tolist()
 
 
+def test_split_factor_of__is_that_of_a_strided_shard_and_of_nothing_else():
+    assert [_torch.split_factor_of(each) for each in (_torch.strided_shard(1, 3), Shard(1), Replicate())] == [
+        3,
+        None,
+        None,
+    ]
+
+
 def test_strided_shard__is_a_dim_that_an_axis_to_the_right_has_sharded_before(world):
     assert world(4).run(parts_of_a_twice_sharded_tensor) == [list(range(8))] * 4
 
@@ -1075,6 +1083,48 @@ def test_store__is_what_torchs_stores_can():
     assert store.add("b", 2) == 2
     assert store.check(["a", "b"])
     assert not store.check(["c"])
+
+
+class Recorded:
+    """A backend that writes down what it is told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def name(self) -> str:
+        return self._name
+
+    def __getattr__(self, called: str):
+        if self._name == "gloo" and called.startswith("_group"):
+            raise AttributeError(called)
+        return lambda: self._log.append(f"{self._name} {called}")
+
+
+def aborted(monkeypatch, by_device: dict[str, str]) -> list[str]:
+    log: list[str] = []
+    found = {device: Recorded(name, log) for device, name in by_device.items()}
+    with _torch.imagined_ranks(2):
+        monkeypatch.setattr(_torch.collectives, "backend_of", lambda group, device: found[device.type])
+        _torch.abort_groups()
+        assert dist.is_initialized()
+    return log
+
+
+def test_abort_groups__breaks_off_those_of_accelerators_as_one_and_forgets_none(monkeypatch):
+    assert hasattr(dist.distributed_c10d.ProcessGroup, "_device_types")
+    assert hasattr(torch._C._distributed_c10d.Backend, "abort")
+    with _torch.imagined_ranks(2):
+        types = {device.type for device in dist.group.WORLD._device_types}
+    log = aborted(monkeypatch, {each: "gloo" if each == "cpu" else "nccl" for each in types})
+    others = len(types - {"cpu"})
+    assert others
+    assert log == ["nccl _group_start", *["nccl abort"] * others, "nccl _group_end"]
+
+
+def test_abort_groups__leaves_gloo_alone_also_where_it_serves_devices(monkeypatch, world):
+    with _torch.imagined_ranks(2):
+        types = {device.type for device in dist.group.WORLD._device_types}
+    assert aborted(monkeypatch, dict.fromkeys(types, "gloo")) == []
 
 
 def timeouts_adopted() -> list[float]:

@@ -36,6 +36,7 @@ from sherd._torch.checkpointing import (
 )
 from sherd._torch.collectives import (
     Store,
+    abort_groups,
     adopt_timeout,
     all_gather_coalesced,
     all_gather_single,
@@ -60,6 +61,7 @@ from sherd._torch.dtensors import (
     replace_local_tensor,
     spec_of,
     specs_of,
+    split_factor_of,
     strided_shard,
     swap_devices,
 )
@@ -113,6 +115,7 @@ __all__ = [
     "DTensorSpec",
     "SavingHooks",
     "Store",
+    "abort_groups",
     "adopt_timeout",
     "after_accumulation_hooks",
     "all_gather_coalesced",
@@ -174,6 +177,7 @@ __all__ = [
     "share_saving_hooks",
     "spec_of",
     "specs_of",
+    "split_factor_of",
     "splitting_stage",
     "steps_in_backward",
     "storage_uses",

@@ -169,6 +169,27 @@ def adopt_timeout(group: dist.ProcessGroup) -> None:
         ours._set_default_timeout(default.options._timeout)
 
 
+def abort_groups() -> None:
+    """Break off what the groups of this process do on accelerators; those of the host, gloo's, go on.
+
+    `dist.distributed_c10d._abort_process_group` will not do: it forgets the groups too, so that the user's
+    `destroy_process_group()` in a `finally` would raise, and hide what came before. As it does, communicators of NCCL
+    are aborted as one, or they wait for each other. `_world`, `_device_types`, `_get_backend` and `_group_start` have
+    no public names (2.11 to 2.13).
+    """
+    groups = list(distributed_c10d._world.pg_map)
+    served = [backend_of(group, device) for group in groups for device in group._device_types if device.type != "cpu"]
+    backends = [backend for backend in served if backend.name() != "gloo"]  # the host's, which serves devices too
+    first = next(iter(backends), None)
+    is_grouped = hasattr(first, "_group_start")
+    if is_grouped:
+        first._group_start()  # type: ignore[union-attr]
+    for backend in backends:
+        backend.abort()
+    if is_grouped:
+        first._group_end()  # type: ignore[union-attr]
+
+
 @contextlib.contextmanager
 def imagined_ranks(number: int) -> Iterator[None]:
     """A context with a default process group of `number` ranks, of which this process is rank 0 and the others do not

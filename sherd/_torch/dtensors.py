@@ -134,6 +134,14 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def split_factor_of(placement: Placement) -> int | None:
+    """Returns into how many parts axes to the right have sharded the dim before, for a strided shard; None for any
+    other placement. The class has no public name (2.11 to 2.13)."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
 def dispatches_itself(kind: type[DTensor]) -> None:
     """Have operations on tensors of exactly this subclass reach its own `__torch_dispatch__`, as they do since 2.12.
 

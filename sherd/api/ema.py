@@ -12,19 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import spec_of
 from sherd.api.module import require_module
-from sherd.checkpoint.catalog import places_of
-from sherd.checkpoint.relayout import around, full_of, laid_out, lies_as
+from sherd.checkpoint.model_tensors import ModelTensors, Named, put
+from sherd.checkpoint.relayout import around, laid_out
 from sherd.comm.agreement import in_short
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.parameter import ShardedParameter, plain_name
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import ModuleError, StateError
 from sherd.requirements import require_bool, require_floating_dtype, require_number, require_type
 from sherd.tensor.ragged import local_part
-
-Named = Mapping[str, torch.Tensor]
 
 _BATCH = 32
 """The number of tensors that are converted at once, where averages are of another dtype or on another device."""
@@ -129,7 +123,7 @@ class Ema:
             yield
         finally:
             self._is_applied = False
-            now = _Tensors(self._model)  # which may have changed inside
+            now = ModelTensors(self._model)  # which may have changed inside
             shapes = {name: tensor.shape for name, tensor in now.by_name.items()}
             now.take({name: value for name, value in own.items() if shapes.get(name) == value.shape})
 
@@ -148,7 +142,7 @@ class Ema:
             StateError: as `update`, for either model.
         """
         require_module("Ema.copy_to expects a module", model)
-        own, target = self._follow("Ema.copy_to()"), _Tensors(model)
+        own, target = self._follow("Ema.copy_to()"), ModelTensors(model)
         target.require_at_rest("Ema.copy_to()")
         target.take(_matched("Ema.copy_to()", {**own.by_name, **self._averages}, target.by_name))
 
@@ -165,16 +159,16 @@ class Ema:
             StateError: as `update`.
         """
         self._follow("Ema.load_state_dict()")
-        _put(self._averages, _matched("Ema.load_state_dict()", state_dict.get("averages", {}), self._averages))
+        put(self._averages, _matched("Ema.load_state_dict()", state_dict.get("averages", {}), self._averages))
         self.num_updates = int(state_dict["num_updates"])
 
     @torch.no_grad()
-    def _follow(self, call: str) -> _Tensors:
+    def _follow(self, call: str) -> ModelTensors:
         """Returns the model's tensors. Averages of those that are new begin, and of those that are gone are dropped;
         what was sharded since has its average sharded."""
         if self._is_applied:
             raise StateError(f"{call} inside Ema.applied(), where the parameters are the averages; leave it first")
-        found = _Tensors(self._model)
+        found = ModelTensors(self._model)
         found.require_at_rest(call)
         averages: dict[str, torch.Tensor] = {}
         for name, tensor in found.by_name.items():
@@ -188,7 +182,7 @@ class Ema:
         self._averages, self._records = averages, found.records
         return found
 
-    def _is_averaged(self, name: str, tensor: torch.Tensor, found: _Tensors) -> bool:
+    def _is_averaged(self, name: str, tensor: torch.Tensor, found: ModelTensors) -> bool:
         if name in found.buffers:
             return self._buffers and tensor.is_floating_point()
         is_number = tensor.is_floating_point() or tensor.is_complex()
@@ -197,61 +191,6 @@ class Ema:
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         own = torch.promote_types(tensor.dtype, torch.float32)
         return own if self._dtype is None or tensor.is_complex() else self._dtype
-
-
-class _Tensors:
-    """The parameters and buffers below a module, each once, under its first name; and the units that own them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._held: dict[str, ShardedParameter | nn.Parameter] = {}
-        seen: set[int] = set()
-        for path, record, parameter in places_of(module):
-            held = record or parameter
-            if id(held) not in seen and not isinstance(parameter, FlatParameter):
-                self._held[plain_name(path)] = held  # the members of a flat parameter have places of their own
-                seen.add(id(held))
-        self.records = {name: held for name, held in self._held.items() if isinstance(held, ShardedParameter)}
-        self.trained = {name for name, held in self._held.items() if held.requires_grad}
-        self.buffers = {plain_name(path): buffer for path, buffer in module.named_buffers()}
-        owners = [*units_below(module), *(record.owner for record in self.records.values())]
-        self._units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
-
-    @property
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """All of them as they are between steps: shards, and plain tensors."""
-        shards = {name: record.shard for name, record in self.records.items()}
-        return {**self._held, **shards, **self.buffers}  # type: ignore[dict-item]  # no record is left
-
-    def require_at_rest(self, call: str) -> None:
-        """Raise `StateError` if the tensors are in use, or on the meta device. Values that a user has put in the place
-        of shards are taken."""
-        for unit in self._units:
-            require_at_rest(unit, call)
-            unit.notice_replaced()
-        on_meta = [name for name, tensor in self.by_name.items() if local_part(tensor).is_meta]
-        if on_meta:
-            raise StateError(f"{call}: {in_short(on_meta)} on the meta device; give the model memory and values first")
-
-    def take(self, values: Named) -> None:
-        """Copy `values` into the tensors of these names."""
-        for unit in self._units:
-            unit.notice_moved()
-        _put(self.by_name, values)
-        for unit in self._units:
-            unit.shards_written()
-
-
-@torch.no_grad()
-def _put(targets: Named, values: Named) -> None:
-    """Copy each of `values`, in any layout, into the one of `targets` of its name."""
-    for name, value in values.items():
-        target, source = targets[name], value
-        if isinstance(target, DTensor):
-            if not (isinstance(value, DTensor) and lies_as(value, spec_of(target))):
-                source = laid_out(value, spec_of(target), local_part(target).device)
-        elif isinstance(value, DTensor):
-            source = full_of(value)
-        local_part(target).copy_(local_part(source))
 
 
 @torch.no_grad()

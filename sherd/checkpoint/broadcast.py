@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from sherd._torch import DTensorSpec
 from sherd.checkpoint.catalog import StateDict
 from sherd.comm.failures import named
 from sherd.comm.mesh import default_device_type
@@ -28,8 +29,9 @@ class Given(Protocol):
     def shape(self) -> torch.Size | None:
         """The shape of a tensor; None for anything else."""
 
-    def take(self) -> torch.Tensor | None:
-        """Returns the tensor, uncopied; None if it is none."""
+    def take(self, spec: DTensorSpec | None) -> torch.Tensor | None:
+        """Returns the tensor, uncopied; None if it is none. `spec` is how it is wanted: it may be a DTensor that lies
+        so."""
 
     def copied(self) -> object:
         """Returns a copy in memory of its own."""
@@ -44,7 +46,7 @@ class Sent:
     group: dist.ProcessGroup | None
     tensor: torch.Tensor | None
 
-    def take(self) -> torch.Tensor:
+    def take(self, spec: DTensorSpec | None = None) -> torch.Tensor:
         """Broadcast the tensor. All ranks must call it."""
         device = torch.device(default_device_type(self.group))
         if self.tensor is None:
@@ -59,6 +61,22 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class Filed:
+    """A tensor in a checkpoint's file. `read` returns it; given a spec, of this rank's part alone."""
+
+    shape: torch.Size
+    read: Callable[[DTensorSpec | None], torch.Tensor]
+
+    def take(self, spec: DTensorSpec | None) -> torch.Tensor:
+        """Read the tensor, or the part of it that `spec` gives to this rank."""
+        return self.read(spec if spec is not None and spec.shape == self.shape else None)
+
+    def copied(self) -> torch.Tensor:
+        """Read the tensor."""
+        return self.read(None)
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """A tensor that this rank has."""
 
@@ -69,7 +87,7 @@ class Held:
         """The shape of the tensor."""
         return self.tensor.shape
 
-    def take(self) -> torch.Tensor:
+    def take(self, spec: DTensorSpec | None = None) -> torch.Tensor:
         """Returns the tensor itself."""
         return self.tensor
 
@@ -85,7 +103,7 @@ class Other:
     value: object
     shape: ClassVar[None] = None
 
-    def take(self) -> None:
+    def take(self, spec: DTensorSpec | None = None) -> None:
         """Returns None: the value is no tensor."""
 
     def copied(self) -> object:
@@ -95,7 +113,7 @@ class Other:
 
 def given(value: object) -> Given:
     """Returns `value` as a piece of a state: a tensor, one that rank 0 sends, or anything else."""
-    if isinstance(value, Sent):
+    if isinstance(value, Sent | Filed):
         return value
     return Held(value) if isinstance(value, torch.Tensor) else Other(value)
 

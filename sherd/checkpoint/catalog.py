@@ -107,15 +107,19 @@ Groups = list[list[Entry]]
 
 
 class Catalog:
-    """All parameters of a model, in the model's order, each under its first name there."""
+    """All parameters of a model, in the model's order, each under its first name there.
 
-    def __init__(self, model: nn.Module) -> None:
-        places = list(places_of(model))
+    The model may consist of several modules, as the stages of a pipeline are.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        places = [place for module in modules for place in places_of(module)]
         names: dict[int, str] = {}
         for path, record, parameter in places:
             if record is not None and not isinstance(parameter, FlatParameter):
                 names.setdefault(id(record), plain_name(path))
-        paths = {id(_optimizer_param_of(parameter)): path for path, parameter in model.named_parameters()}
+        named = (each for module in modules for each in module.named_parameters())
+        paths = {id(_optimizer_param_of(parameter)): path for path, parameter in named}
         self._by_optimizer_param: dict[int, Entry] = {}
         for path, record, parameter in places:
             key = id(parameter if record is None else record.optimizer_param)

@@ -63,9 +63,22 @@ def optim_state_dict_to_load(
             members of one flat parameter of which some are missing, or have other keys or numbers than the others;
             parameters of one group that were in several.
     """
+    read = from_rank0(state_dict, group) if from_rank_0 else require_state(state_dict)
+    return to_load(Catalog(model), optim, read, optim_input=optim_input, is_named=is_named, load_directly=load_directly)
+
+
+def to_load(
+    catalog: Catalog,
+    optim: Optimizer | None,
+    state_dict: StateDict,
+    *,
+    optim_input: object = None,
+    is_named: bool = False,
+    load_directly: bool = False,
+) -> StateDict:
+    """Does what `optim_state_dict_to_load` does for a catalog's parameters, with a `state_dict` that this rank has."""
     if optim is not None and not optim.state:
         watcher.adopt(optim)  # it may have been built before the model was sharded
-    catalog = Catalog(model)
     if optim is None:
         groups, choices = catalog.groups_of_input(optim_input)
     else:
@@ -73,7 +86,7 @@ def optim_state_dict_to_load(
             catalog.groups_of(optim),
             [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups],
         )
-    read = _read(from_rank0(state_dict, group) if from_rank_0 else require_state(state_dict))
+    read = _read(state_dict)
     users_own = _users_own(read, catalog)
     strict = optim is None or isinstance(optim, ELEMENTWISE)
     entries = enumerate(entry for group in groups for entry in group)
@@ -174,7 +187,7 @@ def _state_of(entry: Entry, states: dict[object, State], strict: bool) -> _Loade
 
 def _plain_copy(value: object, device: torch.device) -> object:
     """Returns an unsharded copy for a plain parameter on `device`. A tensor without dimensions stays where it is."""
-    tensor = given(value).take()
+    tensor = given(value).take(None)
     if tensor is None:
         return _copied(value)
     copied = full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
@@ -200,7 +213,7 @@ def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:
 
 def _received(piece: Given, spec: DTensorSpec) -> torch.Tensor | None:
     """Returns the tensor that `piece` is, that rank 0 sends, or that FSDP1 has saved in parts; None if it is none."""
-    tensor = piece.take()
+    tensor = piece.take(spec)
     full = None if tensor is None else full_of_sharded_tensor(tensor, torch.device(spec.mesh.device_type))
     return tensor if full is None else full
 

@@ -80,6 +80,41 @@ def optim_state_dict(
     return {"state": named | users_own, **param_groups}
 
 
+def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:
+    """Returns whether a rank cannot tell alone what the state of `optim` is: it has a plain tensor that may be its part
+    of a sharded one. Raises as `state_in_parts`."""
+    if not optim.state:
+        watcher.adopt(optim)
+    entries = [entry for group in catalog.groups_of(optim) for entry in group if entry.spec is not None]
+    return any(_has_plain_part(optim.state.get(entry.parameter, {}), entry) for entry in entries)
+
+
+def state_in_parts(catalog: Catalog, optim: Optimizer, compare: bool) -> StateDict:
+    """Returns the state of `optim` by name, tensors as DTensors that share its memory.
+
+    Ranks compare their states, as they do in `optim_state_dict`, only with `compare`.
+
+    Raises:
+        OptimStateError: a parameter of the optimizer is not in the catalog; or ranks have different states.
+    """
+    raw: StateDict = optim.state_dict()
+    groups = catalog.groups_of(optim)
+    states, users_own = _sorted_out(raw, groups, catalog)
+    if compare:
+        agree(catalog.entries, states)
+    form = _Form(full=False, in_rows=False, on_host=False)
+    held = [(entry, states[id(entry)]) for entry in catalog.entries if id(entry) in states]
+    named: dict[object, State] = {name: each for entry, state in held for name, each in _by_name(entry, state, form)}
+    return {"state": named | users_own, "param_groups": _named_groups(raw, groups)}
+
+
+def _has_plain_part(state: State, entry: Entry) -> bool:
+    """Returns whether a plain tensor has the shape of this rank's part of the parameter."""
+    shape, local = entry.parameter.shape, entry.local_shape
+    plain = ((key, value) for key, value in state.items() if not isinstance(value, DTensor))
+    return any(kind_of(key, value, shape, local) is StateKind.ELEMENTS for key, value in plain)
+
+
 def _sorted_out(raw: StateDict, groups: Groups, catalog: Catalog) -> tuple[dict[int, State], dict[object, State]]:
     """Returns the states by the id of their entry, and those that a user has put among them under other keys."""
     by_key: dict[object, Entry] = {}

@@ -8,7 +8,6 @@ went wrong; the threads hear of it, and the blocked ranks raise it too. The same
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -24,6 +23,7 @@ from sherd._torch import Store, store_beside, timeout_of
 from sherd.comm.bounded_store import BoundedStore
 from sherd.comm.flight import OFTEN_UP_TO, Recorder
 from sherd.comm.groups import is_destroyed
+from sherd.comm.watchdog import Watchdog
 
 LOOK_EVERY_S = 0.05
 """The thread looks this often whether its rank is blocked, and at the board if it is; less often if there are more than
@@ -101,9 +101,13 @@ class Board:
 
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self._group, self._store, self._rank, self.num_ranks = weakref.ref(group), store, group.rank(), group.size()
-        timeout = timeout_of(group, torch.device("cpu")) or dist.default_pg_timeout
+        devices = (torch.device("cpu"), torch.accelerator.current_accelerator())
+        timeouts = (timeout_of(group, device) for device in devices if device is not None)
+        timeout = next((each for each in timeouts if each is not None), dist.default_pg_timeout)
         self._bounded = BoundedStore(store)  # for the main thread, which must not wait for ever
         self.recorder = Recorder(store, self._rank, self.num_ranks, timeout)
+        self._watchdog = Watchdog(self.recorder, store, self._rank)
+        self._has_store = True
         self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
         self._open: dict[int, tuple[str, Position]] = {}
         self._num_read = 0
@@ -111,9 +115,10 @@ class Board:
 
     @property
     def is_over(self) -> bool:
-        """Whether the group was destroyed, as a program does before it ends; then the store may go at any moment."""
+        """Whether the group was destroyed, as a program does before it ends, and the store may go at any moment; or the
+        store has gone, and there is no device to watch."""
         group = self._group()
-        return group is None or is_destroyed(group)
+        return group is None or is_destroyed(group) or not (self._has_store or self._watchdog.is_on)
 
     def join(self, party: Party) -> None:
         """Answer for `party` from now on, as long as it exists."""
@@ -126,7 +131,19 @@ class Board:
         return Inquiry(self._bounded, number)
 
     def look(self) -> None:
-        """Serve the recorder; and answer what can be answered, if one of the parties is blocked."""
+        """Serve recorder and watchdog; and answer what can be answered, if one of the parties is blocked."""
+        try:
+            if self._has_store:
+                self._look_at_store()
+        except RuntimeError:  # it ends with its server, which may be the process of rank 0: nobody is left to ask
+            self._has_store = False
+        self._watchdog.look(self._has_store)
+
+    def close(self) -> None:
+        """The group was destroyed: nothing is watched any more."""
+        self._watchdog.close()
+
+    def _look_at_store(self) -> None:
         self.recorder.look()
         if any(party.is_blocked for party in list(self._parties.values())):
             while self._store.check([str(self._num_read + 1)]):
@@ -164,13 +181,13 @@ def _answer_of(said: bytes) -> Answer:
 
 
 def _watch(board: weakref.ref[Board]) -> None:
-    # The store ends with its server, the process of rank 0: then nobody is left to answer.
-    with contextlib.suppress(RuntimeError):
-        while (living := board()) is not None and not living.is_over:
-            living.look()
-            pause = LOOK_EVERY_S * max(1, living.num_ranks / OFTEN_UP_TO)
-            del living
-            time.sleep(pause)
+    while (living := board()) is not None and not living.is_over:
+        living.look()
+        pause = LOOK_EVERY_S * max(1, living.num_ranks / OFTEN_UP_TO)
+        del living
+        time.sleep(pause)
+    if living is not None:
+        living.close()
 
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.WeakKeyDictionary()

@@ -56,8 +56,18 @@ class Source(Protocol):
     def newest(self) -> int:
         """The number of the collective that it has started last, 0 if there is none."""
 
+    @property
+    def device_waits_s(self) -> float | None:
+        """How long its accelerator has been waiting for other ranks, 0 if it is not; None if it has none."""
+
     def record(self) -> dict[str, object]:
         """Returns its collectives, and what it is doing, as JSON takes it."""
+
+    def lose(self, text: str) -> None:
+        """Have its next collective raise CommError of this `text`."""
+
+    def forget(self) -> None:
+        """Let go of what it holds of its accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,7 @@ class Recorder:
         own = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.job = store.compare_set("job", "", own).decode()  # type: ignore[attr-defined]
         self._pause_s = LOOK_EVERY_S * max(1, num_ranks / OFTEN_UP_TO)
-        self._patience_s = STUCK_AFTER * timeout.total_seconds()
+        self.timeout_s = timeout.total_seconds()
         self._answered, self._next_look, self._has_warned = store.add("asked", 0), 0.0, False
         self._num_failures, self._failed_at = 0, -1
         self._failed_with, self._last_words, self._written = "", "", ""
@@ -98,7 +108,7 @@ class Recorder:
         """Record `source` from now on, as long as it exists."""
         self._joined.append(weakref.ref(source))
 
-    def _sources(self) -> list[Source]:
+    def sources(self) -> list[Source]:
         """Returns the sources that still exist. Others may join meanwhile, on another thread."""
         return [source for joined in list(self._joined) if (source := joined()) is not None]
 
@@ -114,8 +124,8 @@ class Recorder:
         if asked > self._answered:
             self._has_warned = True  # one rank's question is enough
             self._answer(asked, "another rank, or a signal, has asked for it")
-        waiting = max(self._sources(), key=lambda source: source.waits_s, default=None)
-        if waiting is None or waiting.waits_s < self._patience_s:
+        waiting = max(self.sources(), key=lambda source: source.waits_s, default=None)
+        if waiting is None or waiting.waits_s < STUCK_AFTER * self.timeout_s:
             self._has_warned = False
         elif not self._has_warned:
             self._has_warned = True
@@ -140,25 +150,16 @@ class Recorder:
                 self._last_words = f"There is no flight record: {type(error).__name__} {error}"
         return f"{text}. {self._last_words}" if self._last_words else text
 
+    def silent(self, ranks: Sequence[int], why: str) -> set[int]:
+        """Have all ranks write their records; returns those of `ranks` that do not answer. Raises RuntimeError if the
+        store is gone."""
+        _, missing = self._answers(ranks, why)
+        return missing
+
     def _ask(self, ranks: Sequence[int], why: str, is_failing: bool = False, wait: bool = True) -> str:
         """Have all ranks write their records; returns the sentences about those of `ranks` that are not there."""
-        number, found, deadline = 0, {}, time.monotonic() + ANSWERS_WITHIN * self._pause_s
-        with contextlib.suppress(RuntimeError):
-            number = self._bounded.add("asked", 1)
-        self._answer(number, why, is_failing)
-        # Ranks fail together, and one that has failed may have ended before this one asks.
-        failures = self._num_failures + (not is_failing)
-        missing = {rank for rank in ranks if rank != self._rank} if wait else set()
         try:
-            while missing and time.monotonic() < deadline:
-                for rank in list(missing):
-                    if self._bounded.check([key := f"where/{rank}"]):
-                        found[rank] = Whereabouts(**json.loads(self._bounded.get(key)))
-                        if found[rank].asked >= number or found[rank].failures >= failures:
-                            missing.discard(rank)
-                if (asked := self._bounded.add("asked", 0)) > self._answered:
-                    self._answer(asked, why)  # another rank waits for the same ones
-                time.sleep(self._pause_s / 25)
+            found, missing = self._answers(ranks if wait else (), why, is_failing)
         except RuntimeError:
             return "Where the other ranks are is not known: the process group's store, or the link to it, is gone. "
         sentences = []
@@ -168,11 +169,36 @@ class Recorder:
                 after_s, verb = ANSWERS_WITHIN * self._pause_s, "was"
                 why = "its process is gone, or its interpreter is blocked"
                 sentences.append(f"Rank {rank} has not answered for {after_s:g} s: {why}. ")
-            if where is not None and not where.waits and where.failures < failures:
+            if where is not None and not where.waits and where.failures < self._num_failures + (not is_failing):
                 frames = "".join(where.stack.splitlines(keepends=True)[-2 * MOST_FRAMES :])
                 place = where.line or "no line of yours"
                 sentences.append(f"Rank {rank} has not come: it {verb} at {place}\n{frames}\n")
         return "".join(sentences)
+
+    def _answers(
+        self, ranks: Sequence[int], why: str, is_failing: bool = False
+    ) -> tuple[dict[int, Whereabouts], set[int]]:
+        """Have all ranks write their records; returns where those of `ranks` said that they are, and those of which
+        nothing new was heard in time. Raises RuntimeError if the store is gone."""
+        number, deadline = 0, time.monotonic() + ANSWERS_WITHIN * self._pause_s
+        found: dict[int, Whereabouts] = {}
+        with contextlib.suppress(RuntimeError):
+            number = self._bounded.add("asked", 1)
+        self._answer(number, why, is_failing)
+        # Ranks fail together, and one that has failed may have ended before this one asks.
+        failures = self._num_failures + (not is_failing)
+        failures = self._num_failures + (not is_failing)
+        missing = {rank for rank in ranks if rank != self._rank}
+        while missing and time.monotonic() < deadline:
+            for rank in list(missing):
+                if self._bounded.check([key := f"where/{rank}"]):
+                    found[rank] = Whereabouts(**json.loads(self._bounded.get(key)))
+                    if found[rank].asked >= number or found[rank].failures >= failures:
+                        missing.discard(rank)
+            if (asked := self._bounded.add("asked", 0)) > self._answered:
+                self._answer(asked, why)  # another rank waits for the same ones
+            time.sleep(self._pause_s / 25)
+        return found, missing
 
     def _answer(self, asked: int, why: str, is_failing: bool = False) -> None:
         """Say where this rank is, and write its record, unless it has failed and started nothing since."""
@@ -180,7 +206,7 @@ class Recorder:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             while frame is not None and frame.f_code.co_filename == __file__:
                 frame = frame.f_back
-            sources = self._sources()
+            sources = self.sources()
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
             waits = any(source.waits_s for source in sources)
             where = Whereabouts(asked, users_line(frame), stack, waits, self._num_failures)
@@ -209,7 +235,7 @@ class Recorder:
                 "line": where.line,
                 "stack": where.stack,
                 "failed": is_failing,
-                "meshes": [source.record() for source in sorted(self._sources(), key=lambda source: source.key)],
+                "meshes": [source.record() for source in sorted(self.sources(), key=lambda source: source.key)],
             }
             os.makedirs(self._folder, exist_ok=True)
             with open(f"{path}.part", "w") as file:

@@ -27,7 +27,7 @@ def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None 
     Raises:
         CommError: a rank has died, or did not come before the group's timeout.
     """
-    sent = _bytes_of(mine, _device_of(group))
+    sent = _bytes_of(mine, device_of(group))
     with named(what, group):
         lengths = _all_gather(torch.tensor([sent.numel()], device=sent.device), group)
         longest = max(int(length) for length in lengths)
@@ -51,7 +51,7 @@ def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None =
     Raises:
         CommError: a rank has died, or did not come before the group's timeout.
     """
-    device, is_source = _device_of(group), dist.get_rank(group) == 0
+    device, is_source = device_of(group), dist.get_rank(group) == 0
     sent = _bytes_of(value if is_source else None, device)
     length = torch.tensor([sent.numel()], device=device)
     with named(what, group):
@@ -79,7 +79,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
     return arrived
 
 
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Returns the device on which `group` moves the bytes: the CPU if it can, because they are there."""
     devices = {backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")}
     if "cpu" in devices or not torch.accelerator.is_available():

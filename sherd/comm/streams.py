@@ -15,9 +15,13 @@ A lane's own buffer that compute only writes (`lane.lend`) may be dropped as soo
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,6 +78,10 @@ class Streams(ABC):
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
         """Do `work` on the user's `stream`, ordered after compute and before what compute does next."""
 
+    def noting(self, queued: Queued) -> AbstractContextManager[None]:
+        """A context in which collectives that lanes queue are noted in `queued`."""
+        return contextlib.nullcontext()
+
 
 # Without streams
 
@@ -124,6 +132,85 @@ class HostStreams(Streams):
 # With streams
 
 
+class _Collective:
+    """A collective on a lane: the events before and after it, and when it was first seen between them."""
+
+    __slots__ = ("_begun", "_done", "_seen")
+
+    def __init__(self, begun: torch.Event, done: torch.Event) -> None:
+        self._begun, self._done, self._seen = begun, done, 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return _is_past(self._done)
+
+    def lasts_s(self) -> float:
+        """Returns for how long it has been seen under way; 0 if the device has not come to it."""
+        if not self._seen and _is_past(self._begun):
+            self._seen = time.monotonic()
+        # The clock may stand still between the two, and a collective under way is never told by 0.
+        return max(time.monotonic() - self._seen, 1e-6) if self._seen else 0.0
+
+
+def _is_past(event: torch.Event) -> bool:
+    try:
+        return event.query()
+    except RuntimeError:  # the device has failed, and waits for nobody
+        return True
+
+
+class Queued:
+    """The collectives that some ranks have in the queues of a device. Nobody waits for the device to learn of them.
+
+    A collective that stands behind compute is not under way: compute may take as long as it wants.
+    """
+
+    NUM_KEPT = 1000
+    """Of each lane, as many are known."""
+
+    def __init__(self) -> None:
+        self._by_lane: dict[int, deque[_Collective]] = {}
+        self._lock = threading.Lock()  # among those that look; the one thread that queues takes none
+
+    def __bool__(self) -> bool:
+        """Whether there were any; never on a device without streams."""
+        return bool(self._by_lane)
+
+    def add(self, lane: object, begun: torch.Event, done: torch.Event) -> None:
+        """Note a collective that was queued on `lane`, between two events."""
+        self._by_lane.setdefault(id(lane), deque(maxlen=self.NUM_KEPT)).append(_Collective(begun, done))
+
+    def waits_s(self) -> float:
+        """Returns for how long the device has been in the oldest collective, as far as calls of this have seen."""
+        with self._lock:
+            for lane in list(self._by_lane.values()):
+                while lane and lane[0].is_done:
+                    lane.popleft()
+            return max((lane[0].lasts_s() for lane in list(self._by_lane.values()) if lane), default=0.0)
+
+    def clear(self) -> None:
+        """Forget all, and let go of their events."""
+        with self._lock:
+            for lane in list(self._by_lane.values()):
+                lane.clear()
+
+
+class _Notes:
+    """Where the lanes of one device note what they queue now, if anywhere."""
+
+    def __init__(self) -> None:
+        self.queued: Queued | None = None
+
+    @contextmanager
+    def into(self, queued: Queued) -> Iterator[None]:
+        """Note in `queued` inside."""
+        before, self.queued = self.queued, queued
+        try:
+            yield
+        finally:
+            self.queued = before
+
+
 class _Recorded:
     """An event on a lane's stream."""
 
@@ -140,16 +227,24 @@ class _Recorded:
 
 
 class _StreamLane(Lane):
-    def __init__(self, device: torch.device, priority: int) -> None:
+    def __init__(self, device: torch.device, priority: int, notes: _Notes) -> None:
         self._device = device
         self._stream = torch.Stream(device, priority=priority)
+        self._notes = notes
 
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
         if isinstance(after, _Recorded):
             self._stream.wait_event(after.event)
+        queued = self._notes.queued
         with self._stream:
+            if queued is None:
+                start(False)
+                return _Recorded(self._device, self._stream.record_event())
+            begun = self._stream.record_event()
             start(False)
-            return _Recorded(self._device, self._stream.record_event())
+            done = self._stream.record_event()
+        queued.add(self, begun, done)
+        return _Recorded(self._device, done)
 
     def follow_compute(self) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -174,9 +269,10 @@ class DeviceStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.gather = _StreamLane(device, priority=-1)
-        self.reduce = _StreamLane(device, priority=-1)
-        self.all_reduce = _StreamLane(device, priority=0)
+        self._notes = notes = _Notes()
+        self.gather = _StreamLane(device, -1, notes)
+        self.reduce = _StreamLane(device, -1, notes)
+        self.all_reduce = _StreamLane(device, 0, notes)
 
     def begin_step(self, event: torch.Event | None = None) -> None:
         if event is not None:
@@ -190,6 +286,14 @@ class DeviceStreams(Streams):
         with stream:
             work()
         compute.wait_stream(stream)
+
+    def noting(self, queued: Queued) -> AbstractContextManager[None]:
+        """As said there. While a graph is captured nothing is noted: to ask for an event would spoil the capture."""
+        is_capturing = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", None)
+        if is_capturing is not None and is_capturing():
+            queued.clear()
+            return contextlib.nullcontext()
+        return self._notes.into(queued)
 
 
 # Finding them

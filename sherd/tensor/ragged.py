@@ -28,7 +28,7 @@ from sherd._torch import (
 from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
-from sherd.tensor.checkpoint import chunk_list, rectangle_at, write_items
+from sherd.tensor.checkpoint import box_at, chunk_list, write_items
 from sherd.tensor.gather import gather, gather_part, part_given, piece_of, shard_of
 from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
 from sherd.tensor.row_copy import as_told
@@ -182,16 +182,16 @@ class RaggedDTensor(DTensor):
         return unpickled, (*given, attributes) if attributes else given
 
     def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
-        """Returns the rectangles of this rank's run, to write them into a checkpoint; none if it holds nothing."""
+        """Returns the boxes of this rank's run, to write them into a checkpoint; none if it holds nothing."""
         return write_items(fqn, local_tensor(self), layout_of(spec_of(self)))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Returns where the rectangles of this rank's run are, to read them from a checkpoint."""
+        """Returns where the boxes of this rank's run are, to read them from a checkpoint."""
         return chunk_list(layout_of(spec_of(self)))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Returns one of the rectangles, a view of this rank's run."""
-        return rectangle_at(index, local_tensor(self), layout_of(spec_of(self)))
+        """Returns one of the boxes, a view of this rank's run."""
+        return box_at(index, local_tensor(self), layout_of(spec_of(self)))
 
     @staticmethod
     def __tensor_unflatten__(*args: object, **kwargs: object) -> NoReturn:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sherd.comm import streams as lanes
-from sherd.comm.streams import DeviceStreams, HostStreams, streams_for, use_streams
+from sherd.comm.streams import DeviceStreams, HostStreams, Queued, streams_for, use_streams
 
 DEVICE = torch.device("cuda", 0)
 
@@ -46,6 +46,7 @@ def device(monkeypatch) -> DeviceStreams:
     FakeStream.log, FakeStream.made = [], 0
     FakeStream.stack = [FakeStream(DEVICE, name="compute")]
     monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: FakeStream.stack[-1])
     return DeviceStreams(DEVICE)
 
@@ -53,6 +54,33 @@ def device(monkeypatch) -> DeviceStreams:
 def collective(async_op: bool) -> None:
     assert not async_op, "the stream orders it, so it need not return a Work"
     FakeStream.log.append((FakeStream.stack[-1].name, "collective"))
+
+
+def test_a_collective_that_is_noted_has_an_event_before_it_too_and_one_that_is_not_has_none(device):
+    queued = Queued()
+    with device.noting(queued):
+        device.reduce.run(collective, after=device.gather.run(collective))
+    assert FakeStream.log == [
+        *(("gather", "records"), ("gather", "collective"), ("gather", "records")),
+        ("reduce", "waits for", "event of gather"),
+        *(("reduce", "records"), ("reduce", "collective"), ("reduce", "records")),
+    ]
+    assert queued
+    FakeStream.log.clear()
+    device.gather.run(collective)
+    assert FakeStream.log == [("gather", "collective"), ("gather", "records")]
+
+
+def test_nothing_is_noted_while_a_graph_is_captured_and_no_event_of_before_is_asked(device, monkeypatch):
+    queued = Queued()
+    with device.noting(queued):
+        device.gather.run(collective)
+    FakeStream.log.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with device.noting(queued):
+        device.gather.run(collective)
+    assert FakeStream.log == [("gather", "collective"), ("gather", "records")]
+    assert queued.waits_s() == 0  # an event here is text, and has no query()
 
 
 def test_a_collective_runs_on_its_lane_and_compute_waits_for_its_event_only_when_told(device):

@@ -189,7 +189,7 @@ class Guard:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a wait has lasted for a while. On an accelerator it is the device that waits, so nobody knows."""
+        """Whether a wait has lasted for a while; always on an accelerator, where the host may wait for it anywhere."""
         return self._ledger.waits_s > LOOK_EVERY_S or self._is_asking or self._device.type != "cpu"
 
     def answer(self, position: Position) -> Answer | None:

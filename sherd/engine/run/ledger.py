@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from sherd._torch import in_backward
 from sherd.comm.flight import Recorder
+from sherd.comm.streams import Queued
 from sherd.engine.run.order_check import PlannedCollective, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
@@ -50,16 +51,29 @@ class Ledger:
         self._finished: dict[tuple[int, bool], int] = {}
         """By unit and whether gathers: the number of the last collective when these were finished."""
         self._entered, self._wants = 0.0, NOTHING
+        self._queued, self._lost = Queued(), ""
         self._recorder = recorder
         if recorder is not None:
             recorder.join(self)
 
     @property
     def waits_s(self) -> float:
-        """How long it has been waiting for other ranks; 0 if it is not. On an accelerator it is the device that waits,
-        so nobody knows."""
+        """How long it has been waiting for other ranks, host or device; 0 if it is not."""
         entered = self._entered
-        return time.monotonic() - entered if entered else 0.0
+        return max(time.monotonic() - entered if entered else 0.0, self._queued.waits_s())
+
+    @property
+    def device_waits_s(self) -> float | None:
+        """How long its device has been waiting for other ranks, 0 if it is not; None if it has had nothing queued."""
+        return self._queued.waits_s() if self._queued else None
+
+    def lose(self, text: str) -> None:
+        """Raise CommError of this `text` from now on: the groups of the device are of no more use."""
+        self._lost = text
+
+    def forget(self) -> None:
+        """Forget what was queued."""
+        self._queued.clear()
 
     @property
     def newest(self) -> int:
@@ -70,7 +84,11 @@ class Ledger:
         """Carry out `action`, which starts a collective of `unit`. Raises CommError as `run` does."""
         is_gather = action is Gather
         self.started.append((next(self._numbers), time.time(), in_backward(), is_gather, unit.id, which))
-        self.run(action, unit, do)
+        if unit.streams.in_host_order:
+            self.run(action, unit, do)
+        else:
+            with unit.streams.noting(self._queued):
+                self.run(action, unit, do)
 
     def run(self, action: type[Action], unit: Unit, do: Table) -> None:
         """Carry out `action`, which may wait for the other ranks.
@@ -78,6 +96,8 @@ class Ledger:
         Raises:
             CommError: a rank has died, or did not come; the text says where the ranks are that did not.
         """
+        if self._lost:
+            raise CommError(self._lost)
         self.thread, self._entered = threading.get_ident(), time.monotonic()
         try:
             do[action](unit)
@@ -91,6 +111,8 @@ class Ledger:
     @contextmanager
     def waiting(self, wants: PlannedCollective) -> Iterator[None]:
         """The rank waits for others inside, before the collective that it `wants`. Raises CommError as `run` does."""
+        if self._lost:
+            raise CommError(self._lost)
         self.thread, self._entered, self._wants = threading.get_ident(), time.monotonic(), wants
         try:
             yield
@@ -105,6 +127,8 @@ class Ledger:
 
     def _explained(self, error: CommError) -> CommError:
         text = str(error.args[0])
+        if self._lost:
+            return CommError(self._lost)
         return CommError(text if self._recorder is None else self._recorder.failed(self, text, absent=True))
 
     def record(self) -> dict[str, object]:

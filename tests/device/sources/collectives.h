@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <map>
 
 #include "device.h"
@@ -52,6 +53,8 @@ class Exchange {
   void number(Call& call);
   /// Sends all that is sent first, so that calls of one batch do not wait for one another.
   void carry_out(const std::vector<Call>& calls);
+  /// Ends the calls that are waiting and all later ones, as NCCL's do: with results that are none, and without an error.
+  void abort() { *is_aborted_ = true; }
 
  private:
   Messages receive(const Call& call, MessagePtr own, Deadline deadline);
@@ -61,6 +64,7 @@ class Exchange {
 
   int rank_, size_;
   OptionsPtr options_;
+  std::shared_ptr<std::atomic<bool>> is_aborted_ = std::make_shared<std::atomic<bool>>(false);
   Mailbox mailbox_;
   uint64_t next_ = 0;
   std::vector<uint64_t> next_to_, next_from_;
@@ -83,6 +87,7 @@ class Collectives : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  void abort() override { exchange_->abort(); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return num_calls_; }
   void eagerConnectSingleDevice(at::Device) override {}

@@ -28,7 +28,7 @@ Exchange::Exchange(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Op
     : rank_(rank),
       size_(size),
       options_(std::move(options)),
-      mailbox_(std::move(store), rank, size),
+      mailbox_(std::move(store), rank, size, is_aborted_),
       next_to_(size),
       next_from_(size) {}
 
@@ -39,11 +39,13 @@ void Exchange::number(Call& call) {
 void Exchange::carry_out(const std::vector<Call>& calls) {
   auto deadline = std::chrono::steady_clock::now() + options_->timeout;
   Messages own;
+  if (*is_aborted_) return;
   for (auto& call : calls) own.push_back(call.from >= 0 ? nullptr : send(call, deadline));
   for (size_t i = 0; i < calls.size(); i++) {
     auto& call = calls[i];
     if (call.to >= 0) continue;
     auto messages = receive(call, std::move(own[i]), deadline);
+    if (*is_aborted_) return;
     check_agreement(call, messages);
     if (call.take) call.take(messages);
   }
@@ -68,7 +70,7 @@ Messages Exchange::receive(const Call& call, MessagePtr own, Deadline deadline) 
     }
   }
   TORCH_CHECK_WITH(
-      DistBackendError, missing.empty(), "simccl: ", missing, " did not come to ", described(call), " within ",
+      DistBackendError, missing.empty() || *is_aborted_, "simccl: ", missing, " did not come to ", described(call), " within ",
       options_->timeout.count(), " ms; ", options_->name_of(rank_), " called ", call.text);
   return messages;
 }

@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <sstream>
@@ -54,10 +55,11 @@ int opened(int pid, int fd) {
   return found;
 }
 
-// Sleeps while `word` is `seen`, until the deadline at most. Returns false once that has passed.
+// Sleeps for a moment while `word` is `seen`, until the deadline at most. Returns false once that has passed.
 bool sleep_on(std::atomic<uint32_t>& word, uint32_t seen, Deadline deadline) {
   auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now()).count();
   if (left <= 0) return false;
+  left = std::min<decltype(left)>(left, 20'000'000);  // whether the group was aborted is looked at that often
   timespec patience{left / 1000000000, left % 1000000000};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &patience, nullptr, 0);
   return true;
@@ -132,8 +134,9 @@ char* Message::data() const {
 
 // ---- Mailbox
 
-Mailbox::Mailbox(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-    : store_(std::move(store)), rank_(rank), size_(size) {
+Mailbox::Mailbox(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::shared_ptr<const std::atomic<bool>> is_aborted)
+    : store_(std::move(store)), rank_(rank), size_(size), is_aborted_(std::move(is_aborted)) {
   auto start = board().take(region_bytes());
   own_ = reinterpret_cast<Slot*>(board().map + start);
   for (int each = 0; each < size; each++) peers_.push_back(std::make_unique<Peer>());
@@ -196,7 +199,7 @@ bool Mailbox::meet(int rank, Deadline deadline) {
   if (peer.slots) return true;
   auto key = "simccl/" + std::to_string(rank);
   while (!store_->check({key})) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+    if (*is_aborted_ || std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::istringstream where(store_->get_to_str(key));
@@ -215,7 +218,7 @@ MessagePtr Mailbox::receive(int rank, int channel, uint64_t number, Deadline dea
   auto& slot = slot_of(peer.slots, channel, number);
   auto wanted = uint32_t(number + 1);
   for (auto seen = slot.number.load(); seen != wanted; seen = slot.number.load()) {
-    if (!sleep_on(slot.number, seen, deadline)) return nullptr;
+    if (*is_aborted_ || !sleep_on(slot.number, seen, deadline)) return nullptr;
   }
   int fd = opened(peer.pid, slot.fd);
   auto message = std::make_unique<Message>(fd, slot.text_bytes, slot.data_bytes, &slot);

@@ -45,12 +45,12 @@ using MessagePtr = std::unique_ptr<Message>;
 //   channel 1 + r    to rank r alone
 class Mailbox {
  public:
-  Mailbox(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+  Mailbox(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::shared_ptr<const std::atomic<bool>> is_aborted);
   ~Mailbox();
   // Announces a message that `num_readers` ranks will read. Returns it, for this rank's own use.
   MessagePtr send(
       int channel, uint64_t number, const std::string& text, const std::vector<Part>& parts, int num_readers, Deadline);
-  // Returns the message of `rank`, or null if none has come in time.
+  // Returns the message of `rank`, or null if none has come in time, or before the group was aborted.
   MessagePtr receive(int rank, int channel, uint64_t number, Deadline);
 
  private:
@@ -65,6 +65,7 @@ class Mailbox {
 
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_, size_;
+  std::shared_ptr<const std::atomic<bool>> is_aborted_;
   Slot* own_;
   std::vector<std::unique_ptr<Peer>> peers_;
 };

@@ -136,6 +136,9 @@ Host& host() {
 }
 
 thread_local int device_of_thread = 0;
+// A thread that only looks at events orders nothing: what it has seen counts from its own first task on.
+thread_local bool has_queued = false;
+thread_local Clock seen_by_thread;
 thread_local std::map<int, int64_t> stream_of_thread;  // device: its current stream, where it is not the default one
 
 Queue& queue_of(c10::Stream stream) {
@@ -147,6 +150,8 @@ Queue& queue_of(c10::Stream stream) {
 
 /// Gives the stream's next task its time: behind all that the stream has seen, and all that the host has waited for.
 void advance(Queue& queue) {
+  if (!has_queued) merge(host().clock, seen_by_thread);
+  has_queued = true;
   merge(queue.clock, host().clock);
   if (queue.clock.size() <= static_cast<size_t>(queue.lane)) queue.clock.resize(queue.lane + 1);
   queue.clock[queue.lane]++;
@@ -272,7 +277,7 @@ void enqueue_locked(c10::Stream stream, const char* what, const char* where, con
 bool query(const EventPtr& event) {
   if (!event->is_done()) return false;
   HostLock lock(host().mutex);
-  merge(host().clock, event->clock());
+  merge(has_queued ? host().clock : seen_by_thread, event->clock());
   return true;
 }
 

@@ -1,0 +1,103 @@
+"""Tensors as the bytes of files: their dtypes by the names that safetensors has, and their memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from sherd.errors import CheckpointError
+from sherd.layout.boxes import Box, spans, whole
+from sherd.storage.opened import Opened
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+CHUNK_BYTES = 4 << 20
+"""A tensor that is not in host memory, or not in one run, is copied there as many bytes at a time."""
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """Returns the name of a dtype in files. Raises CheckpointError, about `what`, if there is none."""
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{what} is of {dtype}, which safetensors files do not have; save it in another dtype")
+    return _NAMES[dtype]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor on the host; it lives as long as the view."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "its memory is one run on the host"
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.of = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor, row by row; those of a contiguous one on the host where they are. A chunk is to be
+    used before the next one is asked for."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.numel():
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield memory_of(tensor)
+        return
+    box = whole(tuple(tensor.shape))
+    for span in spans(box, box, max(CHUNK_BYTES // tensor.itemsize, 1)):
+        copied = tensor[span.box.within(box)].to("cpu").contiguous()
+        yield memory_of(copied)
+
+
+def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_bytes: int = CHUNK_BYTES) -> None:
+    """Fill `target`, which has the shape of `part`, with that part of the tensor `name`, in `target`'s dtype.
+
+    It takes at most `most_bytes` of memory beside `target`, and the block of each file that was read last.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    dtype, target = DTYPES[opened.entry(name).dtype], target.detach()
+    for file, stored, piece in opened.pieces(name, part):
+        shared = piece.intersect(part)
+        if shared is None:
+            continue  # it has no elements
+        for span in spans(piece, shared, max(most_bytes // dtype.itemsize, 1)):
+            place = target[span.wanted.within(part)]
+            start = stored.start + span.start * dtype.itemsize
+            in_place = span.box == span.wanted and place.dtype == dtype and place.device.type == "cpu"
+            if in_place and place.is_contiguous():
+                file.bytes.read_into(start, memory_of(place))
+                continue
+            read = torch.empty(span.box.sizes, dtype=dtype)
+            file.bytes.read_into(start, memory_of(read))
+            place.copy_(read[span.wanted.within(span.box)])
+
+
+def read_tensor(opened: Opened, name: str, part: Box | None = None) -> torch.Tensor:
+    """Returns the tensor `name`, or a part of it, in host memory."""
+    entry = opened.entry(name)
+    part = part or whole(entry.shape)
+    target = torch.empty(part.sizes, dtype=DTYPES[entry.dtype])
+    read_into(opened, name, part, target)
+    return target

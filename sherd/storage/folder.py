@@ -1,0 +1,214 @@
+"""A folder of checkpoints: which of them are whole, which is the newest, and which may be removed.
+
+    FOLDER/latest                      a hint for people and tools: the checkpoint that was saved last
+    FOLDER/.lock                       on a disk: held by who saves, loads or removes
+    FOLDER/step-00000100/manifest.json with it, and only with it, the checkpoint is whole
+    FOLDER/step-00000100/5f3a9c21-00000.safetensors    SAVE_ID-RANK
+
+Only files with such names are ever removed; whatever else lies in the folder stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sherd.errors import CheckpointError, PolicyError
+from sherd.storage.blocks import Checked
+from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest
+from sherd.storage.opened import read_manifest
+from sherd.storage.places import PART, Lock, Place
+
+LATEST = "latest"
+_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
+_DATA = re.compile(r"[0-9a-f]{1,32}-[0-9]{5,10}\.safetensors")
+_UNFINISHED = re.compile(rf"({_DATA.pattern}|{re.escape(MANIFEST)}|{LATEST})(\.[0-9a-f]+)?{re.escape(PART)}")
+_FILES_AT_ONCE = 8
+
+
+def file_name(save_id: str, rank: int) -> str:
+    """Returns the name of the file that `rank` writes in the save `save_id`."""
+    return f"{save_id}-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint of `step`, in `place`: its manifest, or None and `why` it is not whole."""
+
+    step: int
+    place: Place
+    manifest: Manifest | None
+    why: str = ""
+
+
+class Folder:
+    """The checkpoints in `place`, each in a folder of its own."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def folder_of(self, step: int) -> Place:
+        """Returns the folder of the checkpoint of `step`, which need not exist."""
+        return self.place.below(f"step-{step:08d}")
+
+    def locked(self, *, shared: bool = True, make: bool = False) -> contextlib.AbstractContextManager[Lock]:
+        """Hold the folder's lock: shared to save (`make` the folder then) or load, alone to remove."""
+        return self.place.locked(shared=shared, make=make)
+
+    # Finding
+
+    def steps(self) -> list[int]:
+        """Returns the steps that have a folder, whole or not, the newest first."""
+        named = map(_STEP.fullmatch, self.place.names())
+        return sorted((int(match.group(1)) for match in named if match), reverse=True)
+
+    def found(self, step: int, *, verify: bool = False) -> Found:
+        """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length.
+
+        Args:
+            step: the step.
+            verify: read all bytes, too, and compare them with their checksums.
+        """
+        place = self.folder_of(step)
+        try:
+            manifest = read_manifest(place)
+            if manifest.step != step:
+                raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
+            with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
+                for _ in pool.map(lambda file: _check(place, file, manifest.block_bytes, verify), manifest.files):
+                    pass
+        except CheckpointError as error:
+            return Found(step, place, None, str(error))
+        return Found(step, place, manifest)
+
+    def each(self, *, verify: bool = False) -> Iterator[Found]:
+        """Yields all checkpoints, whole or not, the newest first."""
+        return (self.found(step, verify=verify) for step in self.steps())
+
+    def whole(self) -> list[Found]:
+        """Returns the whole checkpoints, the newest first."""
+        return [found for found in self.each() if found.manifest is not None]
+
+    def newest(self, *, verify: bool = False) -> tuple[Found | None, list[Found]]:
+        """Returns the newest whole checkpoint, None if there is none, and the newer ones that were passed over."""
+        passed_over: list[Found] = []
+        for found in self.each(verify=verify):
+            if found.manifest is not None:
+                return found, passed_over
+            passed_over.append(found)
+        return None, passed_over
+
+    # Saving
+
+    def finish(self, step: int, manifest: Manifest) -> None:
+        """Make the checkpoint of `step` whole, whose files are written, and remove those of the one that it replaces.
+
+        Files of the same step that no manifest names stay until `sweep`: another job may be writing them.
+        """
+        place = self.folder_of(step)
+        try:
+            replaced = read_manifest(place).files
+        except CheckpointError:
+            replaced = ()
+        raw = manifest.to_bytes()
+        place.write(MANIFEST, lambda: [memoryview(raw)])
+        latest = json.dumps({"format": FORMAT, "folder": f"step-{step:08d}", "step": step}).encode() + b"\n"
+        self.place.write(LATEST, lambda: [memoryview(latest)])
+        _remove(place, {file.name for file in replaced} - {file.name for file in manifest.files})
+
+    # Removing
+
+    def prune(
+        self, keep_last: int, keep_every: int | None = None, keep: Collection[int] = (), *, upto: int | None = None
+    ) -> list[int]:
+        """Remove whole checkpoints that are not to be kept, unless somebody else is saving or loading here.
+
+        Args:
+            keep_last: how many of the newest are kept, at least 1.
+            keep_every: those whose step is a multiple of it are kept; None: none for that reason.
+            keep: steps that are kept.
+            upto: the step that was just saved: later ones, of a run that was rolled back, are neither removed nor
+                counted. None: all are.
+
+        Returns:
+            the steps that were removed, the newest first.
+
+        Raises:
+            PolicyError: `keep_last` or `keep_every` is less than 1.
+        """
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise PolicyError(f"keep_last={keep_last}, keep_every={keep_every}: at least 1 is possible")
+        with self.locked(shared=False) as lock:
+            if lock is Lock.BUSY:
+                return []
+            counted = [each for each in self.whole() if upto is None or each.step <= upto]
+            going = [
+                each
+                for each in counted[keep_last:]
+                if each.step not in keep and (keep_every is None or each.step % keep_every)
+            ]
+            return [each.step for each in going if _dropped(each)]
+
+    def sweep(self, *, by_hand: bool = False) -> list[str]:
+        """Remove what saves have left that were never finished, or were replaced, if nobody else saves or loads here.
+
+        Args:
+            by_hand: also where there is no lock, as in an object store. Whoever asks must know that nobody saves.
+
+        Returns:
+            the paths of what was removed.
+        """
+        with self.locked(shared=False) as lock:
+            if lock is Lock.BUSY or (lock is Lock.NONE and not by_hand):
+                return []
+            swept = _remove(self.place, {name for name in self.place.names() if _UNFINISHED.fullmatch(name)})
+            for step in self.steps():
+                place = self.folder_of(step)
+                try:
+                    names = set(place.names())
+                    named = {file.name for file in read_manifest(place).files} if MANIFEST in names else set()
+                except (CheckpointError, OSError):
+                    continue  # it is damaged: what its files are worth is for a person to say
+                swept += _remove(place, names - named)
+                if MANIFEST not in names:
+                    place.drop()
+            return swept
+
+
+def _dropped(found: Found) -> bool:
+    """Remove a checkpoint. Returns False if that cannot be done."""
+    try:
+        found.place.remove(MANIFEST)  # first, so that what is half removed is not taken for whole
+    except OSError:
+        return False
+    _remove(found.place, {file.name for file in found.manifest.files} if found.manifest else ())
+    found.place.drop()
+    return True
+
+
+def _remove(place: Place, names: Collection[str]) -> list[str]:
+    """Remove those of the files `names` that are of checkpoints; returns their paths. What fails is left to a sweep."""
+    removed = []
+    for name in sorted(names):
+        if _DATA.fullmatch(name) or _UNFINISHED.fullmatch(name):
+            with contextlib.suppress(OSError):
+                place.remove(name)
+                removed.append(f"{place}/{name}")
+    return removed
+
+
+def _check(place: Place, of: File, block_bytes: int, verify: bool) -> None:
+    """Raises CheckpointError if a file is missing, of another length or, with `verify`, not what was written."""
+    try:
+        file = place.open(of.name)
+    except OSError as error:
+        raise CheckpointError(f"{place}: {of.name} cannot be read: {error.strerror or error}") from error
+    with contextlib.closing(file):
+        checked = Checked(file, of.nbytes, of.crc32, block_bytes)
+        block = memoryview(bytearray(min(block_bytes, of.nbytes) if verify else 0))
+        for start in range(0, of.nbytes if verify else 0, block_bytes):
+            checked.read_into(start, block[: of.nbytes - start])

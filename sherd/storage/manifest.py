@@ -1,0 +1,304 @@
+"""The manifest of a checkpoint: its tensors, where their pieces are, and everything that is no tensor.
+
+`docs/checkpoint_format.md` describes it for those who read it without sherd. A manifest is not trusted: its numbers are
+checked against each other before anything is read or allocated for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeVar
+
+from sherd.errors import CheckpointError
+from sherd.layout.boxes import Box, Grid, GridCut, Piece, overlapping, whole
+from sherd.layout.placement import Shape
+from sherd.storage.safetensors import BITS, MOST, MOST_DIMS, in_brief, nbytes_of, read_json
+
+T = TypeVar("T")
+
+MANIFEST = "manifest.json"
+FORMAT = "sherd/1"
+BLOCK_BYTES = 4 << 20
+"""A checksum is of as many bytes: a slice of a tensor is checked without reading all of the file."""
+MOST_BYTES = 1 << 30
+"""The longest manifest: of some million pieces."""
+_MOST_BLOCK_BYTES = 256 << 20
+_MOST_STEPS = 20_000_000
+_CRC32 = re.compile("[0-9a-f]{8}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
+_SIGNATURE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
+_SIGNATURE_BYTES = 81
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One safetensors file: its `name` in the checkpoint's folder, its length, and the CRC-32 of each block."""
+
+    name: str
+    nbytes: int
+    crc32: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its `dtype` as safetensors names it, its `shape`, and the `layout` of its pieces over the files: a
+    grid or a list."""
+
+    dtype: str
+    shape: Shape
+    layout: Grid | tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return nbytes_of(self.dtype, self.shape)
+
+    def pieces(self, part: Box | None = None) -> Iterator[Piece]:
+        """Yields the pieces that share elements with `part`, or all of them."""
+        if isinstance(self.layout, Grid):
+            yield from self.layout.pieces(self.shape, part)
+        elif part is None:
+            yield from self.layout
+        else:
+            yield from (piece for piece in self.layout if piece[1].intersect(part) is not None)
+
+
+def name_in_file(name: str, shape: Shape, piece: Box) -> str:
+    """Returns the name that a piece of the tensor `name` has in its file: `name` if it is all of the tensor, else
+    `name@`, followed by the index of its first element: "model/out.weight@512,0"."""
+    return name if piece == whole(shape) else f"{name}@{','.join(map(str, piece.offsets))}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        step: the number of steps after which it was saved.
+        save_id: hex digits that no other save into the same folder has; the names of the files begin with it.
+        saved: the time of the save, as ISO 8601 has it, in UTC.
+        world_size: the number of ranks that saved.
+        files: the files; pieces refer to them by number.
+        tensors: all tensors, by name.
+        aliases: names that are other names of tensors (tied weights).
+        values: everything else, by item.
+        user: what the user has added, JSON.
+        block_bytes: the bytes of a file that one checksum is of.
+    """
+
+    step: int
+    save_id: str
+    saved: str
+    world_size: int
+    files: tuple[File, ...]
+    tensors: Mapping[str, Entry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    user: Any = None
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def entry(self, name: str) -> Entry | None:
+        """Returns the tensor that is called `name`, or has it as an alias."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+    def to_bytes(self) -> bytes:
+        """Returns the manifest as it is written: one entry a line, and a SHA-256 of all that is before it."""
+        fields = {
+            "format": _json(FORMAT),
+            "step": _json(self.step),
+            "save_id": _json(self.save_id),
+            "saved": _json(self.saved),
+            "world_size": _json(self.world_size),
+            "block_bytes": _json(self.block_bytes),
+            "files": _lines([_json(_file_fields(file)) for file in self.files], "[]"),
+            "tensors": _lines([f"{_json(k)}: {_json(_entry_fields(v))}" for k, v in self.tensors.items()]),
+            "aliases": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.aliases.items()]),
+            "values": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.values.items()]),
+            "user": _json(self.user),
+        }
+        return signed(("{\n" + ",\n".join(f'"{key}": {text}' for key, text in fields.items())).encode())
+
+
+def signed(body: bytes) -> bytes:
+    """Returns a manifest that begins with `body`, all but its last entry."""
+    return body + b',\n"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _lines(entries: Sequence[str], brackets: str = "{}") -> str:
+    return (
+        brackets[0] + "".join(f"\n  {entry}," for entry in entries)[:-1] + f"\n{brackets[1]}" if entries else brackets
+    )
+
+
+def _file_fields(file: File) -> dict[str, object]:
+    return {"name": file.name, "bytes": file.nbytes, "crc32": [f"{each:08x}" for each in file.crc32]}
+
+
+def _entry_fields(entry: Entry) -> dict[str, object]:
+    fields: dict[str, object] = {"dtype": entry.dtype, "shape": entry.shape}
+    if isinstance(entry.layout, Grid):
+        cuts = [[cut.dim, cut.parts, cut.stride] for cut in entry.layout.cuts]
+        return fields | {"file": entry.layout.file} | ({"cuts": cuts} if cuts else {})
+    return fields | {"pieces": [[file, box.offsets, box.sizes] for file, box in entry.layout]}
+
+
+# Reading
+
+
+def parsed(raw: bytes, where: str) -> Manifest:
+    """Returns the manifest whose text is `raw`; `where` names it in errors.
+
+    Raises:
+        CheckpointError: it is not what was written, of another format, or its entries contradict each other.
+    """
+    signature = _SIGNATURE.search(raw[-_SIGNATURE_BYTES:])
+    if signature is None:
+        raise CheckpointError(f"{where} is torn: it does not end with its checksum")
+    body = raw[: len(raw) - len(signature.group())]
+    if hashlib.sha256(body).hexdigest().encode() != signature.group(1):
+        raise CheckpointError(f"{where} is not what was written: its checksum is another one")
+    fields = read_json(raw, where)
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(f"{where} has format {in_brief(fields.get('format'))}; this version reads {FORMAT!r}")
+    read = _Reading(fields, where)
+    block_bytes = read.number("block_bytes", 1, _MOST_BLOCK_BYTES)
+    files = tuple(read.each("files", list, lambda _, entry: _file(entry, block_bytes)))
+    names = [file.name for file in files]
+    if len(set(names)) != len(names):
+        raise CheckpointError(f"{where}: two files have one name, {Counter(names).most_common(1)[0][0]}")
+    tensors = dict(read.each("tensors", dict, lambda name, entry: (name, _entry(entry, len(files)))))
+    needed, held = sum(entry.nbytes for entry in tensors.values()), sum(file.nbytes for file in files)
+    if needed > held:
+        raise CheckpointError(f"{where}: its tensors would take {needed} bytes, its files have {held}")
+    aliases = dict(read.each("aliases", dict, lambda name, other: (name, _alias(name, other, tensors))))
+    return Manifest(
+        step=read.number("step", 0, 1 << 62),
+        save_id=read.text("save_id", r"[0-9a-f]{1,32}"),
+        saved=read.text("saved", r"[0-9TZ:.+-]{1,40}"),
+        world_size=read.number("world_size", 1, 1 << 31),
+        files=files,
+        tensors=tensors,
+        aliases=aliases,
+        values=dict(read.each("values", dict, lambda name, value: (name, value))),
+        user=fields.get("user"),
+        block_bytes=block_bytes,
+    )
+
+
+class _Reading:
+    """The fields of a manifest, read by type; errors say where it is."""
+
+    def __init__(self, fields: Mapping[str, object], where: str) -> None:
+        self._fields, self._where = fields, where
+
+    def number(self, key: str, least: int, most: int) -> int:
+        """Returns the int under `key`, from `least` to `most`."""
+        value = self._fields.get(key)
+        if type(value) is not int or not least <= value <= most:
+            raise CheckpointError(f"{self._where}: {key} is {in_brief(value)}, not a number from {least} to {most}")
+        return value
+
+    def text(self, key: str, pattern: str) -> str:
+        """Returns the text under `key`, which has the form of `pattern`."""
+        value = self._fields.get(key)
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise CheckpointError(f"{self._where}: {key} is {in_brief(value)}")
+        return value
+
+    def each(self, key: str, kind: type, read: Callable[[str, Any], T]) -> Iterator[T]:
+        """Yields `read(name, entry)` of each entry under `key`, a list or an object. What `read` raises names it."""
+        entries = self._fields.get(key)
+        if not isinstance(entries, kind):
+            raise CheckpointError(f"{self._where}: {key} is {in_brief(entries)}, not a {kind.__name__}")
+        named = entries.items() if isinstance(entries, dict) else ((str(at), one) for at, one in enumerate(entries))  # type: ignore[arg-type, var-annotated]
+        for name, entry in named:
+            try:
+                yield read(name, entry)
+            except (_Wrong, KeyError, TypeError, ValueError) as error:
+                why = f": {error}" if isinstance(error, _Wrong) else ""
+                told = f"{in_brief(entry)}{why}"
+                raise CheckpointError(f"{self._where}: {key} has {in_brief(name)}, which is {told}") from None
+
+
+class _Wrong(Exception):
+    """Why an entry of a manifest cannot be."""
+
+
+def _require(is_right: object, otherwise: str) -> None:
+    if not is_right:
+        raise _Wrong(otherwise)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    _require(all(type(each) is int and 0 <= each <= MOST for each in found), "a size is no number")
+    return found
+
+
+def _file(entry: Any, block_bytes: int) -> File:
+    name, (nbytes,) = entry["name"], _numbers([entry["bytes"]])
+    _require(
+        isinstance(name, str) and _FILE_NAME.fullmatch(name), "the name of a file has letters, digits, - _ . alone"
+    )
+    listed = entry["crc32"]
+    _require(all(_CRC32.fullmatch(each) for each in listed), "a checksum has 8 hex digits")
+    sums = tuple(int(each, 16) for each in listed)
+    _require(len(sums) == -(-nbytes // block_bytes), f"{nbytes} bytes have {-(-nbytes // block_bytes)} checksums")
+    return File(name, nbytes, sums)
+
+
+def _entry(entry: Any, num_files: int) -> Entry:
+    dtype, shape = entry["dtype"], _numbers(entry["shape"])
+    _require(dtype in BITS, f"{in_brief(dtype)} is no dtype")
+    _require(len(shape) <= MOST_DIMS, "there are too many dims")
+    if "pieces" in entry:
+        return Entry(dtype, shape, _pieces(entry["pieces"], shape, num_files))
+    (file,) = _numbers([entry["file"]])
+    cuts = tuple(GridCut(*_numbers(cut)) for cut in entry.get("cuts", ()))
+    _require(len(cuts) <= MOST_DIMS, "there are too many cuts")
+    _require(all(cut.dim < len(shape) and cut.parts for cut in cuts), "a cut is of a dim that is not there")
+    _require(prod(cut.parts for cut in cuts) <= num_files, "a grid has one piece in a file at most")
+    last = file + sum((cut.parts - 1) * cut.stride for cut in cuts)
+    _require(last < num_files, f"there is no file {last}")
+    return Entry(dtype, shape, Grid(file, cuts))
+
+
+def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
+    found = []
+    _require(isinstance(listed, list), "its pieces are no list")
+    for file, offsets, sizes in listed:
+        box = Box(_numbers(offsets), _numbers(sizes))
+        _require(type(file) is int and 0 <= file < num_files, f"there is no file {in_brief(file)}")
+        _require(len(box.offsets) == len(box.sizes) == len(shape), "a piece has other dims")
+        ends = map(sum, zip(box.offsets, box.sizes, strict=True))
+        _require(all(end <= size for end, size in zip(ends, shape, strict=True)), "a piece is not inside the tensor")
+        found.append((file, box))
+    numel = sum(box.numel for _, box in found)
+    _require(numel == prod(shape) and found, f"its pieces have {numel} elements of {prod(shape)}")
+    try:
+        _require(overlapping((box for _, box in found), _MOST_STEPS) is None, "two of its pieces share elements")
+    except OverflowError:
+        raise _Wrong("its pieces are too many, and too entangled, to be told apart") from None
+    return tuple(found)
+
+
+def _alias(name: str, other: object, tensors: Mapping[str, Entry]) -> str:
+    _require(name not in tensors, "there is a tensor of that name")
+    if not isinstance(other, str) or other not in tensors:
+        raise _Wrong("an alias is of a tensor")
+    return other

@@ -1,0 +1,280 @@
+"""Places: folders that hold checkpoints, on a disk or in an object store.
+
+Whatever is written is whole or not there: it is written aside, flushed to the disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from sherd.errors import CheckpointError
+
+Chunks = Callable[[], Iterable[memoryview]]
+"""Returns the bytes of a file from its begin, one chunk after the other; called once more where a write is repeated."""
+
+PART = ".part"
+"""How the names of files end that are not written to their end, or never were."""
+LOCK = ".lock"
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_EARLY_BYTES = 16 << 20
+"""After as many bytes the system is told to begin writing them to the disk, while the next ones are handed over."""
+
+
+class Lock(enum.Enum):
+    """What came of asking for the lock of a folder."""
+
+    HELD = "held"
+    BUSY = "busy"
+    """Somebody else holds it."""
+    NONE = "none"
+    """There is no such lock in this place: a file system without flock, a folder that is missing or cannot be written,
+    an object store."""
+
+
+class Readable(ABC):
+    """An open file."""
+
+    name: str
+    nbytes: int
+
+    @abstractmethod
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on. Raises EOFError if there are fewer, OSError if it fails."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class Place(ABC):
+    """A folder. Names in it are those of its files and folders, without a path."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Returns the path or URL, as a user would write it."""
+
+    @abstractmethod
+    def below(self, name: str) -> Place:
+        """Returns the folder `name` in this one, which need not exist."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Returns the names of all files and folders here, symbolic links left out; none if this folder is missing."""
+
+    @abstractmethod
+    def write(self, name: str, chunks: Chunks) -> None:
+        """Write a file, which is flushed to the disk when this returns, and replaces one of that name at once."""
+
+    @abstractmethod
+    def open(self, name: str) -> Readable:
+        """Returns the file `name`, open. Raises OSError."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove the file `name`, if it is there."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Remove this folder, if it is empty."""
+
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool, make: bool = False) -> Iterator[Lock]:
+        """Hold the lock of this folder: many `shared` ones, or one that is not. A shared one is waited for.
+
+        Args:
+            shared: others may hold it, too.
+            make: make the folder if it is not there.
+        """
+        yield Lock.NONE
+
+    def read(self, name: str) -> bytes:
+        """Returns all of a file. Raises OSError."""
+        file = self.open(name)
+        try:
+            found = bytearray(file.nbytes)
+            file.read_into(0, memoryview(found))
+            return bytes(found)
+        finally:
+            file.close()
+
+
+class Disk(Place):
+    """A folder of a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def below(self, name: str) -> Disk:
+        """Returns the folder `name` in this one."""
+        return Disk(self.path / name)
+
+    def names(self) -> list[str]:
+        """Returns the names of all files and folders here, without symbolic links."""
+        try:
+            with os.scandir(self.path) as entries:
+                return [entry.name for entry in entries if not entry.is_symlink()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def write(self, name: str, chunks: Chunks) -> None:
+        """Write the file under another name, flush it, rename it, and flush the folder."""
+        _make(self.path)
+        # Two jobs may write one name at once: each has a part of its own, and the last to rename it has its way.
+        final, part = self.path / name, self.path / f"{name}.{secrets.token_hex(4)}{PART}"
+        try:
+            with open(part, "xb", buffering=0) as file:
+                written = begun = 0
+                for chunk in chunks():
+                    while len(chunk):
+                        count = file.write(chunk)
+                        chunk, written = chunk[count:], written + count
+                    if written - begun >= _EARLY_BYTES:
+                        _begin_writing(file.fileno(), begun, written - begun)
+                        begun = written
+                os.fsync(file.fileno())
+            os.replace(part, final)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()  # its space is needed
+            raise
+        _flush(self.path)
+
+    def open(self, name: str) -> Readable:
+        """Returns the file `name`, open."""
+        return _DiskFile(self.path / name)
+
+    def remove(self, name: str) -> None:
+        """Remove the file `name`, if it is there."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def drop(self) -> None:
+        """Remove this folder, if it is empty."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool, make: bool = False) -> Iterator[Lock]:
+        """Hold a flock on the file `.lock` here."""
+        if make:
+            _make(self.path)
+        fd = _lock_file(self.path / LOCK)
+        if fd is None:
+            yield Lock.NONE
+            return
+        try:
+            found = _flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                yield found
+            finally:
+                if found is Lock.HELD:
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # or a process forked meanwhile would hold it on
+        finally:
+            os.close(fd)
+
+
+class _DiskFile(Readable):
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name must not hold us up
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(self._fd)
+            raise OSError(errno.EINVAL, "it is no file", self.name)
+        self.nbytes = found.st_size
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        while len(into):
+            count = os.preadv(self._fd, [into], start)
+            if not count:
+                raise EOFError
+            start, into = start + count, into[count:]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _make(folder: Path) -> None:
+    """Make `folder`, whose name reaches the disk, too."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _flush(folder.parent)
+
+
+def _flush(folder: Path) -> None:
+    """Have the names in `folder` reach the disk, where its file system can be told so."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _begin_writing(fd: int, start: int, nbytes: int) -> None:
+    """Have the system write these bytes to the disk, without waiting for them, where it can be told so."""
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if sync_file_range is not None:
+        sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), ctypes.c_uint(2))  # SYNC_FILE_RANGE_WRITE
+
+
+def _lock_file(path: Path) -> int | None:
+    """Returns the lock's file, open; None if it is not there and cannot be made."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+
+
+def _flock(fd: int, how: int) -> Lock:
+    try:
+        fcntl.flock(fd, how)
+    except BlockingIOError:
+        return Lock.BUSY
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        return Lock.NONE
+    return Lock.HELD
+
+
+def place_of(path: str | os.PathLike[str], **options: object) -> Place:
+    """Returns the folder at `path`: of a file system, or a URL that fsspec knows (`s3://bucket/folder`).
+
+    Args:
+        path: the path or URL.
+        options: what fsspec is given for a URL, `endpoint_url` say. Without, credentials come from the environment.
+
+    Raises:
+        CheckpointError: the package for this kind of URL is missing, or refuses the options.
+    """
+    text = os.fspath(path)
+    kind, is_url, rest = text.partition("://")
+    if is_url and kind not in ("file", "local"):
+        from sherd.storage.remote import Remote
+
+        return Remote.of(text, options)
+    if options:
+        raise CheckpointError(f"{text} is on a disk, which takes no options: {', '.join(options)}")
+    return Disk(Path(rest if is_url else text))

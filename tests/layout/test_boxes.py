@@ -1,0 +1,109 @@
+"""Do boxes of a run, and grids, hold each element once, in order, and is what is asked of them found?"""
+
+from math import prod
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, whole
+from sherd.layout.extent import Extent
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def runs(draw):
+    shape = draw(shapes)
+    start = draw(st.integers(0, prod(shape)))
+    return shape, Extent(start, draw(st.integers(0, prod(shape) - start)))
+
+
+@st.composite
+def grids(draw):
+    shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
+    dims = draw(st.lists(st.integers(0, len(shape) - 1), max_size=3))
+    return shape, Grid(
+        draw(st.integers(0, 3)), tuple(GridCut(dim, draw(st.integers(1, 4)), 4**n) for n, dim in enumerate(dims))
+    )
+
+
+@st.composite
+def parts(draw, shape):
+    offsets = tuple(draw(st.integers(0, max(size - 1, 0))) for size in shape)
+    return Box(
+        offsets, tuple(draw(st.integers(1, max(size - start, 1))) for size, start in zip(shape, offsets, strict=True))
+    )
+
+
+def elements(shape, box):
+    """The places of a box's elements in the flattened tensor, in order."""
+    places = [0]
+    for size, offset, wide in zip(shape, box.offsets, box.sizes, strict=True):
+        places = [place * size + index for place in places for index in range(offset, offset + wide)]
+    return places
+
+
+@given(runs())
+def test_the_boxes_are_the_run_in_order(case):
+    shape, run = case
+    found = boxes_of_run(shape, run)
+    assert [place for each in found for place in elements(shape, each)] == list(range(run.start, run.stop))
+
+
+@given(runs())
+def test_each_box_is_one_run_and_there_are_few(case):
+    shape, run = case
+    found = boxes_of_run(shape, run)
+    start = run.start
+    for each in found:
+        assert elements(shape, each) == list(range(start, start + each.numel))
+        assert each.numel > 0
+        start += each.numel
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_drawing_in_the_docstring():
+    assert boxes_of_run((4, 5), Extent(3, 15)) == (
+        Box((0, 3), (1, 2)),
+        Box((1, 0), (2, 5)),
+        Box((3, 0), (1, 3)),
+    )
+
+
+def test_a_scalar_is_one_box_without_dims():
+    assert boxes_of_run((), Extent(0, 1)) == (Box((), ()),)
+    assert boxes_of_run((), Extent(0, 0)) == ()
+
+
+@given(grids())
+def test_the_pieces_of_a_grid_are_the_tensor_and_each_is_its_ranks_cell(case):
+    shape, grid = case
+    pieces = list(grid.pieces(shape))
+    found = sorted(place for _, box in pieces for place in elements(shape, box))
+    assert found == list(range(prod(shape)))
+    assert overlapping(box for _, box in pieces) is None
+    for file, box in pieces:
+        numbers = [(file - grid.file) // 4**n % 4 for n in range(len(grid.cuts))]
+        cuts = [(cut.dim, cut.parts, number) for cut, number in zip(grid.cuts, numbers, strict=True)]
+        assert cell(whole(shape), cuts) == box or not prod(shape)
+
+
+@given(st.data())
+def test_a_grid_finds_the_pieces_that_share_elements_with_a_part(data):
+    shape, grid = data.draw(grids())
+    part = data.draw(parts(shape))
+    if prod(shape):
+        sharing = [(file, box) for file, box in grid.pieces(shape) if box.intersect(part) is not None]
+        assert list(grid.pieces(shape, part)) == sharing
+
+
+@given(st.data())
+def test_boxes_that_share_elements_are_found(data):
+    shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
+    boxes = data.draw(st.lists(parts(shape), max_size=5))
+    places = [place for box in boxes for place in elements(shape, box)]
+    assert (overlapping(boxes) is None) == (len(places) == len(set(places)))
+
+
+def test_a_part_within_another_is_its_index():
+    assert Box((3, 5), (2, 4)).within(Box((2, 5), (4, 6))) == (slice(1, 3), slice(0, 4))

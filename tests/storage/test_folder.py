@@ -1,0 +1,266 @@
+"""Which checkpoints of a folder are whole, which is chosen, and is nothing removed that somebody needs?"""
+
+import contextlib
+import json
+import os
+
+import pytest
+
+from sherd.errors import PolicyError
+from sherd.storage.folder import Folder, file_name
+from sherd.storage.places import Disk, Lock
+from tests.storage.writing import SMALL, read_all, save, save_into, tensors_of
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(Disk(tmp_path / "checkpoints"))
+
+
+def names(folder, step):
+    return sorted(folder.folder_of(step).names())
+
+
+def flip(path, at):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_the_newest_is_the_one_that_was_saved_last_and_reads_back(folder):
+    save_into(folder, 1, seed=1)
+    tensors = save_into(folder, 20, seed=2)
+    found, passed_over = folder.newest(verify=True)
+    assert (found.step, passed_over) == (20, [])
+    assert read_all(found.place) == tensors
+    assert folder.steps() == [each.step for each in folder.whole()] == [20, 1]
+
+
+def test_latest_says_what_was_saved_last_and_is_not_trusted(folder, tmp_path):
+    save_into(folder, 3)
+    latest = tmp_path / "checkpoints" / "latest"
+    assert json.loads(latest.read_text()) == {"format": "sherd/1", "folder": "step-00000003", "step": 3}
+    latest.write_text('{"step": 99}')
+    assert folder.newest()[0].step == 3
+    latest.unlink()
+    assert folder.newest()[0].step == 3
+
+
+def test_an_empty_or_missing_folder_has_none(folder, tmp_path):
+    assert folder.newest() == (None, [])
+    (tmp_path / "checkpoints").mkdir()
+    assert folder.newest() == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why", "needs_verify"),
+    [
+        (lambda at: (at / "manifest.json").unlink(), "manifest.json is missing", False),
+        (lambda at: (at / "manifest.json").write_bytes((at / "manifest.json").read_bytes()[:-9]), "torn", False),
+        (lambda at: flip(at / "manifest.json", 40), "not what was written", False),
+        (lambda at: next(at.glob("*-00001.*")).unlink(), "00001.safetensors cannot be read", False),
+        (lambda at: os.truncate(next(at.glob("*-00001.*")), 50), "has 50 of", False),
+        (lambda at: os.truncate(next(at.glob("*-00001.*")), 5000), "has 5000 of", False),
+        (lambda at: flip(next(at.glob("*-00001.*")), -1), "the checksum of bytes", True),
+    ],
+)
+def test_a_spoiled_checkpoint_is_passed_over_and_the_reason_told(folder, spoil, why, needs_verify):
+    tensors = save_into(folder, 1, seed=1)
+    save_into(folder, 2, seed=2)
+    spoil(folder.folder_of(2).path)
+    if needs_verify:
+        assert folder.newest()[0].step == 2
+    found, (passed,) = folder.newest(verify=needs_verify)
+    assert (found.step, passed.step) == (1, 2)
+    assert why in passed.why
+    assert read_all(found.place) == tensors
+
+
+def test_a_folder_that_was_renamed_to_another_step_is_not_that_step(folder):
+    save_into(folder, 1)
+    folder.folder_of(1).path.rename(folder.folder_of(7).path)
+    found, (passed,) = folder.newest()
+    assert found is None
+    assert "a manifest of step 1" in passed.why
+
+
+def test_a_second_save_of_a_step_replaces_the_first_and_removes_its_files(folder):
+    save_into(folder, 5, seed=1, save_id="aa")
+    tensors = save_into(folder, 5, seed=2, save_id="bb")
+    assert names(folder, 5) == ["bb-00000.safetensors", "bb-00001.safetensors", "manifest.json"]
+    assert read_all(folder.folder_of(5)) == tensors
+
+
+def test_two_jobs_that_save_one_step_at_once_leave_a_whole_checkpoint(folder):
+    one, other = tensors_of(SMALL, 1), tensors_of(SMALL, 2)
+    first = save(folder.folder_of(5), SMALL, one, 5, num_files=2, save_id="aa")
+    second = save(folder.folder_of(5), SMALL, other, 5, num_files=2, save_id="bb")
+    folder.finish(5, first)
+    assert read_all(folder.newest(verify=True)[0].place) == one
+    folder.finish(5, second)
+    assert read_all(folder.newest(verify=True)[0].place) == other
+
+
+def test_pruning_keeps_the_last_those_of_the_rule_and_those_named(folder):
+    for step in range(10, 110, 10):
+        save_into(folder, step)
+    assert folder.prune(2, 30, keep=[40]) == [80, 70, 50, 20, 10]
+    assert folder.steps() == [100, 90, 60, 40, 30]
+    assert [each.step for each in folder.whole()] == folder.steps()
+
+
+def test_pruning_leaves_what_is_above_the_step_that_was_saved(folder):
+    for step in (10, 20, 30, 100, 110):
+        save_into(folder, step)
+    assert folder.prune(1, upto=30) == [20, 10]
+    assert folder.steps() == [110, 100, 30]
+
+
+def test_pruning_counts_whole_ones_alone(folder):
+    for step in (10, 20, 30):
+        save_into(folder, step)
+    (folder.folder_of(30).path / "manifest.json").unlink()
+    assert folder.prune(1) == [10]
+    assert folder.newest()[0].step == 20
+
+
+@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])
+def test_pruning_everything_is_refused(folder, wrong):
+    save_into(folder, 1)
+    with pytest.raises(PolicyError, match="at least 1"):
+        folder.prune(**wrong)
+    assert folder.steps() == [1]
+
+
+def test_nothing_is_removed_while_another_saves_or_loads(folder):
+    for step in (1, 2):
+        save_into(folder, step)
+    save(folder.folder_of(3), SMALL, tensors_of(SMALL), 3, num_files=2)
+    with folder.locked() as lock, Folder(folder.place).locked() as other:
+        assert lock is other is Lock.HELD
+        assert folder.prune(1) == folder.sweep() == []
+        with folder.locked(shared=False) as alone:
+            assert alone is Lock.BUSY
+    assert folder.prune(1) == [1]
+    assert len(folder.sweep()) == 2
+    assert folder.steps() == [2]
+
+
+def test_the_lock_ends_with_an_exception_and_makes_no_folder_unless_asked(folder, tmp_path):
+    with folder.locked() as lock:
+        assert lock is Lock.NONE
+    assert not (tmp_path / "checkpoints").exists()
+    with contextlib.suppress(KeyError), folder.locked(make=True) as lock:
+        assert lock is Lock.HELD
+        raise KeyError
+    with folder.locked(shared=False) as lock:
+        assert lock is Lock.HELD
+
+
+def test_without_flock_checkpoints_are_pruned_and_nothing_is_swept(folder, monkeypatch):
+    def none(fd, how):
+        raise OSError(38, "not implemented")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    for step in (1, 2):
+        save_into(folder, step)
+    save(folder.folder_of(3), SMALL, tensors_of(SMALL), 3, num_files=2, save_id="aa")
+    assert folder.prune(1) == [1]
+    assert folder.sweep() == []
+    assert folder.steps() == [3, 2]
+    assert len(folder.sweep(by_hand=True)) == 2
+    assert folder.steps() == [2]
+
+
+def test_sweeping_removes_what_was_never_finished_and_nothing_else(folder, tmp_path):
+    kept = save_into(folder, 1, save_id="aa")
+    base = tmp_path / "checkpoints"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "cc-00000.safetensors").write_text("mine")
+    one = base / "step-00000001"
+    ours = [
+        one / "bb-00000.safetensors",
+        one / "aa-00002.safetensors.0123abcd.part",
+        one / "manifest.json.0123abcd.part",
+        base / "latest.0123abcd.part",
+        base / "step-00000002" / "bb-00000.safetensors",
+    ]
+    theirs = [
+        base / "notes.txt",
+        base / "x.part",
+        base / "cc-00000.safetensors",
+        base / "step-100" / "cc-00000.safetensors",
+        base / "step-000000001" / "cc-00000.safetensors",
+        base / "other" / "manifest.json",
+        base / "step-00000003",
+        one / "notes.txt",
+        one / "model.safetensors",
+        one / "deep" / "cc-00000.safetensors",
+        base / "step-00000004" / "notes.txt",
+    ]
+    for path in (*ours, *theirs):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    (base / "step-00000005").symlink_to(outside)
+    (one / "dd-00000.safetensors").symlink_to(outside / "cc-00000.safetensors")
+    assert sorted(folder.sweep()) == sorted(map(str, ours))
+    assert all(path.exists() for path in theirs)
+    assert (base / "step-00000005").is_symlink()
+    assert (one / "dd-00000.safetensors").is_symlink()
+    assert (outside / "cc-00000.safetensors").read_text() == "mine"
+    assert not (base / "step-00000002").exists()
+    assert folder.newest(verify=True)[0].step == 1
+    assert read_all(folder.folder_of(1)) == kept
+
+
+def test_a_linked_checkpoint_is_neither_chosen_nor_removed(folder, tmp_path):
+    save_into(folder, 9)
+    folder.folder_of(9).path.rename(tmp_path / "step-00000009")
+    folder.folder_of(9).path.symlink_to(tmp_path / "step-00000009")
+    save_into(folder, 1)
+    save_into(folder, 2)
+    assert folder.newest()[0].step == 2
+    assert folder.prune(1) == [1]
+    assert read_all(Disk(tmp_path / "step-00000009"))
+
+
+def test_a_damaged_checkpoint_is_left_for_a_person(folder):
+    save_into(folder, 1)
+    save_into(folder, 2)
+    flip(folder.folder_of(1).path / "manifest.json", 40)
+    before = names(folder, 1)
+    assert folder.prune(1) == folder.sweep() == []
+    assert names(folder, 1) == before
+
+
+def test_files_that_a_manifest_names_are_removed_if_they_are_named_as_ours(folder):
+    save_into(folder, 1)
+    notes = folder.folder_of(1).path / "notes.txt"
+    notes.write_text("mine")
+    save_into(folder, 2)
+    assert folder.prune(1) == [1]
+    assert names(folder, 1) == ["notes.txt"]
+    assert notes.read_text() == "mine"
+
+
+def test_a_step_of_more_than_eight_digits_has_its_place(folder):
+    save_into(folder, 123456789)
+    save_into(folder, 99999999)
+    assert folder.steps() == [123456789, 99999999]
+    assert folder.folder_of(123456789).path.name == "step-123456789"
+
+
+def test_the_files_of_ranks_are_numbered():
+    assert file_name("5f3a9c21", 7) == "5f3a9c21-00007.safetensors"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_read(folder, tmp_path):
+    tensors = save_into(folder, 1)
+    (tmp_path / "checkpoints").chmod(0o555)
+    with folder.locked() as lock:
+        assert lock is not Lock.BUSY
+        assert read_all(folder.newest(verify=True)[0].place) == tensors
+    with pytest.raises(PermissionError):
+        save_into(folder, 2)

@@ -1,0 +1,304 @@
+"""Does an object store hold what was written, whole or not at all, also over a bad connection?"""
+
+import os
+import sys
+from threading import Thread
+
+import fsspec
+import pytest
+
+from sherd.errors import CheckpointError
+from sherd.storage import remote
+from sherd.storage.blocks import Checksums
+from sherd.storage.folder import Folder
+from sherd.storage.places import Disk, Lock, place_of
+from tests.storage.writing import SMALL, read_all, save, save_into, tensors_of
+
+BUCKET = "checkpoints"
+PART = 5 << 20
+LONG = os.urandom(1 << 20) * 12 + b"the end"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The address of a server that speaks S3."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def store(server, monkeypatch):
+    """A folder of a new bucket, and fsspec's file system for it."""
+    for name, value in {
+        "ACCESS_KEY_ID": "testing",
+        "SECRET_ACCESS_KEY": "testing",
+        "DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(remote, "PART_BYTES", PART)
+    place = place_of(f"s3://{BUCKET}/run/", endpoint_url=server)
+    fs = place._fs
+    fs.mkdir(BUCKET)
+    yield place
+    if fs.exists(f"{BUCKET}/run"):
+        fs.rm(f"{BUCKET}/run", recursive=True)
+    fs.rmdir(BUCKET)
+
+
+class Calls:
+    """Counts a file system's requests to the server; those whose number is in `failing` do not come through."""
+
+    def __init__(self, fs, monkeypatch):
+        self.made, self.failing, self.error = [], (), ConnectionResetError("reset by peer")
+        asked = type(fs)._call_s3
+
+        async def ask(fs, method, *args, **kwargs):
+            self.made.append((method, kwargs))
+            if len(self.made) in self.failing:
+                raise self.error
+            return await asked(fs, method, *args, **kwargs)
+
+        monkeypatch.setattr(type(fs), "_call_s3", ask)
+
+    @property
+    def names(self):
+        return [method for method, _ in self.made]
+
+
+@pytest.fixture
+def calls(store, monkeypatch):
+    return Calls(store._fs, monkeypatch)
+
+
+def chunks_of(raw, size=3 << 20):
+    return lambda: (memoryview(raw)[start : start + size] for start in range(0, len(raw), size))
+
+
+def uploads(place):
+    return place._fs.list_multipart_uploads(BUCKET)
+
+
+def test_a_long_object_is_uploaded_in_parts_and_reads_back(store, calls):
+    sums = Checksums(4 << 20)
+    store.write("long", lambda: sums.passing(chunks_of(LONG)()))
+    assert calls.names == ["create_multipart_upload", *["upload_part"] * 3, "complete_multipart_upload"]
+    assert all(len(kwargs["Body"]) >= PART for method, kwargs in calls.made[1:3])
+    assert store.read("long") == LONG
+    assert sums.nbytes == len(LONG)
+
+
+def test_a_short_object_is_one_request(store, calls):
+    store.write("short", chunks_of(b"abc"))
+    store.write("empty", lambda: ())
+    assert calls.names == ["put_object", "put_object"]
+    assert (store.read("short"), store.read("empty")) == (b"abc", b"")
+
+
+def test_reading_is_one_request_for_the_bytes_asked_for(store, calls):
+    store.write("long", chunks_of(LONG))
+    file = store.open("long")
+    assert (file.name, file.nbytes) == (f"s3://{BUCKET}/run/long", len(LONG))
+    calls.made.clear()
+    into = bytearray(1000)
+    file.read_into(5_000_000, memoryview(into))
+    assert into == LONG[5_000_000:5_001_000]
+    ((method, kwargs),) = calls.made
+    assert (method, kwargs["Range"]) == ("get_object", "bytes=5000000-5000999")
+    with pytest.raises(EOFError):
+        file.read_into(len(LONG) - 10, memoryview(bytearray(11)))
+    file.read_into(len(LONG), memoryview(b""))
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_an_upload_whose_source_fails_leaves_nothing(store, after):
+    def chunks():
+        yield from list(chunks_of(LONG)())[:after]
+        raise ZeroDivisionError("the source")
+
+    with pytest.raises(ZeroDivisionError, match="the source"):
+        store.write("long", chunks)
+    assert (uploads(store), store.names()) == ([], [])
+
+
+def test_an_upload_that_is_interrupted_leaves_the_object_that_was_there(store):
+    store.write("long", chunks_of(b"before"))
+
+    def chunks():
+        yield from list(chunks_of(LONG)())[:4]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.write("long", chunks)
+    assert uploads(store) == []
+    assert store.read("long") == b"before"
+
+
+@pytest.mark.parametrize("failing", [(1, 2), (2, 5), (3, 6), (5, 10), (4, 7)])
+def test_a_write_that_fails_twice_begins_anew_and_comes_through(store, calls, failing):
+    begun = []
+
+    def chunks():
+        begun.append(True)
+        return chunks_of(LONG)()
+
+    calls.failing = failing
+    store.write("long", chunks)
+    assert len(begun) == 3
+    calls.failing = ()
+    assert store.read("long") == LONG
+    assert (uploads(store), store.names()) == ([], ["long"])
+
+
+def test_a_connection_that_stays_away_is_one_error_with_url_and_cause(store, calls):
+    calls.failing = range(1, 1000)
+    with pytest.raises(OSError) as told:
+        store.write("long", chunks_of(LONG))
+    assert "ConnectionResetError: reset by peer, tried 4 times: 's3://checkpoints/run/long'" in str(told.value)
+    assert isinstance(told.value.__cause__, ConnectionResetError)
+    for read in (lambda: store.read("long"), store.names, lambda: store.remove("long")):
+        calls.made.clear()
+        with pytest.raises(OSError, match="reset by peer, tried 4 times"):
+            read()
+        assert len(calls.made) == 4
+
+
+def test_reading_is_tried_again(store, calls):
+    store.write("short", chunks_of(b"abc"))
+    calls.made.clear()
+    calls.failing = (1, 3, 4)
+    assert store.read("short") == b"abc"
+    assert calls.names == ["head_object"] * 2 + ["get_object"] * 3
+
+
+def test_what_is_not_there_or_not_allowed_is_told_at_once(store, calls):
+    with pytest.raises(FileNotFoundError, match="s3://checkpoints/run/none"):
+        store.open("none")
+    assert "head_object" in calls.names
+    calls.made.clear()
+    calls.failing, calls.error = (1,), PermissionError("Access Denied")
+    with pytest.raises(PermissionError, match="Access Denied: 's3://checkpoints/run/short'"):
+        store.write("short", chunks_of(b"abc"))
+    assert len(calls.made) == 1
+
+
+def test_a_server_that_is_not_there_is_named(store):
+    place = place_of("s3://checkpoints/run", endpoint_url="http://127.0.0.1:9")
+    place._fs.retries = 1
+    with pytest.raises(OSError, match=r"127.0.0.1:9.*tried 4 times: 's3://checkpoints/run/x'"):
+        place.write("x", chunks_of(b"abc"))
+    found, _ = Folder(place_of("memory://nothing")).newest()
+    assert found is None
+
+
+def test_names_are_those_that_are_there_now(store, server):
+    other = fsspec.filesystem("s3", endpoint_url=server, skip_instance_cache=True, use_listings_cache=False)
+    assert store.names() == []
+    store.write("a", chunks_of(b"1"))
+    assert store.names() == ["a"]
+    other.pipe_file(f"{BUCKET}/run/b", b"2")
+    other.pipe_file(f"{BUCKET}/run/step/c", b"3")
+    assert sorted(store.names()) == ["a", "b", "step"]
+    other.rm_file(f"{BUCKET}/run/a")
+    assert sorted(store.names()) == ["b", "step"]
+    with pytest.raises(FileNotFoundError):
+        store.open("a")
+    with pytest.raises(FileNotFoundError):
+        store.open("step")
+    store.remove("b")
+    store.remove("b")
+    assert store.names() == ["step"]
+
+
+@pytest.fixture(params=["s3", "memory"])
+def folder(request):
+    if request.param == "s3":
+        yield Folder(request.getfixturevalue("store"))
+        return
+    place = place_of("memory://run/checkpoints")
+    yield Folder(place)
+    place._fs.rm("/run", recursive=True)
+
+
+def test_checkpoints_are_saved_found_pruned_and_swept_by_hand(folder):
+    for step in (1, 2, 3):
+        tensors = save_into(folder, step, seed=step)
+    found, passed_over = folder.newest(verify=True)
+    assert (found.step, passed_over) == (3, [])
+    assert read_all(found.place) == tensors
+    save_into(folder, 3, seed=4)
+    assert len(folder.folder_of(3).names()) == 3
+    with folder.locked(make=True) as lock:
+        assert lock is Lock.NONE
+    assert folder.prune(2) == [1]
+    assert folder.steps() == [3, 2]
+    save(folder.folder_of(4), SMALL, tensors_of(SMALL), 4, num_files=2)
+    assert folder.sweep() == []
+    assert folder.newest()[1][0].why.endswith("manifest.json is missing")
+    assert len(folder.sweep(by_hand=True)) == 2
+    assert folder.steps() == [3, 2]
+    assert read_all(folder.newest(verify=True)[0].place) == tensors_of(SMALL, 4)
+
+
+def test_a_file_system_that_can_rename_shows_no_half_of_a_file():
+    place = place_of("memory://half")
+    seen = []
+
+    def chunks():
+        seen.append(place.names())
+        yield memoryview(b"abc")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        place.write("x", chunks)
+    assert "x" not in seen[0]
+    assert place.names() == []
+
+
+def test_threads_may_read_one_object(store):
+    store.write("long", chunks_of(LONG))
+    file, found = store.open("long"), {}
+
+    def read(start):
+        into = bytearray(1000)
+        file.read_into(start, memoryview(into))
+        found[start] = bytes(into)
+
+    threads = [Thread(target=read, args=(start,)) for start in range(0, 8000, 1000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {start: LONG[start : start + 1000] for start in range(0, 8000, 1000)}
+
+
+def test_a_url_of_a_disk_is_that_disk_and_takes_no_options(tmp_path):
+    assert place_of(f"file://{tmp_path}").path == place_of(tmp_path).path == tmp_path
+    assert isinstance(place_of("local:///x"), Disk)
+    with pytest.raises(CheckpointError, match="takes no options: endpoint_url"):
+        place_of(tmp_path, endpoint_url="http://x")
+
+
+@pytest.mark.parametrize(
+    ("missing", "url", "told"),
+    [
+        ("fsspec", "s3://b/x", "pip install fsspec s3fs"),
+        ("s3fs", "s3://b/x", "pip install fsspec s3fs"),
+        ("gcsfs", "gs://b/x", "pip install fsspec gcsfs"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(missing, url, told, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(fsspec.registry._registry, url.partition("://")[0], raising=False)
+    with pytest.raises(CheckpointError, match=told):
+        place_of(url)
+
+
+def test_an_unknown_kind_of_url_is_named():
+    with pytest.raises(CheckpointError, match=r"nosuch://b/x cannot be opened.*nosuch"):
+        place_of("nosuch://b/x")
