@@ -147,10 +147,12 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class FreeGroup:
-    """As `Free`, but for one group of the unit only. The next `Gather` of the unit brings it back."""
+    """As `Free`, but for one group of the unit only. The next `Gather` of the unit brings it back. `unread`: backward
+    is yet to come, and will not read it; a rank that does keeps it until then."""
 
     unit: int
     group: int
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

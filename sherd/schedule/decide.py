@@ -136,7 +136,7 @@ class _Turn:
         spec = self.state.specs[unit]
         is_kept = self.state.live[unit] is Live.UNSHARDED and spec.after_forward is Keep.FOR_BACKWARD
         if groups and is_kept and spec.reshard_after_backward and unit not in self.state.reread:
-            self.actions += [FreeGroup(unit, group) for group in groups]
+            self.actions += [FreeGroup(unit, group, unread=True) for group in groups]
             passed, unread = self.state.passed | {unit}, self.state.unread | {unit}
             self.state = replace(self.state, passed=passed, unread=unread)
 

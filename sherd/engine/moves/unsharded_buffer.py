@@ -62,14 +62,16 @@ class Unsharded:
         return 0
 
     def know_own_references(self) -> None:
-        """Note how many references to the parameters there are, all of them our own, and before modules show them."""
-        self._own_references = sum(sys.getrefcount(parameter) for parameter in self.parameters)
+        """Note how many references to the parameters there are now, all of them our own."""
+        self._own_references = self.num_foreign_references
 
     @property
     def num_foreign_references(self) -> int:
-        """The number of references to the parameters that are not ours, while modules show them."""
-        num_places = sum(len(record.places) for record in self._records)
-        return sum(sys.getrefcount(parameter) for parameter in self.parameters) - self._own_references - num_places
+        """The number of references to the parameters that are neither ours nor attributes of modules."""
+        found = -self._own_references
+        for record, parameter in zip(self._records, self.parameters, strict=True):
+            found += sys.getrefcount(parameter) - sum(place.shows(parameter) for place in record.places)
+        return found
 
     def show(self) -> None:
         """Show the parameters to the modules."""

@@ -160,11 +160,10 @@ class Weights(Position, saved.Source):
 
     @property
     def is_held(self) -> bool:
-        """Whether anybody, autograd included, seems to have one of the parameters or a view of one, other than by the
-        attribute of a module."""
+        """Whether anybody seems to have one of the parameters or a view of one, other than by the attribute of a
+        module, as `ctx.weight = weight`. It may also be garbage that waits to be collected."""
         made = self._made
-        is_free = made is None or (made.num_foreign_views <= 0 and made.num_foreign_references <= 0)
-        return self.is_saved or not is_free
+        return made is not None and (made.num_foreign_views > 0 or made.num_foreign_references > 0)
 
     @property
     def is_in_flight(self) -> bool:

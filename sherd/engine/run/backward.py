@@ -181,7 +181,7 @@ class Backward:
         """
         if self.is_under_other_hooks or not self._is_gone_through_once:
             return ()
-        return tuple(group for group in groups if not self._weights[group].is_held)
+        return tuple(group for group in groups if not self._weights[group].is_saved)
 
     @property
     def has_received(self) -> bool:

@@ -1,60 +1,106 @@
 """The embeddings of a unit that is kept from forward to backward: backward does not read their weights.
 
-    forward     the root's ends, and nobody holds the weight        its group is freed
-    between     the embedding is called: recomputation, a hook      a forward pre-hook has it gathered again
-    backward    brings the weight's gradient                        as that of any other
+    forward     the root's ends                                    its group is freed
+    between     a program reads the weight: `embed.weight`         the unit is gathered again, and kept from then on
+    backward    brings the weight's gradient                       as that of any other
 
-Only groups of embeddings alone, those that are large: what else reads a parameter in backward, autograd has saved, and
-an `nn.Embedding` reads its weight again only where it is called. The hook is there only while the group is gone, so no
-call in a forward runs it.
+Only groups of embeddings alone, those that are large: what else reads a parameter in backward, autograd has saved, or
+it reads an attribute of a module. From the end of forward on, the embedding's `_parameters` is therefore a dict that
+notices who takes something out. It is there in the first step too, in which nothing is freed: a program that always
+reads the weight keeps it. In a forward the module has its own dict, so no call pays for this.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from sherd._torch import dynamo_disabled
+from sherd.engine.moves.saved import is_running
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
-
-TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
-"""A dict of forward pre-hooks, and the key and value of one in it that comes and goes."""
 
 
 class Lookups:
     """The `groups`, by number in `weights`, of which all parameters are embeddings' weights and trainable.
 
-    `unshard()` is called when one is about to be read that was freed. `hooks` notice that.
+    `unshard()` is called when one is about to be read that may have been freed. `stayed`: groups that the schedule has
+    freed and that are there all the same, since this rank needs them.
     """
 
-    def __init__(self, weights: Sequence[Weights], unshard: Callable[[], None]) -> None:
+    def __init__(self, weights: Sequence[Weights], backward: Backward, unshard: Callable[[], None]) -> None:
         found = {number: modules for number, each in enumerate(weights) if (modules := _embeddings_of(each))}
-        self.hooks: list[TouchHook] = []
-        self.groups: tuple[int, ...] = ()
         if len(found) == len(weights):
-            return  # a unit is unsharded as long as one of its groups is
+            found = {}  # a unit is unsharded as long as one of its groups is
         self.groups = tuple(found)
+        self.stayed: set[int] = set()
+        self._modules = [weakref.ref(module) for modules in found.values() for module in modules]
+        self._weights, self._backward, self._unshard = weights, backward, unshard
+        self._was_read = False
 
-        @dynamo_disabled
-        def about_to_read(module: nn.Module, args: Any) -> None:
-            unshard()
+    def free(self, group: int) -> None:
+        """Free the group, which backward will not read, unless this rank reads it all the same.
 
-        for module in {id(each): each for modules in found.values() for each in modules}.values():
-            hooks: Any = module._forward_pre_hooks  # declared as a dict; it is ordered
-            handle = module.register_forward_pre_hook(about_to_read)
-            self.hooks.append((hooks, handle.id, hooks.pop(handle.id)))
+        Other ranks may do otherwise. So the group counts as freed for whoever gathers it again.
+        """
+        if self._was_read or self._weights[group].is_held:
+            self.stayed.add(group)
+        else:
+            self._weights[group].free()
 
-    def unread(self, backward: Backward) -> tuple[int, ...]:
-        """Returns the groups that `backward`, the unit's, will not read after the forward that has just ended. They may
-        be freed: calls of their embeddings are noticed from now on."""
-        unread = backward.unread(self.groups)
-        for hooks, key, hook in self.hooks if unread else ():
-            hooks[key] = hook
-        return unread
+    def watch(self) -> None:
+        """Notice, from now on, who takes one of the weights from its module."""
+        for ref in self._modules if not self._was_read else ():
+            if (module := ref()) is not None:
+                module.__dict__["_parameters"] = Watched(self._parameters_of(module), self._touched)
+
+    def unwatch(self) -> None:
+        """Notice nothing, from now on: all of the unit is there, or is freed."""
+        self.stayed.clear()
+        for ref in self._modules:
+            if (module := ref()) is not None:
+                module.__dict__["_parameters"] = self._parameters_of(module)
+
+    @staticmethod
+    def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+        parameters = module._parameters
+        return parameters.watched if isinstance(parameters, Watched) else parameters
+
+    @dynamo_disabled
+    def _touched(self) -> None:
+        if not is_running(self._backward):  # else it is a forward that finds all there, as after one without backward
+            self._was_read = True
+            self._unshard()
+        self.unwatch()
+
+
+def _touching(method: Callable[..., Any]) -> Callable[..., Any]:
+    def touch(self: Watched, *args: Any, **kwargs: Any) -> Any:
+        self.touched()
+        return method(self.watched, *args, **kwargs)
+
+    return touch
+
+
+class Watched(dict[str, nn.Parameter | None]):
+    """Stands for `watched`, a module's `_parameters`. `touched()` is called before one is read or written by name.
+
+    Who goes through all of them (`parameters()`) is not noticed: he meets the shards of other units too.
+    """
+
+    def __init__(self, watched: dict[str, nn.Parameter | None], touched: Callable[[], None]) -> None:
+        super().__init__(watched)
+        self.watched, self.touched = watched, touched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # as a copy of the module has it
+
+    __getitem__, get = _touching(dict.__getitem__), _touching(dict.get)
+    __setitem__, setdefault, update = map(_touching, (dict.__setitem__, dict.setdefault, dict.update))
+    __delitem__, pop, popitem, clear = map(_touching, (dict.__delitem__, dict.pop, dict.popitem, dict.clear))
 
 
 def _embeddings_of(weights: Weights) -> list[nn.Module]:
@@ -64,11 +110,10 @@ def _embeddings_of(weights: Weights) -> list[nn.Module]:
         return []
     if not all(parameter.requires_grad for parameter in group.parameters):
         return []
-    modules = [place.module for parameter in group.parameters for place in parameter.places]
-    found = [module for module in modules if module is not None and _is_embedding(module)]
-    return found if len(found) == len(modules) else []
+    places = [place for parameter in group.parameters for place in parameter.places]
+    found = [place.module for place in places if place.registered and _is_embedding(place.module)]
+    return found if len(found) == len(places) else []
 
 
-def _is_embedding(module: nn.Module) -> bool:
-    forward = getattr(module.forward, "__func__", None)
-    return forward is nn.Embedding.forward
+def _is_embedding(module: nn.Module | None) -> bool:
+    return module is not None and getattr(module.forward, "__func__", None) is nn.Embedding.forward

@@ -101,7 +101,8 @@ class Runtime:
                 for action in actions:
                     unit = self.units[action.unit]
                     if isinstance(action, FreeGroup):
-                        perform = unit.weights[action.group].free
+                        group = action.group
+                        perform = partial(unit.lookups.free, group) if action.unread else unit.weights[group].free
                     else:
                         perform = partial(self._do[type(action)], unit)
                     if self.observer is None:
@@ -166,8 +167,11 @@ class Runtime:
         unit = call.unit
         ends = unit.runs is None or unit.runs.end(module) or raised
         if ends and all(outer.unit is not unit for outer in self._calls):  # not from inside its own other method
-            unread = unit.lookups.unread(unit.backward) if unit.lookups.groups and differentiable and not raised else ()
+            lookups = unit.lookups.groups if differentiable and not raised and not call.recomputing else ()
+            unread = unit.backward.unread(lookups) if lookups else ()
             self.on(AfterForward(self._index[unit.id], call.recomputing, in_use, unread))
+            if lookups and unit.live is Live.UNSHARDED:
+                unit.lookups.watch()
         if call.outermost:
             self._end_forward(differentiable and not raised)
         return not raised

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
 from sherd.engine.run.conductor import Conductor
-from sherd.engine.run.lookups import Lookups, TouchHook
+from sherd.engine.run.lookups import Lookups
 from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.group import Group
 from sherd.engine.state.grouping import batches_of
@@ -38,6 +39,8 @@ from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
 from sherd.schedule.state import Live
 
 _ids = itertools.count()
+
+TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
 
 
 def _nowhere() -> None:
@@ -181,7 +184,7 @@ class Unit:
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
-        self.lookups = Lookups(self.weights, partial(_touched, this))
+        self.lookups = Lookups(self.weights, self.backward, partial(_touched, this))
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
 
     @property
@@ -323,8 +326,8 @@ class Unit:
         for hooks, key, hook in self.touch_hooks:
             hooks[key] = hook
             hooks.move_to_end(key, last=False)
-        for hooks, key, _ in self.lookups.hooks:
-            hooks.pop(key, None)
+        if self.lookups.groups:
+            self.lookups.unwatch()
         for weights in self.weights:
             weights.free()
 
