@@ -36,7 +36,7 @@ READERS: dict[str, Callable[[nn.Module], Tensor]] = {
     "looked up": lambda model: F.embedding(TOKENS, model.embed.weight).square().sum(),
     "by the module": lambda model: model.embed(TOKENS).square().sum(),
     "by name": lambda model: model.get_parameter("embed.weight")[5].sum(),
-    "by getattr": lambda model: getattr(model.embed, "weight", None)[:4].exp().sum(),  # noqa: B009
+    "by getattr": lambda model: getattr(model.embed, "weight", None)[:4].exp().sum(),
     "in chunks": lambda model: sum(F.linear(torch.ones(1, WIDTH), each).sum() for each in model.embed.weight.chunk(3)),
     "as saved": lambda model: (model.embed.weight.half().float() ** 2).sum(),
 }
@@ -49,7 +49,7 @@ def in_steps(model: nn.Module, reader: str, when: str) -> tuple[list[dict], list
     found, losses, there = [], [], []
     for step in range(NUM_STEPS):
         loss = model(TOKENS)
-        there.append(isinstance(model, Model) and not hasattr(model, "unshard") or live_of(model)["embed.weight"])
+        there.append((isinstance(model, Model) and not hasattr(model, "unshard")) or live_of(model)["embed.weight"])
         if step in WHEN[when]:
             loss = loss + READERS[reader](model)
         loss.backward()
@@ -333,7 +333,7 @@ def test_a_watched_dict_is_pickled_and_copied_as_the_plain_one_that_it_stands_fo
         assert type(each) is dict
         assert torch.equal(each["weight"], plain["weight"])
     assert list(watched) == ["weight"]
-    assert list(watched.values())[0] is plain["weight"]
+    assert next(iter(watched.values())) is plain["weight"]
     assert not touched
     watched["bias"] = None
     assert list(plain) == ["weight", "bias"]
@@ -359,7 +359,7 @@ def replaced(new: str) -> str:
 
 
 def replaced_where_nothing_is_freed(new: str) -> str:
-    with mock.patch.object(lookups, "_is_embedding", lambda module: False):
+    with mock.patch.object(lookups, "_is_embedding", return_value=False):
         return replaced(new)
 
 

@@ -363,7 +363,7 @@ def steps_until_backward(*, root: dict[str, object], in_use: bool = False) -> tu
 
 def test_what_backward_does_not_read_of_a_kept_unit_goes_after_forward_and_is_not_gathered_by_backward():
     schedule, freed = steps_until_backward(root={})
-    assert freed == [FreeGroup(0, 1), FreeGroup(0, 2)]
+    assert freed == [FreeGroup(0, 1, unread=True), FreeGroup(0, 2, unread=True)]
     assert schedule.on(BeforeBackward(0)) == (Gather(1),)
     answers(schedule, [BeforeBackward(1), AfterBackward(1)])
     assert Free(0) in schedule.on(AfterBackward(0))

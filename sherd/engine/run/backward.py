@@ -202,9 +202,11 @@ class Backward:
         (`w.detach()`).
 
         False until one backward was observed in which no gradient arrived twice: autograd makes two gradients, each a
-        complete one, of a tensor that is used in two reentrant checkpoints, and reads it again in between.
+        complete one, of a tensor that is used in two reentrant checkpoints, and reads it again in between. False for a
+        group alone if a checkpoint may yet run a part of forward again, for the gradients of other groups: it reads
+        whatever forward has read.
         """
-        if not self._is_gone_through_once:
+        if not self._is_gone_through_once or (group is not None and self.is_under_other_hooks):
             return False
         for chosen in range(len(self._weights)) if group is None else (group,):
             if not (self._gradients[chosen].arrivals.expects_all and self._weights[chosen].is_unread):

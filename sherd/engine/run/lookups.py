@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from sherd._torch import dynamo_disabled
 from sherd.engine.moves.saved import is_running
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
@@ -41,6 +40,12 @@ class Lookups:
         self._weights, self._backward, self._unshard = weights, backward, unshard
         self._was_read = False
 
+    def after_forward(self) -> tuple[int, ...]:
+        """Notice, from now on, who takes one of the weights from its module. Returns the groups that backward will not
+        read."""
+        self._watch()
+        return self._backward.unread(self.groups)
+
     def free(self, group: int) -> None:
         """Free the group, which backward will not read, unless this rank reads it all the same.
 
@@ -50,26 +55,22 @@ class Lookups:
             self.stayed.add(group)
         else:
             self._weights[group].free()
-
-    def watch(self) -> None:
-        """Notice, from now on, who takes one of the weights from its module."""
-        for ref in self._modules if not self._was_read else ():
-            if (module := ref()) is not None:
-                module.__dict__["_parameters"] = Watched(self._parameters_of(module), self._touched)
+            self._watch()  # which shows shards to who goes through all
 
     def unwatch(self) -> None:
         """Notice nothing, from now on: all of the unit is there, or is freed."""
         self.stayed.clear()
         for ref in self._modules:
+            if (module := ref()) is not None and isinstance(module._parameters, Watched):
+                module._parameters = module._parameters.watched
+
+    def _watch(self) -> None:
+        for ref in self._modules if not self._was_read else ():
             if (module := ref()) is not None:
-                module.__dict__["_parameters"] = self._parameters_of(module)
+                shown = module._parameters
+                shown = shown.watched if isinstance(shown, Watched) else shown
+                module._parameters = Watched(shown, self._touched)
 
-    @staticmethod
-    def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-        parameters = module._parameters
-        return parameters.watched if isinstance(parameters, Watched) else parameters
-
-    @dynamo_disabled
     def _touched(self) -> None:
         if not is_running(self._backward):  # else it is a forward that finds all there, as after one without backward
             self._was_read = True

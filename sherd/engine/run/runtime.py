@@ -163,15 +163,11 @@ class Runtime:
         if not self._calls or self._calls[-1].module != id(module):
             return False
         call = self._pop_call()
-        raised = sys.exc_info()[1] is not call.handling
-        unit = call.unit
+        unit, raised = call.unit, sys.exc_info()[1] is not call.handling
         ends = unit.runs is None or unit.runs.end(module) or raised
         if ends and all(outer.unit is not unit for outer in self._calls):  # not from inside its own other method
-            lookups = unit.lookups.groups if differentiable and not raised and not call.recomputing else ()
-            unread = unit.backward.unread(lookups) if lookups else ()
+            unread = unit.lookups.after_forward() if unit.lookups.groups and differentiable and not raised else ()
             self.on(AfterForward(self._index[unit.id], call.recomputing, in_use, unread))
-            if lookups and unit.live is Live.UNSHARDED:
-                unit.lookups.watch()
         if call.outermost:
             self._end_forward(differentiable and not raised)
         return not raised
