@@ -43,6 +43,7 @@ class Lookups:
     def after_forward(self) -> tuple[int, ...]:
         """Notice, from now on, who takes one of the weights from its module. Returns the groups that backward will not
         read."""
+        self._show_own()
         self._watch()
         return self._backward.unread(self.groups)
 
@@ -51,15 +52,19 @@ class Lookups:
 
         Other ranks may do otherwise. So the group counts as freed for whoever gathers it again.
         """
+        self._show_own()  # for what stands for them refers to the weights too
         if self._was_read or self._weights[group].is_held:
             self.stayed.add(group)
         else:
             self._weights[group].free()
-            self._watch()  # which shows shards to who goes through all
+        self._watch()
 
     def unwatch(self) -> None:
         """Notice nothing, from now on: all of the unit is there, or is freed."""
         self.stayed.clear()
+        self._show_own()
+
+    def _show_own(self) -> None:
         for ref in self._modules:
             if (module := ref()) is not None and isinstance(module._parameters, Watched):
                 module._parameters = module._parameters.watched
@@ -67,9 +72,7 @@ class Lookups:
     def _watch(self) -> None:
         for ref in self._modules if not self._was_read else ():
             if (module := ref()) is not None:
-                shown = module._parameters
-                shown = shown.watched if isinstance(shown, Watched) else shown
-                module._parameters = Watched(shown, self._touched)
+                module._parameters = Watched(module._parameters, self._touched)
 
     def _touched(self) -> None:
         if not is_running(self._backward):  # else it is a forward that finds all there, as after one without backward
@@ -100,8 +103,9 @@ class Watched(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)  # as a copy of the module has it
 
     __getitem__, get = _touching(dict.__getitem__), _touching(dict.get)
-    __setitem__, setdefault, update = map(_touching, (dict.__setitem__, dict.setdefault, dict.update))
-    __delitem__, pop, popitem, clear = map(_touching, (dict.__delitem__, dict.pop, dict.popitem, dict.clear))
+    __setitem__, setdefault, update = _touching(dict.__setitem__), _touching(dict.setdefault), _touching(dict.update)
+    __delitem__, pop, popitem = _touching(dict.__delitem__), _touching(dict.pop), _touching(dict.popitem)
+    clear = _touching(dict.clear)
 
 
 def _embeddings_of(weights: Weights) -> list[nn.Module]:
@@ -112,9 +116,10 @@ def _embeddings_of(weights: Weights) -> list[nn.Module]:
     if not all(parameter.requires_grad for parameter in group.parameters):
         return []
     places = [place for parameter in group.parameters for place in parameter.places]
-    found = [place.module for place in places if place.registered and _is_embedding(place.module)]
+    modules = [place.module for place in places if place.registered]
+    found = [module for module in modules if module is not None and _is_embedding(module)]
     return found if len(found) == len(places) else []
 
 
-def _is_embedding(module: nn.Module | None) -> bool:
-    return module is not None and getattr(module.forward, "__func__", None) is nn.Embedding.forward
+def _is_embedding(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is nn.Embedding.forward
