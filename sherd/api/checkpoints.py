@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -23,6 +22,7 @@ from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
 from sherd.storage.folder import Folder, locked_to_read
 from sherd.storage.places import place_of
+from sherd.storage.writing import Content
 
 Where = str | os.PathLike[str]
 Items = Mapping[str, object]
@@ -35,8 +35,8 @@ class _Save:
     folder: Where
     items: list[Item]
     step: int
-    user: Any
-    own: dict[str, Any]
+    user: object
+    own: dict[str, object]
     keep_last: int | None
     keep_every: int | None
 
@@ -46,7 +46,7 @@ class _Save:
         folder: Where,
         items: Items,
         step: int,
-        user: Any,
+        user: object,
         per_rank: Mapping[str, object] | None,
         random: bool,
         keep_last: int | None,
@@ -64,14 +64,14 @@ class _Save:
             json.dumps(user, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise PolicyTypeError(f"{call}(user=...): expected what JSON takes: {error}") from None
-        own: dict[str, Any] = {GIVEN: dict(per_rank or {}), **({RANDOM: random_state()} if random else {})}
+        own: dict[str, object] = {GIVEN: dict(per_rank or {}), **({RANDOM: random_state()} if random else {})}
         return _Save(folder, items_of(items), step, user, own, keep_last, keep_every)
 
     def planned(self, ranks: Ranks) -> Plan:
         """Find out, with the other ranks, who writes what."""
         return plan(self.items, ranks, self.step, self.user, self.own)
 
-    def finish(self, plan: Plan, ranks: Ranks, contents: Mapping[str, Any]) -> str:
+    def finish(self, plan: Plan, ranks: Ranks, contents: Mapping[str, Content]) -> str:
         """Write this rank's file, and have the first rank make it a checkpoint."""
         folder = Folder(place_of(self.folder))
         place = folder.folder_of(self.step)
@@ -97,7 +97,7 @@ def save(
     items: Items,
     *,
     step: int,
-    user: Any = None,
+    user: object = None,
     per_rank: Mapping[str, object] | None = None,
     random: bool = True,
     keep_last: int | None = None,
@@ -190,7 +190,7 @@ def async_save(
     items: Items,
     *,
     step: int,
-    user: Any = None,
+    user: object = None,
     per_rank: Mapping[str, object] | None = None,
     random: bool = True,
     keep_last: int | None = None,

@@ -354,7 +354,7 @@ def _read(source: Opened, name: str, spec: DTensorSpec | None, most_bytes: int) 
     return made
 
 
-def _by_parameter(state: Mapping[Any, Any], path: str, tensors: Tensors) -> Json:
+def _by_parameter(state: Mapping[str, Mapping[str, object]], path: str, tensors: Tensors) -> Json:
     """Returns optimizer state as JSON, with each tensor but a count of steps under `path/PARAMETER/KEY`."""
 
     def of(name: str, key: str, value: object) -> Json:

@@ -12,9 +12,9 @@ from sherd.checkpoint.tree import NOT_WRITTEN
 from sherd.errors import CheckpointError
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> dict[str, object]:
     """Returns the states of the generators, in tensors, numbers and lists."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    state: dict[str, object] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.accelerator.is_available():
         state["accelerator"] = _accelerator().get_rng_state()
     if "numpy" in sys.modules:

@@ -150,7 +150,7 @@ def _loaded(
                 f"{source.place}, item {item.name!r}, is of another model: {words}; load with strict=False to take the "
                 "names that both have"
             )
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     own: dict[str, Any] = {}
 
     def take() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import reduce
 from itertools import zip_longest
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from sherd.layout.boxes import Box, Grid, Piece, whole
 from sherd.layout.placement import Shape
 from sherd.storage.folder import faults, file_name
 from sherd.storage.manifest import Entry, File, Manifest, name_in_file
-from sherd.storage.places import Place
+from sherd.storage.places import Chunks, Place
 from sherd.storage.writing import Content, write_file
 
 PER_RANK = "per_rank"
@@ -181,7 +180,7 @@ class Written:
     values: Json
 
 
-def contents_of(parts: Parts, chunks: Callable[[str, torch.Tensor], Callable[[], Any]]) -> dict[str, Content]:
+def contents_of(parts: Parts, chunks: Callable[[str, torch.Tensor], Chunks]) -> dict[str, Content]:
     """Returns the contents of this rank's file; `chunks(name, tensor)` says where the bytes come from."""
     return {
         name: Content(dtype_name(tensor.dtype, name), tuple(tensor.shape), chunks(name, tensor))

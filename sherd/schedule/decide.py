@@ -2,7 +2,8 @@
 
     event             what happens
     BeforeForward     gather and await the unit, then gather what the learnt order says comes next
-    AfterForward      free it, shrink it, or keep it, as its spec says
+    AfterForward      free it, shrink it, or keep it, as its spec says; if it is kept for backward, free the groups that
+                      backward does not read
     EndForward        free what was gathered and not used; the pass teaches the order
     BeforeBackward    as BeforeForward, in backward order
     GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
@@ -55,9 +56,9 @@ def decide(state: State, event: Event) -> Decision:
     match event:
         case BeforeForward(unit, recomputing):
             turn.recompute(unit) if recomputing else turn.enter_forward(unit)
-        case AfterForward(unit, recomputing, in_use):
+        case AfterForward(unit, recomputing, in_use, unread):
             if not recomputing:
-                turn.leave_forward(unit, in_use)
+                turn.leave_forward(unit, in_use, unread)
         case EndForward(differentiable):
             turn.end_forward(differentiable)
         case BeforeBackward(unit):
@@ -97,18 +98,19 @@ class _Turn:
         needed = (unit, *self.state.specs[unit].companions)
         for used in needed:
             self.free_if_stale(used)
-        self._make_unsharded(needed)
+        self._make_unsharded(needed, again=True)
         running = self.state.running | {unit}
         self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
         explicit = self.state.specs[unit].forward_prefetch
         self._prefetch(explicit, self.state.forward.upcoming(), self.state.limits.forward_depth)
 
-    def leave_forward(self, unit: int, in_use: bool) -> None:
+    def leave_forward(self, unit: int, in_use: bool, unread: tuple[int, ...]) -> None:
         running = self.state.running - {unit}
         self.state = replace(self.state, finished=self.state.finished.after(unit), running=running)
         if unit in self.state.borrowed or in_use:
             return  # another unit, or backward, may still need it: it is freed when the whole forward ends
         self._release(unit)
+        self._free_unread(unit, unread)
 
     def end_forward(self, differentiable: bool) -> None:
         for unit, live in enumerate(self.state.live):
@@ -127,6 +129,16 @@ class _Turn:
         elif keep is Keep.PART and self.state.live[unit] is Live.UNSHARDED:
             self.actions.append(Shrink(unit))
             self.state = self.state.with_live(unit, Live.SHRUNK)
+
+    def _free_unread(self, unit: int, groups: tuple[int, ...]) -> None:
+        """Free those groups of `unit`, which is kept for backward: backward will not read them. Not if that was said
+        before and they were needed all the same, nor if the unit stays unsharded for the next forward."""
+        spec = self.state.specs[unit]
+        is_kept = self.state.live[unit] is Live.UNSHARDED and spec.after_forward is Keep.FOR_BACKWARD
+        if groups and is_kept and spec.reshard_after_backward and unit not in self.state.reread:
+            self.actions += [FreeGroup(unit, group, unread=True) for group in groups]
+            passed, unread = self.state.passed | {unit}, self.state.unread | {unit}
+            self.state = replace(self.state, passed=passed, unread=unread)
 
     # Backward
 
@@ -213,10 +225,11 @@ class _Turn:
     # Any time
 
     def gather(self, unit: int, again: bool = False) -> None:
-        """Gather `unit`. `again`: groups that backward has freed will be read once more, so they are gathered too."""
+        """Gather `unit`. `again`: groups that were freed alone will be read once more, so they are gathered too."""
         if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK) or (again and unit in self.state.passed):
             self.actions.append(Gather(unit))
-            self.state = self.state.with_live(unit, Live.GATHERING)
+            reread = self.state.reread | (self.state.unread & {unit})
+            self.state = replace(self.state.with_live(unit, Live.GATHERING), reread=reread)
 
     def wait(self, unit: int) -> None:
         if self.state.live[unit] is Live.GATHERING:
@@ -253,10 +266,10 @@ class _Turn:
             running=frozenset(),
         )
 
-    def _make_unsharded(self, units: tuple[int, ...]) -> None:
+    def _make_unsharded(self, units: tuple[int, ...], again: bool = False) -> None:
         """Gather `units`. All gathers are started before the first one is waited for."""
         for unit in units:
-            self.gather(unit)
+            self.gather(unit, again)
         for unit in units:
             self.wait(unit)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from sherd.schedule.actions import (
@@ -55,7 +55,8 @@ class GroupSizes:
     group that `borrows` sends its only gradient from where it is. A group that `collects_late` has no rows until it is
     reduced, in a step that reduces it; if a `lane_owns_rows`, they go as soon as the reduction is queued. `scratch` is
     what the transport takes during a reduction. One that `is_offloaded` has its shards and their gradients in host
-    memory; if it `stores_at_once`, the sum goes there as soon as the reduction is queued.
+    memory; if it `stores_at_once`, the sum goes there as soon as the reduction is queued. One that `is_unread` by
+    backward may go when forward ends.
     """
 
     shards: int
@@ -76,6 +77,7 @@ class GroupSizes:
     lane_owns_rows: bool = False
     is_offloaded: bool = False
     stores_at_once: bool = False
+    is_unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,12 @@ def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) ->
     `forward` is the beginning and the end of each call of a unit, and in between an `Arrival` for each use of a
     trainable parameter.
     """
-    calls = (moment for moment in forward if not isinstance(moment, Arrival))
+    unread = [tuple(number for number, each in enumerate(groups) if each.is_unread) for groups in sizes]
+    calls = (
+        replace(moment, unread=unread[moment.unit]) if isinstance(moment, AfterForward) else moment
+        for moment in forward
+        if not isinstance(moment, Arrival)
+    )
     return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
 
 

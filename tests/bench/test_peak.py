@@ -5,8 +5,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.models import gpt
 from bench.peak import MIB, Held, _held_rows, held_by, peak_of_backward
-from bench.systems import FLAT, FSDP2, PLAIN, SHERD, Trainee
+from bench.systems import FLAT, FSDP1, FSDP2, PLAIN, SHERD, WRAPPER, Trainee
 from bench.table import Aim
+from sherd._torch import imagined_ranks
 
 
 def test_rows_take_the_largest_rank_and_set_aims_for_the_ratio_and_the_prediction() -> None:
@@ -39,3 +40,17 @@ def test_the_plain_module_needs_its_weights_twice_and_sherd_what_was_predicted(w
         for name in ("sherd", "Flat"):
             assert held[name].nbytes == pytest.approx(held[name].said, rel=0.02)
             assert held[name].nbytes > weights  # shards and their gradients alone
+
+
+def test_with_activations_a_step_peaks_below_torchs_by_the_embedding() -> None:
+    """Where backward begins: without the embedding, which backward does not read."""
+    workload = gpt(4, 128, num_blocks=2)
+    with imagined_ranks(8):
+        mesh = init_device_mesh("cpu", (8,))
+        peaks = {
+            system: peak_of_backward(Trainee(system, workload, mesh)) for system in (FSDP1, FSDP2, SHERD, FLAT, WRAPPER)
+        }
+    embedding = 4 * 4096 * 512
+    assert {peaks[SHERD], peaks[FLAT], peaks[WRAPPER]} == {peaks[SHERD]}
+    for theirs in (FSDP1, FSDP2):
+        assert peaks[SHERD] <= peaks[theirs] - embedding

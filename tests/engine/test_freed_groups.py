@@ -173,3 +173,38 @@ def test_a_weight_that_is_read_again_after_its_gradient_has_come_is_there_again(
         assert freed == units
         for each, expected in zip(found, plain, strict=True):
             assert_as_plain(each, expected)
+
+
+class Recomputed(nn.Module):
+    """A large weight and a bias, of which a checkpoint inside of the unit also reads what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x: Tensor) -> Tensor:
+        mean = (self.bias.detach() + torch.ones(WIDTH)).mean()
+        return torch.tanh(x @ self.weight) * mean + self.bias
+
+
+def steps_of_recomputed(is_sharded: bool) -> list[dict[str, Tensor]]:
+    model, found = nn.Sequential(Recomputed(), Recomputed()), []
+    for block in model if is_sharded else ():
+        fully_shard(block)
+    if is_sharded:
+        fully_shard(model)
+    for _ in range(3):
+        model(INPUTS).square().mean().backward()
+        found.append(whole_grads(model))
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_a_group_whose_gradients_came_first_stays_for_a_checkpoint_that_reads_it_again(world):
+    expected = steps_of_recomputed(False)
+    for found in world(2).run(steps_of_recomputed, True):
+        for each, plain in zip(found, expected, strict=True):
+            assert_named_close(each, plain, "gradient", rtol=1e-4, atol=1e-7)

@@ -43,6 +43,7 @@ class Source(ABC):
     """Parameters in memory that comes and goes. `unshard()` is called when backward is about to read them and they were
     freed.
 
+    `is_saved`: autograd has saved one of them, or a view, since the last backward, for itself or for hooks of others.
     `num_saved_views`: how many views of them autograd holds; `num_unread_views`: how many it has saved and not read
     since. The second is the same on all ranks, for it does not depend on when garbage is collected:
     test_when_garbage_is_collected_does_not_say_when_ranks_gather.
@@ -51,6 +52,7 @@ class Source(ABC):
     live: Live
 
     def __init__(self, unshard: Callable[[], None]) -> None:
+        self.is_saved = False
         self.num_saved_views = self.num_unread_views = 0
         self._unshard = unshard
 
@@ -69,12 +71,17 @@ class Source(ABC):
 
 
 class Reader(Protocol):
-    """A unit, whose forward saves tensors. `is_entered`: it knows that the present backward has come to it."""
+    """A unit, whose forward saves tensors. `is_entered`: it knows that the present backward has come to it.
+    `is_under_other_hooks`: it was told so."""
 
     is_entered: bool
+    is_under_other_hooks: bool
 
     def enter_backward(self) -> None:
         """Backward has come to it."""
+
+    def runs_under_other_hooks(self) -> None:
+        """Hooks of others have been given what its own forward saves: they may run a part of it again in backward."""
 
 
 _sources: dict[int, weakref.ref[Source]] = {}
@@ -136,6 +143,8 @@ class _Part:
         self._was_read = False
         owner = source()
         self._counts = owner is not None and not owner.is_parameter(tensor)
+        if owner is not None:
+            owner.is_saved = True
         if owner is not None and self._counts:
             owner.num_saved_views += 1
             owner.num_unread_views += 1
@@ -202,8 +211,10 @@ def _unpack(saved: _Saved) -> Any:
 def _pack_through(
     running: Sequence[Reader | None], other: Callable[[torch.Tensor], Any], tensor: torch.Tensor
 ) -> _Saved:
-    source, kept = source_of(tensor), other(tensor)
-    return kept, None, running[-1], None if source is None else _Part(tensor, source)
+    source, kept, unit = source_of(tensor), other(tensor), running[-1]
+    if unit is not None and not unit.is_under_other_hooks:
+        unit.runs_under_other_hooks()
+    return kept, None, unit, None if source is None else _Part(tensor, source)
 
 
 def _unpack_through(other: Callable[[Any], torch.Tensor], saved: _Saved) -> torch.Tensor:

@@ -3,6 +3,7 @@ objects."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -52,12 +53,25 @@ class Unsharded:
         self.gathered = self.buffers = gathered
         self.parameters: list[nn.Parameter] = []
         self.guard = Guard(())
+        self._own_references = 0
 
     @property
     def num_foreign_views(self) -> int:
         """The number of tensors that share the memory besides those that are made here, autograd's and garbage among
         them, as far as that is known."""
         return 0
+
+    def know_own_references(self) -> None:
+        """Note how many references to the parameters there are now, all of them our own."""
+        self._own_references = self.num_foreign_references
+
+    @property
+    def num_foreign_references(self) -> int:
+        """The number of references to the parameters that are neither ours nor attributes of modules."""
+        found = -self._own_references
+        for record, parameter in zip(self._records, self.parameters, strict=True):
+            found += sys.getrefcount(parameter) - sum(place.shows(parameter) for place in record.places)
+        return found
 
     def show(self) -> None:
         """Show the parameters to the modules."""

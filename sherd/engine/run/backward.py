@@ -38,7 +38,7 @@ class Backward:
         self._when_complete: WhenComplete | None = None
         self._num_expected = self._num_completed = 0
         self._seen: list[int] = []
-        self._is_gone_through_once = False
+        self._is_gone_through_once = self.is_under_other_hooks = False
 
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
         """Have these groups from now on. What was learnt of the former ones is forgotten."""
@@ -57,6 +57,11 @@ class Backward:
         """Backward has reached the unit, and none of its outputs on the way: through a loss that a module has kept for
         itself, a weight that was used after `unshard()`, a gradient of a gradient."""
         self._enter()
+
+    def runs_under_other_hooks(self) -> None:
+        """Hooks of others have been given what the unit's forward saves: they may run a part of it again in
+        backward."""
+        self.is_under_other_hooks = True
 
     def expect(self, policy: UnitPolicy, when_complete: WhenComplete) -> None:
         """Prepare for the gradients of a backward that is about to reach the unit.
@@ -168,6 +173,16 @@ class Backward:
             if present >> at & 1:
                 arrivals.have_zeros()
 
+    def unread(self, groups: Sequence[int]) -> tuple[int, ...]:
+        """Returns those of `groups`, embeddings', that backward will not read after the forward that has just ended.
+
+        None if anything in forward may be run again: under hooks of others, as of checkpoints, and until one backward
+        was observed in which no gradient arrived twice, as from a head that shares the weight in a reentrant one.
+        """
+        if self.is_under_other_hooks or not self._is_gone_through_once:
+            return ()
+        return tuple(group for group in groups if not self._weights[group].is_saved)
+
     @property
     def has_received(self) -> bool:
         """Whether any gradient has come in the present backward."""
@@ -187,9 +202,11 @@ class Backward:
         (`w.detach()`).
 
         False until one backward was observed in which no gradient arrived twice: autograd makes two gradients, each a
-        complete one, of a tensor that is used in two reentrant checkpoints, and reads it again in between.
+        complete one, of a tensor that is used in two reentrant checkpoints, and reads it again in between. False for a
+        group alone if a checkpoint may yet run a part of forward again, for the gradients of other groups: it reads
+        whatever forward has read.
         """
-        if not self._is_gone_through_once:
+        if not self._is_gone_through_once or (group is not None and self.is_under_other_hooks):
             return False
         for chosen in range(len(self._weights)) if group is None else (group,):
             if not (self._gradients[chosen].arrivals.expects_all and self._weights[chosen].is_unread):

@@ -19,6 +19,8 @@ def gather(unit: Unit, in_full_precision: bool | None = None, but: Collection[in
     given."""
     user = unit.policy.all_gather
     for number, weights in enumerate(unit.weights):
+        if number in unit.lookups.stayed:
+            weights.free()  # other ranks have freed it
         if number in but or weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
         precisely = unit.in_full_precision if in_full_precision is None else in_full_precision
@@ -35,6 +37,8 @@ def wait(unit: Unit) -> None:
             weights.wait()
     for hooks, key, _ in unit.touch_hooks:
         hooks.pop(key, None)
+    if unit.lookups.groups:
+        unit.lookups.unwatch()
 
 
 def shrink(unit: Unit) -> None:

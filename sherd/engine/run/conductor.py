@@ -20,6 +20,9 @@ class Conductor(Protocol[Unit]):
     def before_backward(self, unit: Unit) -> None:
         """Note that backward has reached the unit."""
 
+    def finish_unshard(self, unit: Unit) -> None:
+        """Have all of the unit's parameters there, if any are or are on their way."""
+
     def reset(self) -> None:
         """Have shards, and nothing in flight."""
 

@@ -101,7 +101,8 @@ class Runtime:
                 for action in actions:
                     unit = self.units[action.unit]
                     if isinstance(action, FreeGroup):
-                        perform = unit.weights[action.group].free
+                        group = action.group
+                        perform = partial(unit.lookups.free, group) if action.unread else unit.weights[group].free
                     else:
                         perform = partial(self._do[type(action)], unit)
                     if self.observer is None:
@@ -162,11 +163,11 @@ class Runtime:
         if not self._calls or self._calls[-1].module != id(module):
             return False
         call = self._pop_call()
-        raised = sys.exc_info()[1] is not call.handling
-        runs = call.unit.runs
-        ends = runs is None or runs.end(module) or raised
-        if ends and all(outer.unit is not call.unit for outer in self._calls):  # not from inside its own other method
-            self.on(AfterForward(self._index[call.unit.id], call.recomputing, in_use))
+        unit, raised = call.unit, sys.exc_info()[1] is not call.handling
+        ends = unit.runs is None or unit.runs.end(module) or raised
+        if ends and all(outer.unit is not unit for outer in self._calls):  # not from inside its own other method
+            unread = unit.lookups.after_forward() if unit.lookups.groups and differentiable and not raised else ()
+            self.on(AfterForward(self._index[unit.id], call.recomputing, in_use, unread))
         if call.outermost:
             self._end_forward(differentiable and not raised)
         return not raised
@@ -306,8 +307,8 @@ class Runtime:
         self.on(Unshard(self._index[unit.id], wait))
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Wait for `unit`'s all-gather, if one is in flight."""
-        if unit.live is Live.GATHERING:
+        """Wait for `unit`'s all-gather, if one is in flight, and gather what was freed after forward."""
+        if unit.live is Live.GATHERING or self._index[unit.id] in self.schedule.state.unread:
             self.on(Unshard(self._index[unit.id], wait=True))
 
     def reshard(self, unit: Unit) -> None:

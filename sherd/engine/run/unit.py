@@ -25,6 +25,7 @@ from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
 from sherd.engine.run.conductor import Conductor
+from sherd.engine.run.lookups import Lookups
 from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.group import Group
 from sherd.engine.state.grouping import batches_of
@@ -183,6 +184,7 @@ class Unit:
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
+        self.lookups = Lookups(self.weights, self.backward, partial(_touched, this))
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
 
     @property
@@ -324,6 +326,8 @@ class Unit:
         for hooks, key, hook in self.touch_hooks:
             hooks[key] = hook
             hooks.move_to_end(key, last=False)
+        if self.lookups.groups:
+            self.lookups.unwatch()
         for weights in self.weights:
             weights.free()
 
@@ -351,6 +355,7 @@ class Unit:
                 "they are sharded; read it between unshard() and reshard()"
             )
         _enter_backward(self)
+        _touched(weakref.ref(self))
         if self.live is not Live.UNSHARDED:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
@@ -367,6 +372,14 @@ def _enter_backward(unit: Unit) -> None:
     conductor = unit.sealed_into()
     if conductor is not None:
         conductor.before_backward(unit)
+
+
+def _touched(unit: weakref.ref[Unit]) -> None:
+    """Something is about to read parameters that may have been freed alone."""
+    alive = unit()
+    conductor = None if alive is None else alive.sealed_into()
+    if alive is not None and conductor is not None:
+        conductor.finish_unshard(alive)
 
 
 def _surprised(unit: weakref.ref[Unit]) -> None:

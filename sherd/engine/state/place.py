@@ -31,6 +31,11 @@ class Place:
         return id(self.parameters), self.attribute
 
     @property
+    def module(self) -> nn.Module | None:
+        """The module, if it still exists."""
+        return self._module()
+
+    @property
     def is_there(self) -> bool:
         """Whether the module still exists. If not, another one may have got its ids."""
         return self._module() is not None
