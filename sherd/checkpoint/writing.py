@@ -21,10 +21,10 @@ from sherd.checkpoint.tensor_bytes import dtype_name
 from sherd.checkpoint.tree import Json, Tensors, encoded
 from sherd.comm.agreement import in_short
 from sherd.errors import CheckpointError, CommError
-from sherd.layout.boxes import Box, Grid, Piece, whole
+from sherd.layout.boxes import Box, Grid, Piece
 from sherd.layout.placement import Shape
 from sherd.storage.folder import faults, file_name
-from sherd.storage.manifest import Entry, File, Manifest, name_in_file
+from sherd.storage.manifest import MANIFEST, Entry, File, Manifest, name_in_file, parsed
 from sherd.storage.places import Chunks, Place
 from sherd.storage.writing import Content, write_file
 
@@ -203,7 +203,7 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, place: Plac
             lambda: Written(write_file(place, name, contents), parts.listed, parts.private, parts.values), what
         )
         manifest = _manifest(plan, written, ranks.size)
-        ranks.first(lambda: _require_shared(place, manifest, ranks), what)
+        ranks.first(lambda: _require_readable(place, manifest, ranks), what)
     except CommError:
         raise
     except Exception:
@@ -213,8 +213,10 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, place: Plac
     return manifest
 
 
-def _require_shared(place: Place, manifest: Manifest, ranks: Ranks) -> None:
-    """Raises CheckpointError if the files that other ranks have written are not seen here."""
+def _require_readable(place: Place, manifest: Manifest, ranks: Ranks) -> None:
+    """Raises CheckpointError if the manifest is not one that is read (the ranks' pieces do not make up a tensor), or if
+    the files that other ranks have written are not seen here."""
+    parsed(manifest.to_bytes(), f"{place}/{MANIFEST}")
     wrong = faults(place, manifest.files, manifest.block_bytes)
     if wrong:
         numbers = in_short([str(ranks.numbers[number]) for number in wrong])
@@ -249,5 +251,4 @@ def _layout(name: str, of: Described, choice: Choice, written: Sequence[Written]
         return Grid(choice.copy)
     if of.copies.cuts is not None:
         return grid_of(of.copies, choice.copy)
-    found = tuple((number, box) for number, each in enumerate(written) for box in each.listed.get(name, ()))
-    return found or ((choice.copy, whole(of.shape)),)
+    return tuple((number, box) for number, each in enumerate(written) for box in each.listed.get(name, ()))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sherd
-from sherd.checkpoint import staging
+from sherd.checkpoint import staging, writing
 from sherd.errors import (
     CheckpointError,
     CommError,
@@ -472,3 +472,17 @@ def test_a_checkpoint_of_a_later_format_is_not_passed_over(tmp_path):
     assert sherd.load(tmp_path, {"x": 0}, step=1).values == {"x": 1}
     sherd.save(tmp_path, {"x": 3}, step=3, keep_last=1)
     assert path.exists()
+
+
+def pieces_are_missing(folder):
+    model = model_in("flat")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(writing, "pieces_here", lambda name, tensor: [])
+        with pytest.raises(CheckpointError, match="its pieces have"):
+            sherd.save(folder, {"model": model}, step=0)
+
+
+def test_a_save_that_could_not_be_read_is_refused(world, tmp_path):
+    world(2).run(pieces_are_missing, str(tmp_path))
+    assert place_of(tmp_path).below("step-00000000").names() == []
