@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,9 +112,10 @@ class _DiskFile(Readable):
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name must not hold us up
+        self._close = weakref.finalize(self, os.close, self._fd)
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
-            os.close(self._fd)
+            self._close()
             raise OSError(errno.EINVAL, "it is no file", self.name)
         self.nbytes = found.st_size
 
@@ -125,7 +127,7 @@ class _DiskFile(Readable):
             start, into = start + count, into[count:]
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._close()
 
 
 def _make(folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
+import selectors
 import signal
 import sys
 import threading
@@ -100,10 +100,13 @@ class Stop:
         self.heard.append((number, time.monotonic()))
 
     def _watch(self) -> None:
+        heard = selectors.DefaultSelector()  # `select.select` takes descriptors below 1024 only
+        heard.register(self._read, selectors.EVENT_READ)
         while True:
-            if select.select([self._read], [], [], WATCH_S)[0]:
+            if heard.select(WATCH_S):
                 numbers = os.read(self._read, 64)
                 if not numbers:
+                    heard.close()
                     return
                 if not self._asked and set(numbers) & set(self._handlers):
                     self._leave()

@@ -135,7 +135,7 @@ WAYS: list[tuple[Make, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "more"), WAYS, ids=str)
+@pytest.mark.parametrize(("make", "more"), WAYS, ids=lambda each: getattr(each, "__name__", str(each)))
 def test_a_rank_that_is_killed_is_named_in_seconds_by_all_others(tmp_path, make, more):
     found = ends(tmp_path, 3, 120, one_does_not_come, "is killed", make, more)
     assert found[1].code == -signal.SIGKILL
@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_is_named_in_seconds_by_all_others(tmp_path, make,
     assert [name for name, _ in faults(tmp_path)] == ["rank 1"]
 
 
-@pytest.mark.parametrize(("make", "more"), WAYS[:3], ids=str)
+@pytest.mark.parametrize(("make", "more"), WAYS[:3], ids=lambda each: getattr(each, "__name__", str(each)))
 def test_a_rank_that_is_stuck_is_named_with_its_line_within_the_timeout(tmp_path, make, more):
     found = ends(tmp_path, 3, 4, one_does_not_come, "is stuck", make, more)
     for each in (found[0], found[2]):
