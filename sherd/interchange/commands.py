@@ -142,7 +142,7 @@ def _prune(args: argparse.Namespace) -> int:
     if not folder.steps():
         raise InputError(f"{args.source} holds no checkpoint of sherd: no step-00000000")
     removed = folder.prune(args.keep_last, args.keep_every)
-    swept = folder.sweep() if args.sweep else []
+    swept = folder.sweep(by_hand=True) if args.sweep else []
     if args.json:
         print(json.dumps({"removed": removed, "swept": swept, "left": folder.steps()}))
         return 0
