@@ -78,8 +78,7 @@ class _Save:
         what = f"the save of step {self.step} to {place}"
         with contextlib.ExitStack() as lock:
             ranks.each(lambda: lock.enter_context(folder.locked(make=True)), what)
-            manifest = write(plan, contents, ranks, place)
-            ranks.first(lambda: folder.finish(self.step, manifest), what)
+            write(plan, contents, ranks, folder)
         ranks.gather(None, what)  # nobody of us holds the lock any more
         ranks.first(lambda: self._clear(folder), what)
         return str(place)

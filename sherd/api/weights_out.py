@@ -10,7 +10,7 @@ from torch import nn
 
 from sherd.api.module import require_module
 from sherd.checkpoint.full_tensors import FullTensors
-from sherd.engine.state.parameter import plain_name
+from sherd.checkpoint.model_tensors import without_wrappers
 from sherd.requirements import require_bool, require_floating_dtype, require_int, require_type
 
 BUCKET_BYTES = 64 << 20
@@ -68,8 +68,3 @@ def iter_full_parameters(
     shown = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     found = tensors.read(wanted, bucket_bytes, shown)
     return ((without_wrappers(name), value if device is None else value.to(device)) for name, value in found)
-
-
-def without_wrappers(name: str) -> str:
-    """Returns the name of a parameter as the plain model has it: also without `torch.compile`'s part."""
-    return ".".join(part for part in plain_name(name).split(".") if part != "_orig_mod")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sherd.checkpoint.full_tensors import Full, FullTensors
+from sherd.checkpoint.full_tensors import Full, FullTensors, in_buckets
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name
 from sherd.storage.places import Place
@@ -38,15 +38,7 @@ class Source:
 
 def split(sources: Sequence[Source], most_bytes: int) -> list[list[Source]]:
     """Returns `sources` by file, in order: at most `most_bytes` in each, or one tensor."""
-    files: list[list[Source]] = []
-    room = 0
-    for source in sources:
-        if not files or source.nbytes > room:
-            files.append([])
-            room = most_bytes
-        files[-1].append(source)
-        room -= source.nbytes
-    return files
+    return in_buckets(sources, lambda source: source.nbytes, most_bytes)
 
 
 def file_names(number: int) -> list[str]:

@@ -6,8 +6,9 @@ reader                  | tensors of bucket 0 | tensors of bucket 1 | ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import StateError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Full:
@@ -34,6 +37,20 @@ class Full:
     def nbytes(self) -> int:
         """The bytes that it takes."""
         return self.shape.numel() * self.dtype.itemsize
+
+
+def in_buckets(given: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> list[list[T]]:
+    """Returns what is `given`, in order, in lists of at most `most_bytes`, or of one element."""
+    buckets: list[list[T]] = []
+    room = 0
+    for each in given:
+        nbytes = nbytes_of(each)
+        if not buckets or nbytes > room:
+            buckets.append([])
+            room = most_bytes
+        buckets[-1].append(each)
+        room -= nbytes
+    return buckets
 
 
 class FullTensors:
@@ -78,7 +95,7 @@ class FullTensors:
             CommError: a rank has died, or does not read on.
         """
         memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
-        buckets = iter(self._buckets(names, bucket_bytes))
+        buckets = iter(in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes))
         ahead = self._started(next(buckets, None), memory)
         try:
             while ahead is not None:
@@ -90,19 +107,6 @@ class FullTensors:
         finally:
             if ahead is not None:  # the reader has stopped: other ranks may have stopped as well, or not
                 ahead.wait()
-
-    def _buckets(self, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
-        """Returns `names` in lists of at most `bucket_bytes`, or of one tensor."""
-        buckets: list[list[str]] = []
-        room = 0
-        for name in names:
-            nbytes = self.described[name].nbytes
-            if not buckets or nbytes > room:
-                buckets.append([])
-                room = bucket_bytes
-            buckets[-1].append(name)
-            room -= nbytes
-        return buckets
 
     def _started(self, names: Sequence[str] | None, memory: Memory) -> _Bucket | None:
         if names is None:

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +18,7 @@ from sherd._torch import DTensorSpec
 from sherd.checkpoint.broadcast import Filed
 from sherd.checkpoint.catalog import Catalog
 from sherd.checkpoint.loading import to_load
-from sherd.checkpoint.model_tensors import ModelTensors
+from sherd.checkpoint.model_tensors import ModelTensors, without_wrappers
 from sherd.checkpoint.pieces import local_shape_of, pieces_here
 from sherd.checkpoint.relayout import around
 from sherd.checkpoint.saving import needs_comparison, state_in_parts
@@ -44,7 +45,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Misfit:
-    """What hinders an item from being loaded: names that are `missing` in the checkpoint, names that are `unexpected`
+    """The reasons why an item cannot be loaded: names that are `missing` in the checkpoint, names that are `unexpected`
     in it, of which other ranks may have some (stages of a pipeline), and other things that are `wrong`."""
 
     missing: tuple[str, ...] = ()
@@ -116,7 +117,7 @@ class ModuleItem(Item):
         return {self._named(a): self._named(b) for each in self._tensors for a, b in each.aliases.items()}
 
     def _named(self, name: str) -> str:
-        return f"{self.name}/{_without_compiler(name)}"
+        return f"{self.name}/{without_wrappers(name)}"
 
     def held(self, compare: bool) -> tuple[Tensors, Json]:
         """Returns parameters and buffers by their names in the model."""
@@ -179,16 +180,20 @@ class OptimizerItem(Item):
         super().__init__(name)
         self._optimizer, self._modules = optimizer, modules
 
+    @cached_property
+    def _catalog(self) -> Catalog:
+        return Catalog(*self._modules)
+
     def needs_comparison(self) -> bool:
         """Returns whether the optimizer has plain tensors that may be parts of sharded ones."""
-        return needs_comparison(Catalog(*self._modules), self._optimizer)
+        return needs_comparison(self._catalog, self._optimizer)
 
     def held(self, compare: bool) -> tuple[Tensors, Json]:
         """Returns the elements of the state as `name/PARAMETER/KEY`."""
         tensors = Tensors()
-        state = state_in_parts(Catalog(*self._modules), self._optimizer, compare)
-        named = {_without_compiler(name): each for name, each in state["state"].items()}
-        groups = [{**group, "params": list(map(_without_compiler, group["params"]))} for group in state["param_groups"]]
+        state = state_in_parts(self._catalog, self._optimizer, compare)
+        named = {without_wrappers(name): each for name, each in state["state"].items()}
+        groups = [{**group, "params": list(map(without_wrappers, group["params"]))} for group in state["param_groups"]]
         return tensors, {
             "kind": "optimizer",
             "class": type(self._optimizer).__name__,
@@ -204,8 +209,7 @@ class OptimizerItem(Item):
             shape = torch.Size(source.entry(name).shape)
             return Filed(shape, lambda spec: _read(source, name, spec, most_bytes))
 
-        catalog = Catalog(*self._modules)
-        known = {_without_compiler(name): name for name in catalog.names}
+        known = {without_wrappers(name): name for name in self._catalog.names}
         state = decoded(found.get("state"), tensor)
         groups = decoded(found.get("param_groups"), tensor)
         self.require(_is_state(state) and _are_groups(groups), source)
@@ -214,7 +218,7 @@ class OptimizerItem(Item):
             group["params"] = [known[name] for name in group["params"] if name in known]
         given = {"state": own, "param_groups": groups}
         try:
-            to_load(catalog, self._optimizer, given, load_directly=True, as_it_comes=True)
+            to_load(self._catalog, self._optimizer, given, load_directly=True, as_it_comes=True)
         except NOT_WRITTEN as error:
             if isinstance(error, SherdError):
                 raise
@@ -309,11 +313,6 @@ def _modules_of(value: object) -> list[nn.Module]:
 def _is_of_torchs_fsdp1(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # which is not imported for this
     return fsdp is not None and type(module).__module__.startswith(f"{fsdp.__name__}.fully_sharded")
-
-
-def _without_compiler(name: str) -> str:
-    """Returns a parameter's name without the modules that `torch.compile` makes."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _item(name: str, value: object, modules: Sequence[nn.Module], strict: bool) -> Item:

@@ -103,3 +103,8 @@ def put(targets: Named, values: Named) -> None:
         elif isinstance(value, DTensor):
             source = full_of(value)
         local_part(target).copy_(local_part(source))
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the name of a parameter as the plain model has it: also without `torch.compile`'s part."""
+    return ".".join(part for part in plain_name(name).split(".") if part != "_orig_mod")

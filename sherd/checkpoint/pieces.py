@@ -53,7 +53,7 @@ class Described:
 
     @cached_property
     def variant(self) -> tuple[object, ...]:
-        """What this rank and another one have in common if they hold pieces, or copies, of one tensor."""
+        """The key that this rank and another one share if they hold pieces, or copies, of one tensor."""
         of_mesh = (self.copies.files, self.copies.firsts, self.copies.cuts) if self.copies else None
         return self.dtype, self.shape, of_mesh
 

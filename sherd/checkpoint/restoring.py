@@ -23,7 +23,7 @@ from sherd.storage.places import Place
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` has read.
+    """The result of `load`.
 
     Args:
         step: the step that the checkpoint was saved with.

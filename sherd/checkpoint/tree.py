@@ -1,4 +1,4 @@
-"""What is no tensor, as JSON: the numbers, texts, lists and dicts of optimizers, schedulers and data loaders.
+"""Values that are no tensors, as JSON: the numbers, texts, lists and dicts of optimizers, schedulers and data loaders.
 
 JSON has fewer types than Python. What it lacks is an object with one key that begins with "$":
 
@@ -24,11 +24,11 @@ from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 
 Json = Any
-"""What `json` reads and writes."""
+"""Any value that `json` reads and writes."""
 
 
 NOT_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""What values lead to that sherd has not written."""
+"""The errors that values lead to which sherd has not written."""
 
 
 class Tensors(dict[str, torch.Tensor]):

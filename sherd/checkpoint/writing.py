@@ -23,7 +23,7 @@ from sherd.comm.agreement import in_short
 from sherd.errors import CheckpointError, CommError
 from sherd.layout.boxes import Box, Grid, Piece
 from sherd.layout.placement import Shape
-from sherd.storage.folder import faults, file_name
+from sherd.storage.folder import Folder, faults, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest, name_in_file, parsed
 from sherd.storage.places import Chunks, Place
 from sherd.storage.writing import Content, write_file
@@ -36,7 +36,7 @@ GIVEN, RANDOM = "given", "random"
 
 @dataclass(frozen=True)
 class Parts:
-    """What this rank writes: parts of tensors by their name in the file. `listed` are the boxes of tensors of which
+    """The tensors that this rank writes: parts by their name in the file. `listed` are the boxes of tensors of which
     each rank lists its own, and `private` the tensors that only this rank has."""
 
     tensors: dict[str, torch.Tensor]
@@ -102,7 +102,7 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
 
 
 class _Held:
-    """What this rank holds of all items."""
+    """The tensors and values of all items, as this rank holds them."""
 
     def __init__(self) -> None:
         self.tensors = Tensors()
@@ -172,7 +172,7 @@ def _together(first: dict[str, Json], other: dict[str, Json]) -> dict[str, Json]
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written, as it tells the others."""
+    """The file that one rank has written, as it tells the others."""
 
     file: File
     listed: dict[str, list[Box]]
@@ -188,29 +188,37 @@ def contents_of(parts: Parts, chunks: Callable[[str, torch.Tensor], Chunks]) -> 
     }
 
 
-def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, place: Place) -> Manifest:
-    """Write this rank's file into `place`, and return the manifest, which is not written. All ranks must call it.
+def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, folder: Folder) -> None:
+    """Write this rank's file into `folder`, and have the first rank make the files a checkpoint.
+
+    All ranks must call it.
 
     Raises:
         CheckpointError: a rank cannot write, or the first rank does not see all files. What was written is removed.
         CommError: a rank has died. What this rank has written stays until the next save removes it: the first rank may
             have heard from all before, and write a manifest that names it.
     """
-    name, what = file_name(plan.save_id, ranks.rank), f"the save of step {plan.step} to {place}"
-    parts = plan.parts
+    place, name = folder.folder_of(plan.step), file_name(plan.save_id, ranks.rank)
+    what = f"the save of step {plan.step} to {place}"
+    parts, manifests = plan.parts, list[Manifest]()
+
+    def describe() -> None:
+        manifests.append(_manifest(plan, written, ranks.size))
+        _require_readable(place, manifests[0], ranks)
+
     try:
         written = ranks.each(
             lambda: Written(write_file(place, name, contents), parts.listed, parts.private, parts.values), what
         )
-        manifest = _manifest(plan, written, ranks.size)
-        ranks.first(lambda: _require_readable(place, manifest, ranks), what)
+        ranks.first(describe, what)
     except CommError:
         raise
     except Exception:
         with contextlib.suppress(OSError):
             place.remove(name)
         raise
-    return manifest
+    # What it leaves behind if it fails is for the folder to say: the manifest may have been written.
+    ranks.first(lambda: folder.finish(plan.step, manifests[0]), what)
 
 
 def _require_readable(place: Place, manifest: Manifest, ranks: Ranks) -> None:

@@ -187,7 +187,6 @@ class Recorder:
         self._answer(number, why, is_failing)
         # Ranks fail together, and one that has failed may have ended before this one asks.
         failures = self._num_failures + (not is_failing)
-        failures = self._num_failures + (not is_failing)
         missing = {rank for rank in ranks if rank != self._rank}
         while missing and time.monotonic() < deadline:
             for rank in list(missing):

@@ -24,6 +24,14 @@ from sherd.errors import CommError
 CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
 
+InPieces = torch.Tensor | Sequence[torch.Tensor]
+"""A 1-D buffer, or its pieces, one behind the other."""
+
+
+def pieces_of(buffer: InPieces) -> list[torch.Tensor]:
+    """Returns the pieces, without their autograd history."""
+    return [piece.detach() for piece in ([buffer] if isinstance(buffer, torch.Tensor) else buffer)]
+
 
 class Pending(Protocol):
     """A collective under way; torch's `Work` is one."""
@@ -73,15 +81,10 @@ class Transport(ABC):
         """Fill `rows` with every rank's `shard_buffer`. `shard_buffer` may be this rank's part of `rows` itself."""
 
     def all_gather_onto(
-        self,
-        copy_into_place: CopyIntoPlace,
-        shard_buffer: torch.Tensor | Sequence[torch.Tensor],
-        sizes: Sequence[int],
-        async_op: bool,
+        self, copy_into_place: CopyIntoPlace, shard_buffer: InPieces, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies; on the caller's
-        thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as the call has returned. It may
-        lie in several pieces, all 1-D."""
+        thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as the call has returned."""
         raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
 
     def all_gather_each(

@@ -15,7 +15,7 @@ from sherd.layout.boxes import spans, whole
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs in `name`, a tensor or a value, in words; the largest differences of elements if it is values."""
+    """The difference in `name`, a tensor or a value, in words; the largest ones of elements if it is values."""
 
     name: str
     what: str

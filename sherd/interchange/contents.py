@@ -1,4 +1,4 @@
-"""What a checkpoint of any format holds, in the terms of sherd's own, and how it is read and written by parts."""
+"""The contents of a checkpoint of any format, in the terms of sherd's own, and how it is read and written by parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         tensors: all tensors: "model/NAME" of a module, "optimizer/NAME/KEY" of an optimizer's state of a parameter.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Things(ABC, Generic[T]):
-    """What one name has in a layer: a tensor, or a value. It knows what the rules do with such."""
+    """The tensor or value of one name in a layer, and what the rules do with such."""
 
     @abstractmethod
     def transposed(self, of: T, name: str) -> T:

@@ -23,7 +23,7 @@ _HOLE = re.compile(r"\{(\*?)([a-z_]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is done with the tensors of some names.
+    """The change that is made to the tensors of some names.
 
     Args:
         kind: one of KINDS.

@@ -57,7 +57,7 @@ NAMES: dict[tuple[str, str], object] = {
     ("pathlib._local", "PosixPath"): inert("path"),
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
 }
-"""What a `.metadata` may name."""
+"""The classes and functions that a `.metadata` may name."""
 
 _LONGEST_METADATA = 4 << 30
 

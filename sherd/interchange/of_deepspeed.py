@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -100,7 +101,7 @@ class _Files:
 
 
 class _Wrong(Exception):
-    """What an entry of a file is not."""
+    """Why an entry of a file cannot be read."""
 
 
 @contextlib.contextmanager
@@ -179,8 +180,8 @@ def read(path: Path) -> LazySource:
         return _collected(zero, models).source(FORMAT, files.close, zero.pieces())
 
 
-class _Zero:
-    """What the ranks' files say of parameters.
+class _Zero(ABC):
+    """The parameters as the ranks' files describe them.
 
     Args:
         optims: the optimizers' dicts, by rank.
@@ -198,17 +199,17 @@ class _Zero:
         """Returns the optimizer's groups."""
         return list(self.bases()[0]["param_groups"])
 
+    @abstractmethod
     def bases(self) -> list[Mapping[str, Any]]:
         """Returns the state dict of the optimizer proper, by rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
         """Returns the runs of the parameters of vector `number`: (rank, start, numel) in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def frozen(self, name: str) -> Lazy:
         """Returns a parameter that is not trained."""
-        raise NotImplementedError
 
     def tensor(self, name: str, shape: Any, places: list[tuple[int, int, int]], vectors: list[Any]) -> OfRuns:
         """Returns the parameter `name`, or a state of it, from the vectors of all ranks."""

@@ -19,6 +19,7 @@ from sherd.errors import CheckpointError
 from sherd.interchange.contents import MODEL, Contents, LazySource, Read, Spec, path_inside
 from sherd.interchange.state_trees import Collected
 from sherd.layout.boxes import Box, overlapping, spans, whole
+from sherd.storage.place import read_exactly
 from sherd.storage.places import Disk, Readable
 from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of, parsed, read_json
 
@@ -53,12 +54,7 @@ class _InFile:
             place, start = target[span.wanted.within(part)], self.at.start + span.start * dtype.itemsize
             in_place = span.box == span.wanted and place.is_contiguous()
             read = place if in_place else torch.empty(span.box.sizes, dtype=dtype)
-            try:
-                self.file.read_into(start, memory_of(read))
-            except (OSError, EOFError) as error:
-                raise CheckpointError(
-                    f"{self.file.name} cannot be read at byte {start}: {error or 'it ends'}"
-                ) from error
+            read_exactly(self.file, start, memory_of(read))
             if not in_place:
                 place.copy_(read[span.wanted.within(span.box)])
 

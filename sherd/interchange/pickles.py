@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 from sherd.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], object]
-"""What stands in the place of a class or function of a pickle, by module and name."""
+"""Stand-ins for the classes and functions of a pickle, by module and name."""
 
 
 class UnknownName(CheckpointError):

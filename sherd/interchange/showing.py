@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as text for people and as JSON."""
+"""The contents of a checkpoint, as text for people and as JSON."""
 
 from __future__ import annotations
 

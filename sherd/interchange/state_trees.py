@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES
+from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.checkpoint.tree import decoded, encoded
 from sherd.errors import CheckpointError
 from sherd.interchange.contents import MODEL, OPTIMIZER, Contents, Lazy, LazySource, Spec
@@ -36,7 +36,7 @@ def in_memory(lazy: Lazy) -> torch.Tensor:
 
 
 class Collected:
-    """What has been found of a checkpoint so far: tensors, aliases, values and notes."""
+    """The part of a checkpoint that was found so far: tensors, aliases, values and notes."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Lazy] = {}
@@ -121,8 +121,7 @@ class _Held:
 
     @property
     def spec(self) -> Spec:
-        name = next(name for name, dtype in DTYPES.items() if dtype == self.tensor.dtype)
-        return Spec(name, tuple(self.tensor.shape))
+        return Spec(dtype_name(self.tensor.dtype, "a tensor"), tuple(self.tensor.shape))
 
     def read_into(self, part: Any, target: torch.Tensor, most_bytes: int) -> None:
         target.copy_(self.tensor[part.within(whole(self.spec.shape))])

@@ -25,6 +25,7 @@ from sherd.interchange.contents import Spec
 from sherd.interchange.pickles import Dict, Unpickler
 from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
+from sherd.storage.place import read_exactly
 from sherd.storage.places import Disk, Readable
 
 _STORAGES = {
@@ -107,20 +108,13 @@ class Strided:
         storage = self.storage
         if start + len(into) > storage.nbytes:
             raise CheckpointError(f"{storage.file.name}: a tensor lies outside of its storage")
-        _read_exactly(storage.file, storage.start + start, into)
+        read_exactly(storage.file, storage.start + start, into)
 
     def value(self) -> torch.Tensor:
         """Returns the tensor, in memory."""
         target = torch.empty(self.spec.shape, dtype=DTYPES[self.spec.dtype])
         self.read_into(Box((0,) * target.dim(), self.spec.shape), target, max(target.nbytes, 1))
         return target
-
-
-def _read_exactly(file: Readable, start: int, into: memoryview) -> None:
-    try:
-        file.read_into(start, into)
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"{file.name} cannot be read at byte {start}: {error or 'it ends'}") from error
 
 
 class Range(Readable):
@@ -163,7 +157,7 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         into = memoryview(buffer).cast("B")[: max(self._file.nbytes - self._at, 0)]
         if len(into):
-            _read_exactly(self._file, self._at, into)
+            read_exactly(self._file, self._at, into)
         self._at += len(into)
         return len(into)
 
@@ -204,7 +198,7 @@ class TorchFile:
         if nbytes > _LONGEST_PICKLE:
             raise CheckpointError(f"{self._file.name}: {name} has {nbytes} bytes")
         found = bytearray(nbytes)
-        _read_exactly(self._file, start, memoryview(found))
+        read_exactly(self._file, start, memoryview(found))
         return bytes(found)
 
     def _record(self, name: str) -> tuple[int, int]:
@@ -218,7 +212,7 @@ class TorchFile:
                 f"{self._file.name}: the record {name[:100]} is compressed, which torch does not write"
             )
         header = bytearray(_LOCAL_HEADER.size)
-        _read_exactly(self._file, info.header_offset, memoryview(header))
+        read_exactly(self._file, info.header_offset, memoryview(header))
         magic, *_, len_name, len_extra = _LOCAL_HEADER.unpack(header)
         start = info.header_offset + len(header) + len_name + len_extra
         if magic != b"PK\3\4" or start + info.file_size > self._file.nbytes:

@@ -15,7 +15,7 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with `file`, a file of a checkpoint, or with a tensor."""
+    """A fault of `file`, a file of a checkpoint, or of a tensor."""
 
     file: str
     what: str

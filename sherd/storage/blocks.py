@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sherd.errors import CheckpointError
-from sherd.storage.places import Readable
+from sherd.storage.place import Readable, read_exactly
 
 _SMALL_BYTES = 64 << 10
 """Shorter chunks are copied together, or each would cost a call to the system and one to another thread."""
@@ -97,10 +97,7 @@ class Checked:
 
     def _read(self, number: int, into: memoryview) -> None:
         start = number * self._block_bytes
-        try:
-            self._file.read_into(start, into)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"{self.name} cannot be read at byte {start}: {str(error) or 'it ends'}") from error
+        read_exactly(self._file, start, into)
         if zlib.crc32(into) != self._crc32[number]:
             raise CheckpointError(
                 f"{self.name} is not what was written: the checksum of bytes {start} to {start + len(into)} differs"

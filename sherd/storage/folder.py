@@ -22,12 +22,15 @@ from sherd.errors import CheckpointError, PolicyError
 from sherd.storage.blocks import Checked
 from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest, OtherFormat
 from sherd.storage.opened import read_manifest
+from sherd.storage.place import read_exactly
 from sherd.storage.places import PART, Lock, Place, place_of
 
 LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 _DATA = re.compile(r"[0-9a-f]{1,32}-[0-9]{5,10}\.safetensors")
 _UNFINISHED = re.compile(rf"({_DATA.pattern}|{re.escape(MANIFEST)}|{LATEST})(\.[0-9a-f]+)?{re.escape(PART)}")
+_SAVE_ID = re.compile(rb'\n"save_id": "([0-9a-f]{1,32})"')
+_BEGIN_BYTES = 4096
 _FILES_AT_ONCE = 8
 
 
@@ -179,6 +182,8 @@ class Folder:
                 place = self.folder_of(step)
                 try:
                     names = set(place.names())
+                    if MANIFEST in names and _are_of_one_save(place, names):
+                        continue
                     named = {file.name for file in read_manifest(place).files} if MANIFEST in names else set()
                 except (CheckpointError, OSError):
                     continue  # it is damaged: what its files are worth is for a person to say
@@ -211,6 +216,20 @@ def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: boo
 
     with ThreadPoolExecutor(_FILES_AT_ONCE, "sherd files") as pool:
         return {number: why for number, why in enumerate(pool.map(fault, files)) if why}
+
+
+def _are_of_one_save(place: Place, names: Collection[str]) -> bool:
+    """Returns whether all files `names` of a checkpoint are of the save that its manifest says it is of. Only its begin
+    is read, which takes no longer for large ones: a sweep comes after each save, and looks at all checkpoints."""
+    if any(_UNFINISHED.fullmatch(name) for name in names):
+        return False
+    with contextlib.closing(place.open(MANIFEST)) as file:
+        begin = bytearray(min(file.nbytes, _BEGIN_BYTES))
+        read_exactly(file, 0, memoryview(begin))
+    said = _SAVE_ID.search(begin)
+    return said is not None and {name.partition("-")[0] for name in names if _DATA.fullmatch(name)} <= {
+        said[1].decode()
+    }
 
 
 def _may_be_of(place: Place, manifest: Manifest) -> bool:

@@ -78,7 +78,7 @@ def name_in_file(name: str, shape: Shape, piece: Box) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         step: the number of steps after which it was saved.

@@ -1,4 +1,4 @@
-"""What every place of checkpoints can do: a folder whose files are written as a whole, read in parts, and removed."""
+"""The interface of places: folders of checkpoints, whose files are written as a whole, read in parts, and removed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+
+from sherd.errors import CheckpointError
 
 Chunks = Callable[[], Iterable[memoryview]]
 """Returns the bytes of a file from its begin, one chunk after the other; called once more where a write is repeated."""
@@ -15,7 +17,7 @@ PART = ".part"
 
 
 class Lock(enum.Enum):
-    """What came of asking for the lock of a folder."""
+    """The outcome of asking for the lock of a folder."""
 
     HELD = "held"
     BUSY = "busy"
@@ -38,6 +40,14 @@ class Readable(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the file."""
+
+
+def read_exactly(file: Readable, start: int, into: memoryview) -> None:
+    """Fill `into` with the bytes of `file` from `start` on. Raises CheckpointError if that fails."""
+    try:
+        file.read_into(start, into)
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{file.name} cannot be read at byte {start}: {str(error) or 'it ends'}") from error
 
 
 class Place(ABC):

@@ -1,4 +1,4 @@
-"""What a run has saved: its checkpoints, which of them are whole, and which is the newest. Loads no torch.
+"""The checkpoints of a run: where they are, which of them are whole, and which is the newest. Loads no torch.
 
     OUT/checkpoints/step-00000250/     a checkpoint, of the format sherd/1: sherd.storage.folder
     OUT/checkpoints/best.json          names the best one: sherd.train.best

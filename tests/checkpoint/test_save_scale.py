@@ -1,6 +1,5 @@
 """Is a save planned by each rank for itself, however many ranks there are?"""
 
-import statistics
 import time
 
 import pytest
@@ -36,7 +35,7 @@ def planned(size):
         local = torch.zeros(2048 // size, 2)
         model = nn.ParameterList([nn.Parameter(dtensor(local, spec)) for _ in range(NUM_TENSORS)])
         ranks, items = Imagined(size), items_of({"model": model})
-        started = time.process_time()
+        started = time.thread_time()
         plan = writing.plan(items, ranks, 1, None, {})
         nbytes = 8 + 4096 * NUM_TENSORS
         own = writing.Written(File("0a-00000.safetensors", nbytes, (0,) * -(-nbytes // (4 << 20))), {}, {}, {})
@@ -44,12 +43,13 @@ def planned(size):
             writing.Written(File(f"0a-{at:05}.safetensors", nbytes, own.file.crc32), {}, {}, {}) for at in range(size)
         ]
         text = writing._manifest(plan, written, size).to_bytes()
-        return parsed(text, ""), time.process_time() - started
+        return parsed(text, ""), time.thread_time() - started
 
 
 def test_planning_takes_no_longer_for_many_ranks_and_the_manifest_lists_no_pieces():
-    small, large = ([planned(size) for _ in range(2)] for size in (16, 1024))
-    ratio = statistics.median(time for _, time in large) / statistics.median(time for _, time in small)
+    small, large = ([planned(size) for _ in range(3)] for size in (16, 1024))
+    # The shortest: the collection of garbage that earlier tests have left takes a hundred milliseconds now and then.
+    ratio = min(time for _, time in large) / min(time for _, time in small)
     assert ratio < 2.5, ratio
     manifest = large[0][0]
     assert len(list(manifest.tensors["model/7"].pieces())) == 1024

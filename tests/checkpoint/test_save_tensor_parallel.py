@@ -93,7 +93,7 @@ def saved_and_loaded(names, folder):
 def test_a_tensor_parallel_model_loads_on_any_mesh_and_its_optimizer_goes_on(world, tmp_path, names):
     world(4).run(saved_and_loaded, names, str(tmp_path), timeout=200)
     for folder in sorted(tmp_path.iterdir()):
-        net, optimizer = built(ODD), None
+        net = built(ODD)
         optimizer = optimizer_of(net)
         sherd.load(str(folder), spoilt(net, optimizer))
         close(wholes(net), wholes(of_one_process(1)[0]), f" {folder.name} in one process")

@@ -124,7 +124,7 @@ def test_a_file_stays_where_a_rank_has_died_and_goes_where_all_ranks_have_refuse
     def refused(*_):
         raise error
 
-    monkeypatch.setattr(writing, "_require_shared", refused)
+    monkeypatch.setattr(writing, "_require_readable", refused)
     with pytest.raises(type(error)):
         sherd.save(tmp_path, filled(1), step=1)
     assert len(files_in(tmp_path)) == isinstance(error, CommError)

@@ -204,7 +204,8 @@ def test_ranks_that_are_slow_are_left_alone(tmp_path, how, timeout_s):
     assert recorded_in(tmp_path) == {}
 
 
-def does_not_come_out() -> None:
+def left_by_rank_1() -> Any:
+    """Returns a model that all ranks have trained before rank 1 has died."""
     model = on_device(sharded)
     for _ in range(3):
         step(model)
@@ -212,6 +213,11 @@ def does_not_come_out() -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(3)
+    return model
+
+
+def does_not_come_out() -> None:
+    model = left_by_rank_1()
     step(model)
     ctypes.CDLL(None).sleep(60)
 
@@ -226,13 +232,7 @@ def test_a_process_whose_main_thread_does_not_come_out_ends(tmp_path):
 
 def looks_on() -> str:
     os.environ[TEAR_DOWN] = "0"
-    model = on_device(sharded)
-    for _ in range(3):
-        step(model)
-    torch.accelerator.synchronize()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os._exit(3)
+    model = left_by_rank_1()
     step(model)
     time.sleep(9)
     print("it went on", file=sys.stderr)
@@ -252,13 +252,7 @@ def step_and_wait(model: Any) -> None:
 
 
 def cleans_up() -> str:
-    model = on_device(sharded)
-    for _ in range(3):
-        step(model)
-    torch.accelerator.synchronize()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os._exit(3)
+    model = left_by_rank_1()
     try:
         with pytest.raises(CommError) as first:
             step_and_wait(model)

@@ -37,7 +37,7 @@ from sherd.comm.host.rounds import (
 )
 from sherd.comm.host.segments import Regions, Segment, new_segment
 from sherd.comm.host.sums import addable, sum_dtype
-from sherd.comm.transport import CopyIntoPlace, Pending, Transport, parts
+from sherd.comm.transport import CopyIntoPlace, InPieces, Pending, Transport, parts, pieces_of
 from sherd.errors import CommError
 
 STAGING_LIMIT = 64 << 20
@@ -158,14 +158,10 @@ class SharedMemory(Transport):
         return self._begin_all(self._gathers(question, rows.detach(), shard_buffer.detach()), async_op)
 
     def all_gather_onto(
-        self,
-        copy_into_place: CopyIntoPlace,
-        shard_buffer: torch.Tensor | Sequence[torch.Tensor],
-        sizes: Sequence[int],
-        async_op: bool,
+        self, copy_into_place: CopyIntoPlace, shard_buffer: InPieces, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Places this rank's own part before the call returns, and the others' in the order of their arrival."""
-        pieces = [shard_buffer] if isinstance(shard_buffer, torch.Tensor) else shard_buffer
+        pieces = pieces_of(shard_buffer)
         question = Question(ALL_GATHER_ONTO, pieces[0].dtype, tuple(sizes), async_op)
         return self._begin_all(self._gather_onto(question, copy_into_place, pieces), async_op)
 
@@ -220,12 +216,11 @@ class SharedMemory(Transport):
     def _gather_onto(
         self, question: Question, copy_into_place: CopyIntoPlace, pieces: Sequence[torch.Tensor]
     ) -> Iterator[Round]:
-        detached = [piece.detach() for piece in pieces]
-        round_ = Gather(question, question.sizes, detached, copy_into_place)
+        round_ = Gather(question, question.sizes, pieces, copy_into_place)
         yield round_
         # Several pieces are taken in one from where they were copied to; nobody frees that before this rank has read.
         here = self._segment.view(round_.start, round_.nbytes_of(self._rank), question.dtype)
-        copy_into_place(self._rank, detached[0] if len(detached) == 1 else here)
+        copy_into_place(self._rank, pieces[0] if len(pieces) == 1 else here)
 
     def _sums(self, question: Question, shard_buffer: torch.Tensor, rows: torch.Tensor) -> Iterator[Round]:
         sizes = question.sizes

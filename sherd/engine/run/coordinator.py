@@ -229,10 +229,13 @@ class Coordinator:
             self._failure = Failure.of(self._ranks, reports)
             raise GivenUp(self._failure)
         # What the others have reduced is here, too.
-        for unit in (each for ref in self._units if (each := ref()) is not None):
+        for unit in self._alive():
             unit.zero_grad(True, {id(module) for module in unit.modules})
 
     # What all do
+
+    def _alive(self) -> list[Unit]:
+        return [unit for ref in self._units if (unit := ref()) is not None]
 
     def _reach(self, wanted: Step, is_in_backward: bool = False) -> Sequence[Wish]:
         """Go along with the others until it is the turn of `wanted`. Returns what all ranks wanted at the last vote."""
@@ -248,8 +251,7 @@ class Coordinator:
             self._order.take(step)
             if step.kind is Kind.END:
                 is_any_away = any(wish.step == LEAVE for wish in wishes)
-                units = [unit for ref in self._units if (unit := ref()) is not None]
-                self._reduced = ReducedGradients(units if is_any_away else ())
+                self._reduced = ReducedGradients(self._alive() if is_any_away else ())
             if step.kind is Kind.FAIL:
                 self._give_up()
             elif wanted.is_served_by(step):
