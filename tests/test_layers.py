@@ -14,13 +14,13 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 RULE = """
 errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage < engine
 < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < _public, sherd
-< interop, train, doctor, interchange, __main__
+< interop, train, doctor, interchange, planning, __main__
 """
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "build")
-SIMULATE_KNOWS = {"layout", "schedule", "policy"}
-KNOWS_SIMULATE = {"sherd", "interop", "train", "__main__"}
-WITHOUT_TORCH = {"layout", "schedule", "storage"}
+SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors"}
+KNOWS_SIMULATE = {"sherd", "interop", "train", "planning", "__main__"}
+WITHOUT_TORCH = {"layout", "schedule", "storage", "simulate"}
 RIVALS = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",

@@ -1,0 +1,73 @@
+"""A cluster: what one device computes and holds, and how fast bytes travel between devices. Read from a TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sherd.simulate.work import OpKind
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way between devices.
+
+    Attributes:
+        latency: seconds of one message.
+        bandwidth: bytes per second that one device sends through it while all others do the same, as achieved.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or one rank on CPU cores. All figures as achieved, not as printed by the maker.
+
+    Attributes:
+        memory: bytes that there are.
+        library_bytes: bytes that the driver and libraries (context, NCCL, cuBLAS) take beside tensors.
+        peak_flops: per second, by the dtype's name: the maker's figure, that MFU is a share of.
+        flops: per second achieved by large matrix products, by the dtype's name.
+        attention_share: of `flops` that fused attention achieves.
+        bandwidth: bytes per second of its memory, achieved by large pointwise operations.
+        shares: of `bandwidth` achieved by operations of other kinds.
+        launch: seconds that the shortest operation takes on the device.
+        host: seconds that the host needs to queue one operation, when it runs ahead of the device; for a CPU 0.
+        overlaps: collectives run beside compute, as on an accelerator with streams.
+    """
+
+    name: str
+    memory: int
+    library_bytes: int
+    peak_flops: dict[str, float]
+    flops: dict[str, float]
+    attention_share: float
+    bandwidth: float
+    shares: dict[OpKind, float]
+    launch: float
+    host: float
+    overlaps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    Attributes:
+        within: between devices of a node.
+        across: between nodes, per device.
+        to_host: between a device and its host's memory.
+        price_per_hour: of one device, in `currency`; None if it is not known.
+        sources: where each figure comes from, by its name.
+    """
+
+    name: str
+    device: Device
+    devices_per_node: int
+    within: Link
+    across: Link
+    to_host: Link
+    price_per_hour: float | None
+    currency: str
+    sources: dict[str, str]

@@ -1,0 +1,174 @@
+"""The work of one rank in one micro-batch, as it was read from a model: operations, and tensors that come and go.
+
+It says nothing of sharding: whoever plays it decides which modules are units. Modules and parameters are named by their
+index, tensors by a number that is used once. The events of a step stand in the order in which they happen:
+
+    forward     Enter module   Use parameter   Op ...   Allocate   Release   Leave module
+    EndForward
+    backward    Reached module   Op ...   Gradient parameter   Allocate   Release   Passed module
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class OpKind(str, Enum):
+    """The kinds of operations that are told apart by what bounds their speed."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+    """Norms, softmax, sums, losses."""
+    LOOKUP = "lookup"
+    """Embeddings, and other reading by an index."""
+    COPY = "copy"
+
+
+class TensorKind(str, Enum):
+    """The purpose of a tensor that is no buffer of the engine. The value is its name in tables."""
+
+    INPUT = "inputs"
+    ACTIVATION = "activations"
+    """Made in forward, and read in backward."""
+    LOGITS = "logits"
+    """An activation that has the size of the vocabulary for each token, and what the loss makes of it."""
+    TEMPORARY = "temporaries"
+    """Made and freed in the same pass, forward or backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """The forward of a module begins. `again`: activation checkpointing runs it once more, within backward."""
+
+    module: int
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The forward of a module ends."""
+
+    module: int
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Forward reads a parameter."""
+
+    parameter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of torch.
+
+    Attributes:
+        name: as torch calls it, without overload: `aten.mm`.
+        flops: floating-point operations; a multiply and an add are two.
+        nbytes: bytes that it reads and writes, each tensor once.
+        dtype: of its result, by torch's name: `bfloat16`.
+    """
+
+    kind: OpKind
+    name: str
+    flops: int
+    nbytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Memory is taken for a tensor. Views take none; gradients of parameters are told by `Gradient`."""
+
+    tensor: int
+    nbytes: int
+    kind: TensorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The last reference to a tensor is gone."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndForward:
+    """The loss is computed; backward begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Backward has reached the outputs of a module."""
+
+    module: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Autograd has made the gradient of a parameter, whole, and hands it over. It was not allocated by `Allocate`."""
+
+    parameter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Backward is past the inputs of a module."""
+
+    module: int
+
+
+Event = Enter | Leave | Use | Op | Allocate | Release | EndForward | Reached | Gradient | Passed
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module: its name as `named_modules` gives it, its class, and the module around it, None for the root."""
+
+    name: str
+    kind: str
+    parent: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter: its name, the module that holds it, its shape, its dtype by torch's name, and its bytes."""
+
+    name: str
+    module: int
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    is_trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A micro-batch of a model. Modules and parameters stand in the order of registration, the root first.
+
+    Attributes:
+        tokens: of the micro-batch: samples times length; 0 if the model does not read tokens.
+    """
+
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...]
+    events: tuple[Event, ...]
+    samples: int
+    tokens: int
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of forward and backward."""
+        return sum(event.flops for event in self.events if isinstance(event, Op))
