@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from sherd.engine.moves.weights import Weights
@@ -13,29 +11,12 @@ from sherd.engine.state.parameter import ShardedParameter, as_sharded, plain_nam
 from sherd.memory.predict import batch_bytes_of, state_for
 from sherd.memory.sizes import sizes_of, trainable
 from sherd.schedule.moments import Arrival
-from sherd.simulate.sharded import OptimizerStep, Sharded, Traffic
+from sherd.simulate.sharded import Optimizer, Sharded, Traffic
 from sherd.simulate.sharded import Unit as PlayedUnit
 from sherd.simulate.work import Work
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerKind:
-    """An optimizer whose step goes through each element by itself.
-
-    Attributes:
-        states: tensors of state for each parameter, of its shape and dtype.
-        scalars: bytes of state for each parameter besides, as of its step count.
-        temporaries: tensors of a parameter's shape that exist while it is stepped.
-        is_foreach: all parameters are stepped together, so that the temporaries of all exist at once.
-    """
-
-    states: int
-    scalars: int
-    temporaries: int
-    is_foreach: bool = False
-
-
-def sharded_of(model: nn.Module, work: Work, optimizer: OptimizerKind) -> Sharded:
+def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
     """Returns what the simulator knows of `model`, the root that `fully_shard` was called on last.
 
     Args:
@@ -48,10 +29,8 @@ def sharded_of(model: nn.Module, work: Work, optimizer: OptimizerKind) -> Sharde
     names = {id(module): plain_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     modules = {module.name: number for number, module in enumerate(work.modules)}
     parameters = {parameter.name: number for number, parameter in enumerate(work.parameters)}
-    owned = [nbytes for unit in units for nbytes in _stepped(unit)]
-    taken = sum(owned) if optimizer.is_foreach else max(owned, default=0)
     return Sharded(
-        tuple(_played(unit, names, modules, optimizer) for unit in units),
+        tuple(_played(unit, names, modules) for unit in units),
         state.specs,
         state.limits,
         batch_bytes_of(units),
@@ -61,13 +40,12 @@ def sharded_of(model: nn.Module, work: Work, optimizer: OptimizerKind) -> Sharde
             for group, weights in enumerate(unit.weights)
             for index, each in enumerate(trainable(weights.group.parameters))
         },
-        # Parameters and states are read and written, gradients read.
-        OptimizerStep(sum(owned) * (3 + 2 * optimizer.states), taken * optimizer.temporaries),
+        optimizer,
         any(weights.group.is_offloaded for unit in units for weights in unit.weights),
     )
 
 
-def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], optimizer: OptimizerKind) -> PlayedUnit:
+def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> PlayedUnit:
     own = [names[id(module)] for module in unit.modules]
     return PlayedUnit(
         ", ".join(own) or unit.class_name,
@@ -76,14 +54,14 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], optimize
         tuple(modules[name] for name in own),
         tuple(sizes_of(unit)),
         tuple(_traffic(weights) for weights in unit.weights),
-        sum(optimizer.states * nbytes + optimizer.scalars for nbytes in _stepped(unit)),
+        _stepped(unit),
     )
 
 
-def _stepped(unit: Unit) -> list[int]:
+def _stepped(unit: Unit) -> tuple[int, ...]:
     """Returns the bytes of each shard of `unit` that an optimizer steps."""
     groups = [weights.group for weights in unit.weights if trainable(weights.group.parameters)]
-    return [as_sharded(each.parameter).to_local().nbytes for group in groups for each in group.optimizer_params]
+    return tuple(as_sharded(each.parameter).to_local().nbytes for group in groups for each in group.optimizer_params)
 
 
 def _traffic(weights: Weights) -> Traffic:

@@ -87,7 +87,8 @@ class _Player:
         self.clock = Clock(costs)
         self.meter = Meter()
         for number, unit in enumerate(sharded.units):
-            self._come(MemoryKind.OPTIMIZER.value, number, unit.optimizer_bytes)
+            states = 0 if sharded.is_offloaded else sharded.optimizer.state_bytes(unit)
+            self._come(MemoryKind.OPTIMIZER.value, number, states)
         self._see_buffers()
 
     def begin_step(self) -> None:
@@ -123,11 +124,13 @@ class _Player:
     def optimizer_step(self) -> None:
         """Step the optimizer on the shards."""
         sharded, self._moment = self._sharded, "when the optimizer steps"
+        optimizer, units = sharded.optimizer, sharded.units
         if sharded.is_offloaded:
             self.clock.wait(Lane.COPY, -1, self._landed)
-        self._come(OPTIMIZER_TEMPORARY, -1, sharded.optimizer.temporary)
-        self.clock.compute("optimizer", -1, self._costs.optimizer(sharded.optimizer.touched, sharded.is_offloaded))
-        self._come(OPTIMIZER_TEMPORARY, -1, -sharded.optimizer.temporary)
+        temporary = 0 if sharded.is_offloaded else optimizer.temporary_bytes(units)
+        self._come(OPTIMIZER_TEMPORARY, -1, temporary)
+        self.clock.compute("optimizer", -1, self._costs.optimizer(optimizer.touched(units), sharded.is_offloaded))
+        self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
 
     # Compute
 

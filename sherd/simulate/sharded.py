@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sherd.schedule.moments import Arrival, GroupSizes
@@ -27,7 +27,7 @@ class Unit:
         modules: the indices, in `Work.modules`, of its modules in the order of their calls.
         groups: the buffers of its groups.
         traffic: the collectives of its groups.
-        optimizer_bytes: the optimizer's state for its shards.
+        stepped: the bytes of each of its shards that the optimizer steps.
     """
 
     name: str
@@ -36,20 +36,37 @@ class Unit:
     modules: tuple[int, ...]
     groups: tuple[GroupSizes, ...]
     traffic: tuple[Traffic, ...]
-    optimizer_bytes: int
+    stepped: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """What an optimizer's step takes of one rank.
+class Optimizer:
+    """An optimizer whose step goes through each element by itself.
 
     Attributes:
-        touched: bytes that it reads and writes.
-        temporary: bytes that it takes for a moment.
+        states: tensors of state for each parameter, of its shape and dtype.
+        scalars: bytes of state for each parameter besides, as of its step count.
+        temporaries: tensors of a parameter's shape that exist while it is stepped.
+        is_foreach: all parameters are stepped together, so that the temporaries of all exist at once.
     """
 
-    touched: int
-    temporary: int
+    states: int
+    scalars: int = 0
+    temporaries: int = 0
+    is_foreach: bool = False
+
+    def state_bytes(self, unit: Unit) -> int:
+        """Returns the bytes of its state for the shards of `unit`."""
+        return self.states * sum(unit.stepped) + self.scalars * len(unit.stepped)
+
+    def touched(self, units: Sequence[Unit]) -> int:
+        """Returns the bytes that a step reads and writes: parameters and states both, gradients are read."""
+        return (3 + 2 * self.states) * sum(sum(unit.stepped) for unit in units)
+
+    def temporary_bytes(self, units: Sequence[Unit]) -> int:
+        """Returns the bytes that a step takes for a moment."""
+        stepped = [nbytes for unit in units for nbytes in unit.stepped]
+        return self.temporaries * (sum(stepped) if self.is_foreach else max(stepped, default=0))
 
 
 @dataclass(frozen=True)
@@ -69,5 +86,5 @@ class Sharded:
     limits: Limits
     batch_bytes: int
     places: Mapping[int, Arrival]
-    optimizer: OptimizerStep
+    optimizer: Optimizer
     is_offloaded: bool = False

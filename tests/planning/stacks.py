@@ -5,7 +5,7 @@ from __future__ import annotations
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Keep, Limits, UnitSpec
 from sherd.simulate.clock import Costs
-from sherd.simulate.sharded import OptimizerStep, Sharded, Traffic, Unit
+from sherd.simulate.sharded import Optimizer, Sharded, Traffic, Unit
 from sherd.simulate.work import (
     Allocate,
     EndForward,
@@ -56,14 +56,14 @@ def sharded_stack(num_blocks: int, limits: Limits = Limits(), **optional: bool) 
         reduced=SHARD,
         gradients=SHARD,
     )
-    root = Unit("", "Stack", 0, (0,), (), (), 0)
+    root = Unit("", "Stack", 0, (0,), (), (), ())
     blocks = tuple(
-        Unit(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (Traffic(WEIGHT, WEIGHT),), 2 * SHARD)
+        Unit(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (Traffic(WEIGHT, WEIGHT),), (SHARD,))
         for number in range(num_blocks)
     )
     specs = (UnitSpec(0, Keep.FOR_BACKWARD), *(UnitSpec(WEIGHT) for _ in blocks))
     places = {number: Arrival(number + 1, 0, 0) for number in range(num_blocks)}
-    return Sharded((root, *blocks), specs, limits, 0, places, OptimizerStep(700 * num_blocks, 0), **optional)
+    return Sharded((root, *blocks), specs, limits, 0, places, Optimizer(states=2), **optional)
 
 
 class RoundCosts(Costs):
