@@ -72,6 +72,7 @@ def _traffic(weights: Weights) -> Traffic:
         gathered=0 if plan.is_never_gathered else group.packing.gathered_numel * group.compute_dtype.itemsize,
         reduced=reduced if mesh.num_shards > 1 else 0,
         all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
+        owned=group.shard_buffer.nbytes,
     )
 
 

@@ -67,7 +67,8 @@ def play(
         for unit in sharded.units
     )
     clock, meter = player.clock, player.meter
-    return Timeline(title, True, units, tuple(clock.spans), tuple(meter.changes), meter.peak, clock.now)
+    exposed = {lane.value: seconds for lane, seconds in clock.exposed.items() if seconds}
+    return Timeline(title, True, units, tuple(clock.spans), tuple(meter.changes), meter.peak, clock.now, exposed)
 
 
 class _Player:
@@ -207,11 +208,11 @@ class _Player:
     def _gather(self, unit: int) -> None:
         if not self._costs.overlaps:
             return
-        for traffic, sizes in self._groups(unit):
+        for traffic in self._sharded.units[unit].traffic:
             fetched = 0.0
             if self._sharded.is_offloaded:
-                seconds = self._costs.to_host(sizes.gradients)
-                fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients)
+                seconds = self._costs.to_host(traffic.owned)
+                fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
             seconds = self._costs.all_gather(traffic.gathered) if traffic.gathered else 0.0
             self._gathered[unit] = self.clock.start(
                 Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched

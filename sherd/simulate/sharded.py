@@ -12,11 +12,13 @@ from sherd.schedule.state import Limits, UnitSpec
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes of one group's collectives: of what all ranks have after the all-gather, of what each rank hands to the
-    reduce-scatter, and to the all-reduce over replicas. A collective that there is not takes 0."""
+    reduce-scatter, and to the all-reduce over replicas. A collective that there is not takes 0. `owned`: bytes of this
+    rank's shards."""
 
     gathered: int
     reduced: int
     all_reduced: int = 0
+    owned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,14 @@ class Optimizer:
 
     Attributes:
         states: tensors of state for each parameter, of its shape and dtype.
+        accesses: times that a step reads or writes a tensor of a parameter's shape.
         scalars: bytes of state for each parameter besides, as of its step count.
         temporaries: tensors of a parameter's shape that exist while it is stepped.
         is_foreach: all parameters are stepped together, so that the temporaries of all exist at once.
     """
 
     states: int
+    accesses: int
     scalars: int = 0
     temporaries: int = 0
     is_foreach: bool = False
@@ -60,8 +64,8 @@ class Optimizer:
         return self.states * sum(unit.stepped) + self.scalars * len(unit.stepped)
 
     def touched(self, units: Sequence[Unit]) -> int:
-        """Returns the bytes that a step reads and writes: parameters and states both, gradients are read."""
-        return (3 + 2 * self.states) * sum(sum(unit.stepped) for unit in units)
+        """Returns the bytes that a step reads and writes."""
+        return self.accesses * sum(sum(unit.stepped) for unit in units)
 
     def temporary_bytes(self, units: Sequence[Unit]) -> int:
         """Returns the bytes that a step takes for a moment."""
@@ -88,3 +92,13 @@ class Sharded:
     places: Mapping[int, Arrival]
     optimizer: Optimizer
     is_offloaded: bool = False
+
+
+# multiply, lerp, addcmul, sqrt, div and addcdiv are kernels of their own, unless fused.
+OPTIMIZERS = {
+    "adamw": Optimizer(states=2, accesses=20, scalars=4, temporaries=1, is_foreach=True),
+    "adamw-fused": Optimizer(states=2, accesses=7, scalars=4),
+    "sgd": Optimizer(states=0, accesses=3),
+    "sgd-momentum": Optimizer(states=1, accesses=5),
+}
+"""By name: torch's optimizers with their defaults on an accelerator."""

@@ -58,12 +58,14 @@ def sharded_stack(num_blocks: int, limits: Limits = Limits(), **optional: bool) 
     )
     root = Unit("", "Stack", 0, (0,), (), (), ())
     blocks = tuple(
-        Unit(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (Traffic(WEIGHT, WEIGHT),), (SHARD,))
+        Unit(
+            f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (Traffic(WEIGHT, WEIGHT, owned=SHARD),), (SHARD,)
+        )
         for number in range(num_blocks)
     )
     specs = (UnitSpec(0, Keep.FOR_BACKWARD), *(UnitSpec(WEIGHT) for _ in blocks))
     places = {number: Arrival(number + 1, 0, 0) for number in range(num_blocks)}
-    return Sharded((root, *blocks), specs, limits, 0, places, Optimizer(states=2), **optional)
+    return Sharded((root, *blocks), specs, limits, 0, places, Optimizer(states=2, accesses=7), **optional)
 
 
 class RoundCosts(Costs):

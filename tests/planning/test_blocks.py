@@ -14,7 +14,7 @@ from sherd.planning.sharding import sharded_of
 from sherd.simulate.sharded import Optimizer
 from sherd.simulate.work import Module, Parameter, Work
 
-ADAMW = Optimizer(states=2, scalars=4, temporaries=1)
+ADAMW = Optimizer(states=2, accesses=7, scalars=4, temporaries=1)
 
 
 class Block(nn.Module):

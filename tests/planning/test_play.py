@@ -92,7 +92,7 @@ def test_the_engines_buffers_are_those_of_the_forecast(num_blocks, depth):
     expected = forecast(sharded.specs, sharded.limits, [unit.groups for unit in sharded.units], step, batch_bytes=0)
     # Without activations and states, which the forecast does not know.
     bare = replace(work, events=tuple(event for event in work.events if type(event).__name__ not in NOT_ENGINES))
-    peak = play(bare, replace(sharded, optimizer=Optimizer(states=0)), RoundCosts(1, 1)).peak
+    peak = play(bare, replace(sharded, optimizer=Optimizer(states=0, accesses=3)), RoundCosts(1, 1)).peak
     assert peak.nbytes == expected.peak
     assert sum(peak.by_kind.values()) == sum(peak.by_unit.values()) == peak.nbytes
     by_kind = {}
