@@ -8,10 +8,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import linear_regression
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.transports import transport_of
@@ -24,7 +24,7 @@ from sherd.simulate.cluster_file import cluster_toml, texts_of
 from sherd.simulate.work import OpKind
 from sherd.train.config import InputError
 
-MEASURE_S = 0.3  # an operation is repeated that long, and the shortest run counts
+MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
 QUEUED = 200  # small operations in a row
 
@@ -32,8 +32,7 @@ QUEUED = 200  # small operations in a row
 def require_free(file: str) -> None:
     """Raise InputError if `file`, unless it is empty, is there already or has no folder."""
     if file and (Path(file).exists() or not Path(file).parent.is_dir()):
-        why = "is there already" if Path(file).exists() else "would be in a folder that is not there"
-        raise InputError(f"--bandwidth {file}: that file {why}; name another")
+        raise InputError(f"--bandwidth {file}: it is there, or its folder is not; name a new file in a folder")
 
 
 def of_the_bandwidth(file: str) -> Iterator[Finding]:
@@ -56,13 +55,14 @@ def measured(name: str) -> Cluster:
     launch, host = _overheads(at)
     within, across = _links(hosts, launch)
     in_memory = Link(launch, rates[OpKind.COPY] / 2)
-    memory, model, to_host = host_memory()[1] // per_node or 2**32, platform.processor() or "CPU", in_memory
+    memory, model, to_host = host_memory()[1] // per_node or 2**32, f"CPU, {platform.machine()}", in_memory
     if at.type != "cpu":
         module, there = torch.get_device_module(at), torch.empty(2**28, dtype=torch.uint8, device=at)
         (free, memory), model = module.mem_get_info(at), module.get_device_name(at)
         resident = max(0, memory - free - module.memory_reserved(at))
         pinned = torch.empty(2**28, dtype=torch.uint8).pin_memory()
         to_host = Link(launch, 2**28 / _slowest(lambda: there.copy_(pinned, non_blocking=True), at))
+    resident = max(all_gather_objects(resident, "the memory of libraries"))
     bandwidth = rates.pop(OpKind.POINTWISE)
     shares = {kind: rate / bandwidth for kind, rate in rates.items()}
     on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
@@ -80,12 +80,11 @@ def measured(name: str) -> Cluster:
 
 def _slowest(call: Callable[[], object], at: torch.device) -> float:
     """Returns the seconds of `call`: the shortest run of each rank, of these the longest. All ranks run at once."""
-    all_gather_objects(None, "the begin of a measurement")
     call()
-    end, times = time.perf_counter() + MEASURE_S, [_seconds(call, at)]
-    while time.perf_counter() < end or len(times) < 3:
-        times.append(_seconds(call, at))
-    return max(all_gather_objects(min(times), "times"))
+    once: float = max(all_gather_objects(_seconds(call, at), "times"))
+    repeated = min(max(3, int(MEASURE_S / once)), 1000)  # a collective equally often on all ranks
+    slowest: float = max(all_gather_objects(min(_seconds(call, at) for _ in range(repeated)), "times"))
+    return slowest
 
 
 def _seconds(call: Callable[[], object], at: torch.device) -> float:
@@ -103,8 +102,7 @@ def _seconds(call: Callable[[], object], at: torch.device) -> float:
 
 
 def _flops(at: torch.device) -> tuple[dict[str, float], float]:
-    """Returns what large matrix products achieve by dtype, and the share of it that attention does, in bfloat16 on an
-    accelerator and float32 on a CPU."""
+    """Returns what large matrix products achieve, by dtype, and the share of it that fused attention achieves."""
     on_cpu, usual = at.type == "cpu", torch.get_float32_matmul_precision()
     size, shape, dtype = (1024, (2, 4, 512, 64), "float32") if on_cpu else (8192, (4, 16, 4096, 128), "bfloat16")
 
@@ -112,12 +110,12 @@ def _flops(at: torch.device) -> tuple[dict[str, float], float]:
         torch.set_float32_matmul_precision("high" if name == "tfloat32" else "highest")
         a = torch.randn(size, size, device=at).to(getattr(torch, name.replace("tfloat", "float")))
         out = torch.empty_like(a)
-        return float(2 * size**3 / _slowest(lambda: torch.mm(a, a, out=out), at))
+        return 2 * size**3 / _slowest(lambda: torch.mm(a, a, out=out), at)
 
     flops = {name: matmul_flops(name) for name in (["bfloat16", "float32"] + ["float16", "tfloat32"] * (not on_cpu))}
     torch.set_float32_matmul_precision(usual)
     q = torch.randn(shape, device=at).to(getattr(torch, dtype))
-    took = _slowest(lambda: F.scaled_dot_product_attention(q, q, q), at)
+    took = _slowest(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), at)
     return flops, 4 * q.numel() * shape[2] / took / flops[dtype]
 
 
@@ -163,15 +161,13 @@ def _links(hosts: Sequence[str], launch: float) -> tuple[Link | None, Link | Non
 
 def _link(groups: list[list[int]], launch: float) -> Link | None:
     """Returns the link between ranks of one group, while all `groups` use theirs: by least squares over all-gathers and
-    reduce-scatters, of relative errors, of seconds = launch + (p - 1) * latency + (p - 1) / p * bytes / bandwidth."""
+    reduce-scatters that take launch + (p - 1) * latency + (p - 1) / p * bytes / bandwidth, where a byte counts."""
     if (number := len(groups[0])) == 1:
         return None
     group = dist.group.WORLD if len(groups) == 1 else dist.new_subgroups_by_enumeration(groups)[0]
     transport, kinds = transport_of(group, device(), CommPolicy()), ("all-gather", "reduce-scatter")
     calls = [(size, collective(transport, kind, size, number)) for size in SIZES for kind in kinds]
-    points = [(size, _slowest(call, device())) for size, call in calls]
-    a, b, c = (sum(size**power / seconds**2 for size, seconds in points) for power in range(3))
-    d, e = (sum(size**power / seconds for size, seconds in points) for power in range(2))
-    fixed, per_byte = (d * c - e * b) / (a * c - b * b), (a * e - b * d) / (a * c - b * b)
-    fastest = min(seconds / size for size, seconds in points)  # noise may make the line fall
-    return Link(max(fixed - launch, 1e-9) / (number - 1), (number - 1) / number / max(per_byte, fastest / 10))
+    took = [_slowest(call, device()) / size for size, call in calls]
+    fixed, per_byte = linear_regression([1 / size for size, _ in calls], took)
+    # Noise may make the line fall, or pass below the launch.
+    return Link(max(fixed - launch, 1e-9) / (number - 1), (number - 1) / number / max(per_byte, min(took) / 10))

@@ -7,17 +7,16 @@ import importlib
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from sherd.errors import ClusterError
 from sherd.simulate.cluster import Cluster, Device, Link
 from sherd.simulate.work import OpKind
-
-__all__ = ["FIELDS", "OPTIONAL", "cluster_toml", "read_cluster", "shipped_clusters", "texts_of"]
 
 FOLDER = Path(__file__).parent / "clusters"
 NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
@@ -35,7 +34,7 @@ class Kind:
     may_be_zero: bool = False
 
 
-BYTES = Kind('bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY, may_be_zero=True)
+BYTES = Kind('bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY)
 BANDWIDTH = Kind('bytes per second, as "3.35 TB/s"', units={f"{unit}/s": by for unit, by in (BINARY | DECIMAL).items()})
 FLOPS = Kind('FLOP per second, as "989 TFLOP/s"', units={f"{p}FLOP/s": 1e3**i for i, p in enumerate("MGTP", 2)})
 SECONDS = Kind('a time, as "5 us" or "0 s"', units={"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}, may_be_zero=True)
@@ -53,7 +52,7 @@ FIELDS: dict[str, Kind] = {
     "price_per_hour": PRICE,
     "device.name": TEXT,
     "device.memory": BYTES,
-    "device.library_bytes": BYTES,
+    "device.library_bytes": replace(BYTES, may_be_zero=True),
     **{f"device.{table}.{dtype}": FLOPS for table in ("peak_flops", "flops") for dtype in DTYPES},
     "device.attention_share": SHARE,
     "device.bandwidth": BANDWIDTH,
@@ -61,8 +60,7 @@ FIELDS: dict[str, Kind] = {
     "device.launch": SECONDS,
     "device.host": SECONDS,
     "device.overlaps": FLAG,
-    **{f"{link}.latency": SECONDS for link in LINKS},
-    **{f"{link}.bandwidth": BANDWIDTH for link in LINKS},
+    **{f"{link}.{name}": kind for link in LINKS for name, kind in (("latency", SECONDS), ("bandwidth", BANDWIDTH))},
 }
 """Every field of a cluster file, by its dotted name."""
 OPTIONAL = {"price_per_hour", *(name for name in FIELDS if name.endswith(DTYPES[2:]))}
@@ -74,11 +72,7 @@ def shipped_clusters() -> list[str]:
 
 
 def read_cluster(name_or_path: str | Path) -> Cluster:
-    """Returns a cluster: one that is shipped, by its name, or the one in a TOML file.
-
-    Raises:
-        ClusterError: there is no such file, or something in it cannot be used. One line says what and where.
-    """
+    """Returns a cluster that is shipped, by its name, or the one in a TOML file. Raises ClusterError, in one line."""
     shipped = str(name_or_path) in shipped_clusters()
     path = FOLDER / f"{name_or_path}.toml" if shipped else Path(name_or_path)
     found = _flat(_tree(path))
@@ -90,9 +84,10 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
         reduce(getitem, tables, tree)[leaf] = _value(f"{path}: {name}", value, FIELDS[name])
     shares = {OpKind(kind): share for kind, share in tree["device"].pop("shares").items()}
     price, _, tree["currency"] = tree.pop("price_per_hour", "").partition(" ")
+    links: dict[str, Any] = {link: Link(**tree.pop(link)) for link in LINKS}
     return Cluster(
         device=Device(shares=shares, **tree.pop("device")),
-        **{link: Link(**tree.pop(link)) for link in LINKS},
+        **links,
         price_per_hour=float(price) if price else None,
         sources={name: str(_value(f"{path}: sources.{name}", text, TEXT)) for name, text in sources.items()},
         **tree,
@@ -105,12 +100,10 @@ def _tree(path: Path) -> dict[str, object]:
         tree: dict[str, object] = toml.loads(path.read_text(encoding="utf-8"))
     except ImportError as error:
         raise ClusterError(f"{path}: Python 3.10 reads TOML with tomli; pip install tomli") from error
-    except FileNotFoundError as error:
+    except OSError as error:
         near = difflib.get_close_matches(path.name, shipped_clusters(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected a file, or one of {', '.join(shipped_clusters())}"
-        raise ClusterError(f"there is no cluster {str(path)!r}; {hint}") from error
-    except OSError as error:
-        raise ClusterError(f"cannot read the cluster file {str(path)!r}: {error.strerror}") from error
+        raise ClusterError(f"cannot read the cluster {str(path)!r}: {error.strerror}; {hint}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or no name of a file
         raise ClusterError(f"{str(path)!r} does not parse as TOML: {' '.join(str(error).split())}") from error
     return tree
@@ -131,18 +124,13 @@ def _require_known(path: Path, found: Mapping[str, object], sources: Mapping[str
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected fields are {', '.join(FIELDS)}"
-            raise ClusterError(f"{path}: unknown field {name!r} = {_shown(found[name])}; {hint}")
+            raise ClusterError(f"{path}: unknown field {name!r} = {shortened(found[name])}; {hint}")
     for name in sources:
         if not any(f"{field}.".startswith(f"{name}.") for field in FIELDS):
             raise ClusterError(f"{path}: unknown field {'sources.' + name!r}; expected the name of a field or a table")
     for name, kind in FIELDS.items():
         if name not in found and name not in OPTIONAL:
             raise ClusterError(f"{path}: {name} is missing; expected {kind.expected}")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _value(where: str, value: object, kind: Kind) -> object:
@@ -158,8 +146,8 @@ def _value(where: str, value: object, kind: Kind) -> object:
     elif is_good:
         is_good = bool(re.fullmatch(rf"{NUMBER} [A-Z]{{3}}", text, re.ASCII) if kind is PRICE else text.strip())
     if not is_good:
-        raise ClusterError(f"{where} = {_shown(value)}; expected {kind.expected}")
-    return round(number) if kind is BYTES else number if kind.units else value
+        raise ClusterError(f"{where} = {shortened(value)}; expected {kind.expected}")
+    return round(number) if "GiB" in kind.units else number if kind.units else value
 
 
 def texts_of(cluster: Cluster) -> dict[str, str]:
@@ -183,9 +171,8 @@ def cluster_toml(cluster: Cluster) -> str:
     texts = texts_of(cluster)
     bare = (SHARE, COUNT, FLAG)
     lines = [f"{name} = {text if FIELDS[name] in bare else _quoted(text)}" for name, text in texts.items()]
-    return "\n".join(
-        [*lines, "", "[sources]", *(f"{_quoted(n)} = {_quoted(t)}" for n, t in cluster.sources.items()), ""]
-    )
+    lines += ["", "[sources]", *(f"{_quoted(name)} = {_quoted(text)}" for name, text in cluster.sources.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _quoted(text: str) -> str:

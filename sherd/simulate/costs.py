@@ -13,9 +13,8 @@ MPICH, 2005) are those that NCCL chooses, as its tuning model has them (src/grap
     chain     broadcast                    p - 1 steps, n bytes
     pairs     all-to-all                   p - 1 steps, n / p bytes each
 
-They are hierarchical: steps between ranks of a node take the latency of `within`, those from node to node that of
-`across`. As many rings run as ranks share a node, each through a device of its own, so `across` has the bandwidth of
-all of them, and the slower of both ways bounds the whole.
+They are hierarchical: steps within a node take the latency of `within`, those from node to node that of `across`. A
+ring runs through each device of a node, so all of them share what goes across; the slower of both ways is the bound.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FUSED_ADAMW = (1, 7)  # reads the parameter, its gradient and two moments; write
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A process group as it lies on nodes: its `size`, and how many of its ranks share a node; the last may have less."""
+    """A process group as it lies on nodes: its `size`, and how many ranks share a node (on the last maybe fewer)."""
 
     size: int
     per_node: int
@@ -44,11 +43,6 @@ class Ranks:
         """Returns a group of `size` ranks that are `stride` apart, where ranks fill one node after the other."""
         return cls(size, max(1, min(size, devices_per_node // stride)))
 
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return -(-self.size // self.per_node)
-
 
 def with_tf32(device: Device) -> Device:
     """Returns `device` as it computes float32 after `torch.set_float32_matmul_precision("high")`, if it has TF32."""
@@ -58,18 +52,15 @@ def with_tf32(device: Device) -> Device:
     return replace(device, flops=flops, peak_flops=peak)
 
 
-def flops_per_second(dtype: str, device: Device) -> float:
-    """Returns what large products of `dtype` achieve; without a figure float16 as bfloat16, and others as float32."""
-    return device.flops.get(dtype) or device.flops["bfloat16" if dtype == "float16" else "float32"]
-
-
 def op_seconds(op: Op, device: Device) -> float:
-    """Returns the seconds that `op` takes on `device`, without the host's time to queue it."""
+    """Returns the seconds that `op` takes on `device`, without the host's time to queue it. A dtype without a figure
+    computes as float32, and float16 as bfloat16."""
     moving = op.nbytes / (device.bandwidth * device.shares.get(op.kind, 1.0))
     if op.kind not in (OpKind.MATMUL, OpKind.ATTENTION):
         return device.launch + moving
-    share = device.attention_share if op.kind is OpKind.ATTENTION else 1.0
-    return device.launch + max(moving, op.flops / (flops_per_second(op.dtype, device) * share))
+    flops = device.flops.get(op.dtype) or device.flops["bfloat16" if op.dtype == "float16" else "float32"]
+    flops *= device.attention_share if op.kind is OpKind.ATTENTION else 1.0
+    return device.launch + max(moving, op.flops / flops)
 
 
 def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -> float:
@@ -84,7 +75,7 @@ def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -
     if ranks.size == 1:
         return 0.0
     within, across, size, per_node = cluster.within, cluster.across, ranks.size, ranks.per_node
-    node_hops = ranks.num_nodes - 1
+    node_hops = -(-size // per_node) - 1
     hops = node_hops * across.latency + (size - 1 - node_hops) * within.latency
     slowest = min([within.bandwidth] * (per_node > 1) + [per_node * across.bandwidth] * (node_hops > 0))
     ring = (size - 1) / size * nbytes / slowest
@@ -105,12 +96,7 @@ def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -
 
 
 def optimizer_seconds(numel: int, device: Device, itemsize: int = 4, is_fused: bool = False) -> float:
-    """Returns the seconds of a step of AdamW over a shard, as one buffer: it is bound by the memory's bandwidth.
-
-    Args:
-        numel: elements of the shard.
-        itemsize: bytes of an element of parameter, gradient and both moments.
-        is_fused: torch's `fused=True`; otherwise its default, kernel after kernel.
-    """
+    """Returns the seconds of a step of AdamW, which memory bounds, over one buffer of `numel` elements. Parameter,
+    gradient and both moments have `itemsize` bytes each; `is_fused` is torch's `fused=True`."""
     kernels, accesses = FUSED_ADAMW if is_fused else ADAMW
     return kernels * device.launch + accesses * numel * itemsize / device.bandwidth

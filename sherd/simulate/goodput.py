@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 POINTS = 1024
-NORMAL = NormalDist()
-HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +48,11 @@ class Goodput:
 
 def goodput(num_devices: int, faults: Faults) -> Goodput:
     """Returns what is left on `num_devices` that checkpoint at the best interval."""
-    mtbf = faults.mtbf * HOUR / num_devices
+    mtbf = faults.mtbf * 3600 / num_devices
     interval = best_interval(mtbf, faults.checkpoint)
-    return Goodput(
-        1 / jitter_slowdown(num_devices, faults.jitter),
-        1 / straggler_slowdown(num_devices, faults.slow_share, faults.slow_by),
-        useful_share(interval, mtbf, faults.checkpoint, faults.restart),
-        interval,
-    )
+    stragglers = straggler_slowdown(num_devices, faults.slow_share, faults.slow_by)
+    useful = useful_share(interval, mtbf, faults.checkpoint, faults.restart)
+    return Goodput(1 / jitter_slowdown(num_devices, faults.jitter), 1 / stragglers, useful, interval)
 
 
 def jitter_slowdown(num_ranks: int, jitter: float) -> float:
@@ -67,7 +62,7 @@ def jitter_slowdown(num_ranks: int, jitter: float) -> float:
     """
     # Of a quantile close to 1, what it lacks to 1 is exact, and the normal distribution is symmetric.
     lacks = (-math.expm1(math.log((point + 0.5) / POINTS) / num_ranks) for point in range(POINTS))
-    slowest = (math.exp(-jitter * NORMAL.inv_cdf(each) - jitter**2 / 2) for each in lacks)
+    slowest = (math.exp(-jitter * NormalDist().inv_cdf(each) - jitter**2 / 2) for each in lacks)
     return max(1.0, sum(slowest) / POINTS)
 
 
