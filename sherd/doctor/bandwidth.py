@@ -27,6 +27,8 @@ from sherd.train.config import InputError
 MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
 QUEUED = 200  # small operations in a row
+# The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
+ON_CPU, ON_DEVICE = (1024, 2**13, (2, 4, 512, 64)), (8192, 2**18, (4, 16, 4096, 128))
 
 
 def require_free(file: str) -> None:
@@ -57,11 +59,11 @@ def measured(name: str) -> Cluster:
     in_memory = Link(launch, rates[OpKind.COPY] / 2)
     memory, model, to_host = host_memory()[1] // per_node or 2**32, f"CPU, {platform.machine()}", in_memory
     if at.type != "cpu":
-        module, there = torch.get_device_module(at), torch.empty(2**28, dtype=torch.uint8, device=at)
+        module, there = torch.get_device_module(at), torch.empty(ON_DEVICE[1], 1024, device=at)
         (free, memory), model = module.mem_get_info(at), module.get_device_name(at)
         resident = max(0, memory - free - module.memory_reserved(at))
-        pinned = torch.empty(2**28, dtype=torch.uint8).pin_memory()
-        to_host = Link(launch, 2**28 / _slowest(lambda: there.copy_(pinned, non_blocking=True), at))
+        pinned = torch.empty(there.shape).pin_memory()
+        to_host = Link(launch, there.nbytes / _slowest(lambda: there.copy_(pinned, non_blocking=True), at))
     resident = max(all_gather_objects(resident, "the memory of libraries"))
     bandwidth = rates.pop(OpKind.POINTWISE)
     shares = {kind: rate / bandwidth for kind, rate in rates.items()}
@@ -104,7 +106,7 @@ def _seconds(call: Callable[[], object], at: torch.device) -> float:
 def _flops(at: torch.device) -> tuple[dict[str, float], float]:
     """Returns what large matrix products achieve, by dtype, and the share of it that fused attention achieves."""
     on_cpu, usual = at.type == "cpu", torch.get_float32_matmul_precision()
-    size, shape, dtype = (1024, (2, 4, 512, 64), "float32") if on_cpu else (8192, (4, 16, 4096, 128), "bfloat16")
+    (size, _, shape), dtype = (ON_CPU, "float32") if on_cpu else (ON_DEVICE, "bfloat16")
 
     def matmul_flops(name: str) -> float:
         torch.set_float32_matmul_precision("high" if name == "tfloat32" else "highest")
@@ -121,7 +123,7 @@ def _flops(at: torch.device) -> tuple[dict[str, float], float]:
 
 def _movers(at: torch.device) -> dict[OpKind, tuple[Callable[[], object], int]]:
     """Returns an operation of each kind that memory bounds, and the bytes that it reads and writes."""
-    a = torch.ones(2**13 if at.type == "cpu" else 2**18, 1024, device=at)
+    a = torch.ones((ON_CPU if at.type == "cpu" else ON_DEVICE)[1], 1024, device=at)
     b, out, index = a.clone(), torch.empty_like(a), torch.randperm(len(a), device=at)
     return {
         OpKind.POINTWISE: (lambda: torch.add(a, b, out=out), 3 * a.nbytes),
@@ -144,7 +146,7 @@ def _overheads(at: torch.device) -> tuple[float, float]:
         begin = time.perf_counter()
         queue()
         host = max(all_gather_objects(time.perf_counter() - begin, "times of the host"))
-        large = torch.ones(8192, 8192, device=at, dtype=torch.bfloat16)
+        large = torch.ones(ON_DEVICE[0], ON_DEVICE[0], device=at, dtype=torch.bfloat16)
         for _ in range(8):  # while the device does that, the host queues what is timed
             torch.mm(large, large)
         launch = max(all_gather_objects(_seconds(queue, at), "times of the device"))
