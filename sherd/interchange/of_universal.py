@@ -12,6 +12,7 @@ under ZeRO-3. It takes groups by their numbers.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ FORMAT = "universal"
 
 _LATEST, _PARAMETERS, _SETTINGS = "latest_universal", "zero/*/fp32.pt", "zero/optimizer_state.pt"
 _ZERO3_FILE = f"zero_pp_rank_0_{MODEL_FILE}"
-_STATES_OF_ZERO3 = {"exp_avg", "exp_avg_sq"}
+_KEYS_OF_ZERO3 = {"exp_avg", "exp_avg_sq", "step"}
 _VERSION = "0.19.8+sherd"
 """The version of DeepSpeed that writes this form. DeepSpeed refuses what is older than it knows."""
 _NO_LOSS = ("F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -153,6 +154,7 @@ class _Training:
         settings: the settings of each group.
         states: the tensors of each parameter by key, and its step if there is one.
         rest: the tensors that are not trained.
+        without: the names of those of them that are in groups, but have no state.
         aliases: other names of parameters.
     """
 
@@ -160,7 +162,23 @@ class _Training:
     settings: list[dict[str, Any]]
     states: dict[str, dict[str, Any]]
     rest: dict[str, Pending]
+    without: list[str]
     aliases: dict[str, str]
+
+    @property
+    def keys(self) -> set[str]:
+        """What the optimizer keeps of each parameter."""
+        return next(iter(self.states.values())).keys() - {"fp32"}
+
+    def notes(self) -> Iterator[str]:
+        """Yields what a user of DeepSpeed should know of it."""
+        if self.without:
+            yield f"{_few(self.without)}: without state, so DeepSpeed cannot train them from here"
+        if self.keys != _KEYS_OF_ZERO3:
+            kept = _few(self.keys - {"step"})
+            yield f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {kept}"
+        if len(self.groups) > 1:
+            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
@@ -175,8 +193,9 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
             f"the format {FORMAT} holds one model and its optimizer, and here are {len(models)} and {len(optimizers)}: "
             "DeepSpeed loads nothing without an optimizer's groups; write a model alone as hf or torch"
         )
-    training, without = _training(contents, models[0], optimizers[0])
-    step = contents.step if contents.step is not None else int(next(_steps(training.states), (0, 0))[1])
+    training = _training(contents, models[0], optimizers[0])
+    first = next(_steps(training.states), None)  # all of them are the same
+    step = contents.step if contents.step is not None else int(first[1] if first else 0)
     folder = path / f"global_step{step}_universal"
     for name, tensors in training.states.items():
         (folder / "zero" / name).mkdir(parents=True)
@@ -184,10 +203,8 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
             tree = value if key == "step" else {"cat_dim": 0, "param": _widened(value)}
             _write(folder / "zero" / name / f"{key}.pt", tree, _as_fp32(read, contents.tensors))
     numbers = [{**group, PARAMS: [number]} for number, group in enumerate(training.settings)]
-    settings: dict[str, Any] = {GROUPS: numbers, "ds_version": _VERSION}
-    steps = {at: {"step": value} for at, (value, _) in enumerate(list(_steps(training.states))[:1])}
-    settings["optimizer_state_dict"] = {STATE: steps, GROUPS: numbers}
-    _write(folder / _SETTINGS, settings, read)
+    of_zero3 = {STATE: {0: {"step": first[0]} if first else {}}, GROUPS: numbers}
+    _write(folder / _SETTINGS, {GROUPS: numbers, "ds_version": _VERSION, "optimizer_state_dict": of_zero3}, read)
     states: dict[str, Any] = {
         "module": training.rest,
         "buffer_names": list(training.rest),
@@ -201,26 +218,16 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
         "ds_version": _VERSION,
     }
     _write(folder / MODEL_FILE, states, read)
-    notes = [
-        f"{name} is left out: the format {FORMAT} holds a model and its optimizer"
-        for name in contents.values
-        if name not in (models[0], optimizers[0])
-    ]
-    if without:
-        notes.append(f"{_few(without)}: without state, so DeepSpeed cannot train them from here")
-    keys = {key for tensors in training.states.values() for key in tensors} - {"fp32", "step"}
-    if keys == _STATES_OF_ZERO3 and steps:
+    if training.keys == _KEYS_OF_ZERO3:
         _write(folder / _ZERO3_FILE, states | {"module": {}}, read)
-    else:
-        notes.append(f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {_few(keys)}")
-    if len(training.groups) > 1:
-        notes.append("under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md")
     (path / _LATEST).write_text(folder.name)
-    return notes
+    others = [name for name in contents.values if name not in (models[0], optimizers[0])]
+    left_out = [f"{name} is left out: the format {FORMAT} holds a model and its optimizer" for name in others]
+    return [*left_out, *training.notes()]
 
 
-def _training(contents: Contents, model: str, optimizer: str) -> tuple[_Training, list[str]]:
-    """Returns what is written, and the names of parameters in groups that have no state."""
+def _training(contents: Contents, model: str, optimizer: str) -> _Training:
+    """Returns what DeepSpeed takes. Raises CheckpointError where it cannot."""
     begin = f"{model}/"
     aliases = {
         alias.removeprefix(begin): name.removeprefix(begin)
@@ -243,6 +250,8 @@ def _training(contents: Contents, model: str, optimizer: str) -> tuple[_Training
                 continue
             groups[-1][name] = tensors[name].spec.shape
             own = {key: value for key, value in held.pop(name).items() if value is not None}
+            if "fp32" in own:
+                raise CheckpointError(f"{optimizer} has a state fp32 of {name}, and {FORMAT} calls the parameter so")
             # An optimizer that counts steps by group, as DeepSpeed's fused Adam, has none in the states.
             step = {"step": group["step"]} if "step" in group and "step" not in own else {}
             states[name] = {"fp32": tensors[name], **own, **step}
@@ -255,7 +264,7 @@ def _training(contents: Contents, model: str, optimizer: str) -> tuple[_Training
     _require(states, tensors, optimizer)
     settings = [{key: value for key, value in group.items() if key != PARAMS} for group in tree[GROUPS]]
     rest = {name: each for name, each in tensors.items() if name not in states}
-    return _Training(groups, settings, states, rest, aliases), without
+    return _Training(groups, settings, states, rest, without, aliases)
 
 
 def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pending], optimizer: str) -> None:
@@ -299,7 +308,7 @@ def _steps(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Any, float
     for name, held in states.items():
         if "step" in held:
             step = held["step"].value if isinstance(held["step"], Pending) else held["step"]
-            if not isinstance(step, torch.Tensor | int | float):
+            if not isinstance(step, torch.Tensor | int | float) or not math.isfinite(step):
                 raise CheckpointError(f"the step of {name} is no number, which the format {FORMAT} needs it to be")
             yield held["step"], float(step)
 

@@ -3,8 +3,10 @@
 That DeepSpeed loads it and trains on is shown by fixtures/load_universal.py.
 """
 
+import contextlib
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -140,6 +142,7 @@ def test_narrower_tensors_are_widened_without_loss(tmp_path, dtype, most):
         assert found[name] == ("F32", shape, bytes(widened.view(torch.uint8).tolist())), name
 
 
+INFINITE = {"$float": "inf"}
 REFUSED = {
     "rows": (
         {"w": adam(exp_avg_row=torch.rand(3)), "b": adam(exp_avg_row=torch.rand(3))},
@@ -153,6 +156,8 @@ REFUSED = {
         "keeps exp_avg, exp_avg_sq, max_exp",
     ),
     "steps": ({"w": adam(), "b": adam(step=1.0)}, "made 3 steps of w, and 1 of b"),
+    "infinite": ({"w": adam(step=INFINITE), "b": adam(step=INFINITE)}, "step of w is no number"),
+    "fp32": ({"w": adam(fp32=torch.rand(3, 2)), "b": adam()}, "has a state fp32 of w"),
     "no state": ({}, "has no state of any parameter"),
     "unknown": ({"w": adam(), "b": adam(), "c": adam()}, "in none of its groups: c"),
 }
@@ -171,6 +176,21 @@ def test_state_that_it_cannot_hold_is_refused_by_name(tmp_path, what):
 def test_parameters_that_fp32_cannot_hold_are_refused_by_name(tmp_path, dtype):
     with pytest.raises(CheckpointError, match=r"fp32 of w is of [FI]64"):
         convert(checkpoint(tmp_path / "in", {"w": adam(), "b": adam()}, dtype), tmp_path / "out", "universal")
+
+
+@pytest.mark.parametrize("name", ["universal2", "universal3"])
+def test_a_broken_file_is_an_error_of_ours(tmp_path, name):
+    shutil.copytree(FIXTURES / name, tmp_path / "x")
+    random.seed(1)
+    for file in sorted((tmp_path / "x").rglob("*.pt")):
+        whole = file.read_bytes()
+        for _ in range(30):
+            broken = bytearray(whole)
+            broken[random.randrange(len(whole))] = random.randrange(256)
+            file.write_bytes(broken)
+            with contextlib.suppress(CheckpointError):
+                bytes_of(open_source(tmp_path / "x"))
+        file.write_bytes(whole)
 
 
 def test_a_model_alone_is_refused(tmp_path):
