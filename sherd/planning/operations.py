@@ -1,0 +1,198 @@
+"""What an operation of torch costs: its kind, its floating-point operations and its bytes; and the kernels that a
+device would take where the meta device takes others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from sherd.simulate.work import Op, OpKind
+
+__all__ = ["KernelsOf", "op_of", "tensors_among"]
+
+_ATEN = torch.ops.aten
+_OF_NAMES = {
+    OpKind.ATTENTION: ("attention",),
+    OpKind.MATMUL: ("mm", "conv", "linear", "dot", "mv", "bilinear"),
+    OpKind.LOOKUP: ("embedding", "index", "gather", "scatter", "take"),
+    OpKind.REDUCTION: (
+        *("norm", "softmax", "loss", "sum", "mean", "var", "std", "max", "min", "pool", "topk", "sort", "prod"),
+        *("any", "all", "bincount"),
+    ),
+    OpKind.COPY: (
+        *("clone", "copy", "cat", "stack", "pad", "slice", "select", "repeat", "zeros", "ones", "fill", "full"),
+        *("zero_", "arange", "split", "roll", "flip"),
+    ),
+}
+"""Parts of names that tell an operation's kind: the first that fits; any other operation is POINTWISE."""
+_TAKES_MEMORY_ONLY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+_COUNTED_AS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+"""The kernels that torch's table of floating-point operations leaves out, and those in it that compute the same."""
+
+
+def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
+    """Returns the operation that `func` was, called with these; None for a view, and for memory that is only taken."""
+    read, made = list(tensors_among((*args, *kwargs.values()))), list(tensors_among((result,)))
+    kind, name = _kind_and_name(func)
+    if name.removeprefix("aten.") in _TAKES_MEMORY_ONLY or _is_view(read, made):
+        return None
+    count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
+    written = _num_bytes(made)
+    if kind is OpKind.LOOKUP and not name.endswith("backward"):  # of the table, as much as is looked up
+        nbytes = written + sum(min(_num_bytes([each]), max(written, 1)) for each in read)
+    else:
+        nbytes = _num_bytes([*read, *made])
+    dtype = (made or read)[0].dtype if made or read else torch.float32
+    flops = count(*args, **kwargs, out_val=result) if count else 0
+    return Op(kind, name, int(flops), nbytes, str(dtype).removeprefix("torch."))
+
+
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields each tensor of an operation's arguments or results, also those in lists of them."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from tensors_among(each)
+
+
+@cache
+def _kind_and_name(func: Any) -> tuple[OpKind, str]:
+    name = str(func.overloadpacket)
+    fitting = (kind for kind, parts in _OF_NAMES.items() if any(part in name for part in parts))
+    return next(fitting, OpKind.POINTWISE), name
+
+
+def _is_view(read: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Returns whether all results are new windows on memory of the arguments. What works in place returns an argument
+    itself."""
+    if not made or any(each is other for each in made for other in read):
+        return False
+    sources = {id(each.untyped_storage()) for each in read}
+    return all(id(each.untyped_storage()) in sources for each in made)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of each tensor once; of one that shows elements several times, no more than there are in its memory."""
+    return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in {id(each): each for each in tensors}.values())
+
+
+class KernelsOf(TorchFunctionMode):
+    """Within it, tensors on the meta device go through the operations that a device of this type would run.
+
+    Attention takes the fused kernels; on an accelerator, dropout and RMSNorm do too. A fused LSTM is read as its steps.
+    Whether all of a mask is true, as transformers asks before it leaves the mask out, is answered with yes.
+
+    Args:
+        device_type: "cpu", or an accelerator: any is taken for CUDA.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        attention = _attention_on_cpu if device_type == "cpu" else _attention_on_cuda
+        self._instead: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: partial(_attention, attention),
+            torch.Tensor.bincount: _bincount,
+            torch.Tensor.all: _all,
+            torch.all: _all,
+        }
+        if device_type != "cpu":
+            self._instead |= {F.dropout: _dropout, F.rms_norm: _rms_norm}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._instead.get(func, func)(*args, **(kwargs or {}))
+
+
+def _attention(
+    fused: Callable[..., Tensor | None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` by the kernel that the device has for it, else as torch composes it."""
+    out = None
+    if query.is_meta and query.dim() == 4 and query.shape[-1] == value.shape[-1]:
+        out = fused(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if out is not None:
+        return out
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _attention_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor | None:
+    if dropout or (mask is not None and mask.requires_grad):
+        return None
+    kernel = _ATEN._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = kernel(query, key, value, dropout, causal, attn_mask=_as_bias(mask, query), scale=scale)[0]
+    return out
+
+
+def _attention_on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor | None:
+    """FlashAttention in half precision; the memory-efficient kernel with a mask or in float32, which wants as many
+    heads of keys as of queries."""
+    out: Tensor
+    if mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
+        out = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
+        return out
+    if query.shape[1] != key.shape[1] or query.dtype == torch.float64:
+        return None
+    bias = None if mask is None else _as_bias(mask, query).expand(*query.shape[:3], key.shape[2])  # type: ignore[union-attr]
+    kernel = _ATEN._scaled_dot_product_efficient_attention
+    out = kernel(query, key, value, bias, query.requires_grad, dropout, causal, scale=scale)[0]
+    return out
+
+
+def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Returns what is added to the scores, of the query's dtype, as torch makes it of a mask."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero, never = (torch.scalar_tensor(each, dtype=query.dtype) for each in (0.0, float("-inf")))
+    return torch.where(mask, zero, never)
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """No bincount is there on the meta device. Its length is taken to be `minlength`."""
+    if x.is_meta:
+        return x.new_empty(minlength)
+    return x.bincount(weights, minlength)
+
+
+def _all(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device="cpu") if x.is_meta and not args and not kwargs else x.all(*args, **kwargs)
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """By the kernel of LayerNorm, for CUDA's own has none on meta. It keeps one number more of each row."""
+    if not x.is_meta:
+        return F.rms_norm(x, normalized_shape, weight, eps)  # type: ignore[arg-type]
+    return F.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)  # type: ignore[arg-type]
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if training and 0 < p < 1 and x.is_meta and not inplace:
+        return torch.native_dropout(x, p, True)[0]
+    return F.dropout(x, p, training, inplace)

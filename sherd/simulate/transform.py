@@ -1,0 +1,200 @@
+"""Other work made of work that was read: with activation checkpointing, or for another number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from sherd.simulate.work import (
+    Allocate,
+    EndForward,
+    Enter,
+    Event,
+    Gradient,
+    Leave,
+    Op,
+    Passed,
+    Reached,
+    Release,
+    TensorKind,
+    Use,
+    Work,
+)
+
+__all__ = ["checkpointed", "scaled"]
+
+_KEPT = (TensorKind.ACTIVATION, TensorKind.LOGITS)
+
+
+def checkpointed(work: Work, modules: Collection[int]) -> Work:
+    """Returns `work` with activation checkpointing of `modules`, as `torch.utils.checkpoint` does it without reentry.
+
+    The inputs of such a module are kept. What its forward keeps for backward is freed at the end of forward, its
+    outputs apart. Backward runs the forward again when it comes to the module's first operation. It stops early as torch
+    does: in front of the first operation whose result is not kept, once all that is kept is there. Modules inside of
+    one of `modules` are not checkpointed once more.
+
+    Torch frees what a checkpointed forward keeps bit by bit, and here it is freed at the end. The peak of a step is not
+    there: backward has all of it again, and gradients. Torch also makes an output again that the module itself
+    saves, as ReLU does; here outputs are thought to be saved by what reads them.
+    """
+    spans = list(_spans(work.events, frozenset(modules)))
+    numbers = count(1 + max((event.tensor for event in work.events if isinstance(event, Allocate)), default=-1))
+    insertions: dict[int, list[Event]] = {}
+    moved: dict[int, int] = {}  # tensor -> position behind which it is released; its own Release goes
+    renamed: dict[int, int] = {}
+    for span in spans:
+        again = span.again(numbers)
+        insertions.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
+        insertions.setdefault(span.reached, []).extend(again.events)
+        renamed |= again.renamed
+        for tensor in span.inputs:
+            if span.released.get(tensor, span.passed) < span.passed:
+                moved[tensor] = max(moved.get(tensor, 0), span.passed)
+    for tensor, position in moved.items():
+        insertions.setdefault(position, []).append(Release(tensor))
+    freed_in_forward = {tensor for span in spans for tensor in span.freed} - renamed.keys()
+    return replace(work, events=tuple(_rewritten(work.events, insertions, moved, renamed, freed_in_forward)))
+
+
+def _rewritten(
+    events: Sequence[Event],
+    insertions: dict[int, list[Event]],
+    moved: Collection[int],
+    renamed: dict[int, int],
+    gone: Collection[int],
+) -> Iterator[Event]:
+    """Yields `events` with insertions in front of positions, and with releases that moved or are of new tensors."""
+    kept_inputs = set(moved)
+    for position, event in enumerate(events):
+        yield from insertions.get(position, ())
+        if isinstance(event, Release):
+            if event.tensor in moved or event.tensor in gone:
+                continue
+            event = Release(renamed.get(event.tensor, event.tensor))
+        elif isinstance(event, Allocate) and event.tensor in kept_inputs and event.kind is TensorKind.TEMPORARY:
+            event = replace(event, kind=TensorKind.ACTIVATION)
+        yield event
+    yield from insertions.get(len(events), ())
+
+
+@dataclass
+class _Again:
+    """A forward that is run again: its events, and the new numbers of the tensors that are kept until backward."""
+
+    events: list[Event] = field(default_factory=list)
+    renamed: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Span:
+    """A forward of a checkpointed module: its events, and the positions of what matters to it.
+
+    Attributes:
+        end: the position behind its Leave.
+        reached: that of the first operation of its backward.
+        passed: that of its Passed.
+        freed: the tensors that it keeps for backward, and does not return.
+        inputs: the tensors that it was given.
+        released: the position at which each tensor of the step is released.
+    """
+
+    events: Sequence[Event]
+    end: int
+    reached: int
+    passed: int
+    freed: list[int]
+    inputs: tuple[int, ...]
+    released: dict[int, int]
+
+    def again(self, numbers: Iterator[int]) -> _Again:
+        """Returns its forward run again."""
+        again, alive, open_calls = _Again(), {}, []
+        wanted = set(self.freed)
+        for event in self.events:
+            if isinstance(event, Allocate):
+                if not wanted and event.tensor not in self.freed:
+                    break
+                alive[event.tensor] = number = next(numbers)
+                wanted.discard(event.tensor)
+                again.events.append(replace(event, tensor=number))
+            elif isinstance(event, Release):
+                if event.tensor in alive:
+                    again.events.append(Release(alive.pop(event.tensor)))
+            elif isinstance(event, (Enter, Leave)):
+                open_calls.append(event.module) if isinstance(event, Enter) else open_calls.pop()
+                again.events.append(replace(event, again=True))
+            else:
+                again.events.append(event)
+        again.renamed = {tensor: alive.pop(tensor) for tensor in self.freed}
+        again.events += [Release(number) for number in alive.values()]
+        again.events += [Leave(module, again=True) for module in reversed(open_calls)]
+        return again
+
+
+def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]:
+    """Yields each forward of one of `modules` that is inside of no other."""
+    released = {event.tensor: at for at, event in enumerate(events) if isinstance(event, Release)}
+    end_forward = next(at for at, event in enumerate(events) if isinstance(event, EndForward))
+    backwards = _backwards(events, end_forward, modules)
+    start, inside = 0, None
+    for at, event in enumerate(events[:end_forward]):
+        if inside is None and isinstance(event, Enter) and event.module in modules:
+            start, inside = at, event.module
+        elif isinstance(event, Leave) and event.module == inside:
+            inside = None
+            if not backwards.get(event.module):
+                continue  # backward never comes here
+            reached, passed = backwards[event.module].pop()  # the last call comes first in backward
+            enter, forward = events[start], events[start : at + 1]
+            assert isinstance(enter, Enter)
+            freed = [
+                each.tensor
+                for each in forward
+                if isinstance(each, Allocate)
+                and each.kind in _KEPT
+                and at < released[each.tensor]
+                and each.tensor not in event.outputs
+            ]
+            yield _Span(forward, at + 1, reached, passed, freed, enter.inputs, released)
+
+
+def _backwards(
+    events: Sequence[Event], end_forward: int, modules: Collection[int]
+) -> dict[int, list[tuple[int, int]]]:
+    """Returns of each of `modules` where its backwards begin, at an operation, and where each is over."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    waiting: list[int] = []
+    begun: dict[int, int] = {}
+    for at, event in enumerate(events[end_forward:], end_forward):
+        if isinstance(event, Reached) and event.module in modules:
+            waiting.append(event.module)
+        elif isinstance(event, (Op, Passed)) and waiting:
+            begun |= dict.fromkeys(waiting, at)
+            waiting.clear()
+        if isinstance(event, Passed) and event.module in begun:
+            found.setdefault(event.module, []).append((begun.pop(event.module), at))
+    return found
+
+
+def scaled(work: Work, factor: float) -> Work:
+    """Returns `work` for `factor` times as many samples, by a rule of three.
+
+    All scales, but for gradients of parameters, and other temporaries of backward that are as large as a parameter. So
+    the bytes of operations are too many where weights are most of what they read: reading the model anew is exact.
+    """
+    sizes = {parameter.nbytes for parameter in work.parameters if parameter.is_trainable}
+    in_backward, events = False, list[Event]()
+    for event in work.events:
+        in_backward = in_backward or isinstance(event, EndForward)
+        if isinstance(event, Op):
+            event = replace(event, flops=round(event.flops * factor), nbytes=round(event.nbytes * factor))
+        elif isinstance(event, Allocate) and not (
+            in_backward and event.kind is TensorKind.TEMPORARY and event.nbytes in sizes
+        ):
+            event = replace(event, nbytes=round(event.nbytes * factor))
+        events.append(event)
+    return replace(
+        work, events=tuple(events), samples=round(work.samples * factor), tokens=round(work.tokens * factor)
+    )
