@@ -84,7 +84,9 @@ def _is_view(read: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     """Of each tensor once; of one that shows elements several times, no more than there are in its memory."""
-    return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in {id(each): each for each in tensors}.values())
+    return sum(
+        min(each.nbytes, each.untyped_storage().nbytes()) for each in {id(each): each for each in tensors}.values()
+    )
 
 
 class KernelsOf(TorchFunctionMode):
@@ -180,7 +182,11 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> T
 
 
 def _all(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device="cpu") if x.is_meta and not args and not kwargs else x.all(*args, **kwargs)
+    return (
+        torch.ones((), dtype=torch.bool, device="cpu")
+        if x.is_meta and not args and not kwargs
+        else x.all(*args, **kwargs)
+    )
 
 
 def _rms_norm(

@@ -18,7 +18,6 @@ from sherd.simulate.work import (
     Reached,
     Release,
     TensorKind,
-    Use,
     Work,
 )
 
@@ -39,44 +38,36 @@ def checkpointed(work: Work, modules: Collection[int]) -> Work:
     there: backward has all of it again, and gradients. Torch also makes an output again that the module itself
     saves, as ReLU does; here outputs are thought to be saved by what reads them.
     """
-    spans = list(_spans(work.events, frozenset(modules)))
     numbers = count(1 + max((event.tensor for event in work.events if isinstance(event, Allocate)), default=-1))
-    insertions: dict[int, list[Event]] = {}
-    moved: dict[int, int] = {}  # tensor -> position behind which it is released; its own Release goes
+    inserted: dict[int, list[Event]] = {}  # in front of the event at a position
     renamed: dict[int, int] = {}
-    for span in spans:
+    held: dict[int, int] = {}  # inputs that are kept for longer -> the position at which they are released
+    for span in _spans(work.events, frozenset(modules)):
         again = span.again(numbers)
-        insertions.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
-        insertions.setdefault(span.reached, []).extend(again.events)
+        inserted.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
+        inserted.setdefault(span.reached, []).extend(again.events)
         renamed |= again.renamed
         for tensor in span.inputs:
-            if span.released.get(tensor, span.passed) < span.passed:
-                moved[tensor] = max(moved.get(tensor, 0), span.passed)
-    for tensor, position in moved.items():
-        insertions.setdefault(position, []).append(Release(tensor))
-    freed_in_forward = {tensor for span in spans for tensor in span.freed} - renamed.keys()
-    return replace(work, events=tuple(_rewritten(work.events, insertions, moved, renamed, freed_in_forward)))
+            if span.released[tensor] < span.is_over:
+                held[tensor] = max(held.get(tensor, 0), span.is_over)
+    for tensor, position in held.items():
+        inserted.setdefault(position, []).append(Release(tensor))
+    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, held)))
 
 
 def _rewritten(
-    events: Sequence[Event],
-    insertions: dict[int, list[Event]],
-    moved: Collection[int],
-    renamed: dict[int, int],
-    gone: Collection[int],
+    events: Sequence[Event], inserted: dict[int, list[Event]], renamed: dict[int, int], held: Collection[int]
 ) -> Iterator[Event]:
-    """Yields `events` with insertions in front of positions, and with releases that moved or are of new tensors."""
-    kept_inputs = set(moved)
+    """Yields `events` with what is inserted; releases of renamed tensors are those of the new ones, of held ones none."""
     for position, event in enumerate(events):
-        yield from insertions.get(position, ())
+        yield from inserted.get(position, ())
         if isinstance(event, Release):
-            if event.tensor in moved or event.tensor in gone:
-                continue
-            event = Release(renamed.get(event.tensor, event.tensor))
-        elif isinstance(event, Allocate) and event.tensor in kept_inputs and event.kind is TensorKind.TEMPORARY:
-            event = replace(event, kind=TensorKind.ACTIVATION)
-        yield event
-    yield from insertions.get(len(events), ())
+            if event.tensor not in held:
+                yield Release(renamed.get(event.tensor, event.tensor))
+        elif isinstance(event, Allocate) and event.tensor in held and event.kind is TensorKind.TEMPORARY:
+            yield replace(event, kind=TensorKind.ACTIVATION)
+        else:
+            yield event
 
 
 @dataclass
@@ -93,8 +84,7 @@ class _Span:
 
     Attributes:
         end: the position behind its Leave.
-        reached: that of the first operation of its backward.
-        passed: that of its Passed.
+        reached: that of the first event of its backward.
         freed: the tensors that it keeps for backward, and does not return.
         inputs: the tensors that it was given.
         released: the position at which each tensor of the step is released.
@@ -103,33 +93,44 @@ class _Span:
     events: Sequence[Event]
     end: int
     reached: int
-    passed: int
     freed: list[int]
     inputs: tuple[int, ...]
     released: dict[int, int]
 
+    @property
+    def is_over(self) -> int:
+        """The position at which backward has released all that the forward had kept."""
+        return max((self.released[tensor] for tensor in self.freed), default=self.reached)
+
     def again(self, numbers: Iterator[int]) -> _Again:
-        """Returns its forward run again."""
-        again, alive, open_calls = _Again(), {}, []
-        wanted = set(self.freed)
+        """Returns its forward run again, up to where all that is kept is there."""
+        again, new, alive, calls = _Again(), dict[int, int](), set[int](), list[int]()
+        missing = set(self.freed)
         for event in self.events:
             if isinstance(event, Allocate):
-                if not wanted and event.tensor not in self.freed:
+                if not missing:
                     break
-                alive[event.tensor] = number = next(numbers)
-                wanted.discard(event.tensor)
-                again.events.append(replace(event, tensor=number))
+                new[event.tensor] = next(numbers)
+                alive.add(event.tensor)
+                missing.discard(event.tensor)
+                again.events.append(replace(event, tensor=new[event.tensor]))
             elif isinstance(event, Release):
                 if event.tensor in alive:
-                    again.events.append(Release(alive.pop(event.tensor)))
-            elif isinstance(event, (Enter, Leave)):
-                open_calls.append(event.module) if isinstance(event, Enter) else open_calls.pop()
-                again.events.append(replace(event, again=True))
+                    alive.remove(event.tensor)
+                    again.events.append(Release(new[event.tensor]))
+            elif isinstance(event, Enter):
+                calls.append(event.module)
+                inputs = tuple(new.get(each, each) for each in event.inputs)
+                again.events.append(Enter(event.module, again=True, inputs=inputs))
+            elif isinstance(event, Leave):
+                calls.pop()
+                outputs = tuple(new.get(each, each) for each in event.outputs)
+                again.events.append(Leave(event.module, again=True, outputs=outputs))
             else:
                 again.events.append(event)
-        again.renamed = {tensor: alive.pop(tensor) for tensor in self.freed}
-        again.events += [Release(number) for number in alive.values()]
-        again.events += [Leave(module, again=True) for module in reversed(open_calls)]
+        again.renamed = {tensor: new[tensor] for tensor in self.freed}
+        again.events += [Release(new[tensor]) for tensor in alive.difference(self.freed)]
+        again.events += [Leave(module, again=True) for module in reversed(calls)]
         return again
 
 
@@ -146,7 +147,7 @@ def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]
             inside = None
             if not backwards.get(event.module):
                 continue  # backward never comes here
-            reached, passed = backwards[event.module].pop()  # the last call comes first in backward
+            reached = backwards[event.module].pop()  # the last call comes first in backward
             enter, forward = events[start], events[start : at + 1]
             assert isinstance(enter, Enter)
             freed = [
@@ -157,24 +158,20 @@ def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]
                 and at < released[each.tensor]
                 and each.tensor not in event.outputs
             ]
-            yield _Span(forward, at + 1, reached, passed, freed, enter.inputs, released)
+            yield _Span(forward, at + 1, reached, freed, enter.inputs, released)
 
 
-def _backwards(
-    events: Sequence[Event], end_forward: int, modules: Collection[int]
-) -> dict[int, list[tuple[int, int]]]:
-    """Returns of each of `modules` where its backwards begin, at an operation, and where each is over."""
-    found: dict[int, list[tuple[int, int]]] = {}
+def _backwards(events: Sequence[Event], end_forward: int, modules: Collection[int]) -> dict[int, list[int]]:
+    """Returns of each of `modules` the positions at which its backwards begin to compute."""
+    found: dict[int, list[int]] = {}
     waiting: list[int] = []
-    begun: dict[int, int] = {}
     for at, event in enumerate(events[end_forward:], end_forward):
         if isinstance(event, Reached) and event.module in modules:
             waiting.append(event.module)
-        elif isinstance(event, (Op, Passed)) and waiting:
-            begun |= dict.fromkeys(waiting, at)
+        elif isinstance(event, (Allocate, Op, Gradient, Passed)):
+            for module in waiting:
+                found.setdefault(module, []).append(at)
             waiting.clear()
-        if isinstance(event, Passed) and event.module in begun:
-            found.setdefault(event.module, []).append((begun.pop(event.module), at))
     return found
 
 
@@ -195,6 +192,4 @@ def scaled(work: Work, factor: float) -> Work:
         ):
             event = replace(event, nbytes=round(event.nbytes * factor))
         events.append(event)
-    return replace(
-        work, events=tuple(events), samples=round(work.samples * factor), tokens=round(work.tokens * factor)
-    )
+    return replace(work, events=tuple(events), samples=round(work.samples * factor), tokens=round(work.tokens * factor))

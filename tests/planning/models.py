@@ -71,7 +71,9 @@ def llama():
 def gpt2():
     from transformers import GPT2Config
 
-    return _causal_lm(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=64, use_cache=False))
+    return _causal_lm(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=64, use_cache=False)
+    )
 
 
 class Perceptron(nn.Module):
@@ -95,7 +97,9 @@ def perceptron():
 
 def convolutions():
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3)]
-    return nn.Sequential(*layers, nn.GroupNorm(2, 16), nn.SiLU(), nn.Flatten(), nn.LazyLinear(10)), torch.zeros(4, 3, 20, 20)
+    return nn.Sequential(*layers, nn.GroupNorm(2, 16), nn.SiLU(), nn.Flatten(), nn.LazyLinear(10)), torch.zeros(
+        4, 3, 20, 20
+    )
 
 
 def built_convolutions():

@@ -12,7 +12,6 @@ from sherd.planning.reading import read_work
 from sherd.simulate.work import Allocate, Gradient, Op, Release, TensorKind
 
 
-
 def _counted_as(name):
     def count(*args, **kwargs):
         return flop_registry[getattr(torch.ops.aten, name)](*args, **kwargs)
