@@ -8,7 +8,7 @@ here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from typing import ClassVar, Protocol
@@ -172,12 +172,18 @@ class Shard:
                 if shape
                 else f"{name}: a scalar has no dimension to shard; return None for it, every rank then keeps a copy"
             )
-        ends = (
-            chunk.start + part.start + part.numel
-            for chunk in chunks(shape[dim], num_ranks)
-            for part in chunks(chunk.numel, parts)
-        )
-        return Cut(shape, num_ranks * parts, 0, tuple(ends), dim=dim)
+        return _cut(shape, dim, num_ranks, parts)
+
+
+# Blocks of a model are alike, and each has sums over all ranks.
+@lru_cache(maxsize=64)
+def _cut(shape: Shape, dim: int, num_ranks: int, parts: int) -> Cut:
+    ends = (
+        chunk.start + part.start + part.numel
+        for chunk in chunks(shape[dim], num_ranks)
+        for part in chunks(chunk.numel, parts)
+    )
+    return Cut(shape, num_ranks * parts, 0, tuple(ends), dim=dim)
 
 
 @dataclass(frozen=True, slots=True)

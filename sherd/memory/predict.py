@@ -15,6 +15,7 @@ from sherd.memory.watch import last_step, sealed_runtime
 from sherd.schedule.actions import AfterForward, BeforeForward
 from sherd.schedule.forecast import Forecast, forecast
 from sherd.schedule.moments import Arrival, Moment, step_of
+from sherd.schedule.state import State
 
 
 def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> Forecast:
@@ -23,15 +24,24 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
     It replays a step that was watched before. Without one, it makes up a step from the order in which modules have run,
     or else were registered.
     """
-    # A Runtime into which no unit is sealed: it reads the policies as the next step will.
-    state = Runtime(units, Unmanaged(root, units)).schedule.state
+    state = state_for(root, units)
     sizes = [sizes_of(unit) for unit in units]
     lived = sealed_runtime(units)
     step = None if lived is None else last_step(lived)
     if step is None:
         step = step_of(_guess(root, units, lived), sizes)
-    batch_bytes = max((weights.plan.batch_bytes for unit in units for weights in unit.weights), default=0)
-    return forecast(state.specs, state.limits, sizes, step, batch_bytes=batch_bytes, unsynced=unsynced)
+    return forecast(state.specs, state.limits, sizes, step, batch_bytes=batch_bytes_of(units), unsynced=unsynced)
+
+
+def state_for(root: nn.Module, units: Sequence[Unit]) -> State:
+    """Returns the state in which the schedule of `root` begins, by the units' policies as they are now."""
+    # A Runtime into which no unit is sealed: it reads the policies as the next step will.
+    return Runtime(units, Unmanaged(root, units)).schedule.state
+
+
+def batch_bytes_of(units: Sequence[Unit]) -> int:
+    """Returns the bytes of small gradients that wait until they are copied together."""
+    return max((weights.plan.batch_bytes for unit in units for weights in unit.weights), default=0)
 
 
 def _guess(root: nn.Module, units: Sequence[Unit], lived: Runtime | None) -> list[Moment]:

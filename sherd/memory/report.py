@@ -17,18 +17,9 @@ from sherd.memory.held import bytes_of, held_by, optimizer_bytes, staging_bytes
 from sherd.memory.predict import forecast_for
 from sherd.memory.watch import Watch, last_peak, watched
 from sherd.requirements import require_int
-from sherd.schedule.actions import (
-    AfterBackward,
-    AfterForward,
-    BeforeBackward,
-    BeforeForward,
-    EndBackward,
-    EndForward,
-    GradientsReady,
-    GroupPassed,
-)
 from sherd.schedule.forecast import Forecast
-from sherd.schedule.moments import Arrival, MemoryKind, Moment
+from sherd.schedule.moments import MemoryKind
+from sherd.schedule.words import in_words
 
 BESIDE_UNITS = "(all units)"
 """The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""
@@ -112,9 +103,9 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     return MemoryReport(
         _rows(units, names, predicted, lasting),
         predicted.peak + always,
-        _in_words(predicted.moment, names),
+        in_words(predicted.moment, names),
         None if measured is None else measured.peak + always,
-        None if measured is None else _in_words(measured.moment, names),
+        None if measured is None else in_words(measured.moment, names),
     )
 
 
@@ -133,7 +124,7 @@ class MemoryPeak:
     @property
     def moment(self) -> str:
         """The moment of the peak, in words."""
-        return _in_words(self._watch.peak.moment, self._names)
+        return in_words(self._watch.peak.moment, self._names)
 
     @property
     def rows(self) -> dict[tuple[str, str], int]:
@@ -211,31 +202,6 @@ def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: 
     named = [*enumerate(names), (None, BESIDE_UNITS)]
     rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in MemoryKind)
     return tuple(row for row in rows if row.now or row.at_peak)
-
-
-# Words
-
-
-def _in_words(moment: Moment | None, names: Sequence[str]) -> str:
-    match moment:
-        case None:
-            return "at rest"
-        case BeforeForward(unit, recomputing):
-            return f"when {'recomputing' if recomputing else 'forward'} of {names[unit]} begins"
-        case AfterForward(unit):
-            return f"when forward of {names[unit]} ends"
-        case EndForward():
-            return "when forward ends"
-        case BeforeBackward(unit):
-            return f"when backward reaches {names[unit]}"
-        case Arrival(unit) | GroupPassed(unit):
-            return f"when a gradient of {names[unit]} arrives"
-        case GradientsReady(unit) | AfterBackward(unit):
-            return f"when gradients of {names[unit]} are reduced"
-        case EndBackward():
-            return "when backward ends"
-        case _:
-            return "between steps"
 
 
 def _in_mib(nbytes: int) -> str:

@@ -233,11 +233,11 @@ DO: dict[type[do.Action], Callable[[_Group], None]] = {
 
 
 class Buffers:
-    """All units' buffers as numbers. `now` is bytes alive."""
+    """All units' buffers as numbers. `now` is bytes alive, `changes` what came and went, by unit and kind."""
 
     def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
         self.now = 0
-        self._changes: list[tuple[tuple[int, MemoryKind], int]] = []
+        self.changes: list[tuple[tuple[int, MemoryKind], int]] = []
         self._moment: Moment | None = None
         self._note_peak()
         self._units = [
@@ -260,24 +260,25 @@ class Buffers:
     def peak(self) -> Forecast:
         """The most bytes at once since the step began."""
         parts: Counter[tuple[int, MemoryKind]] = Counter()
-        for part, more in self._changes[: self._num_changes_to_peak]:
+        for part, more in self.changes[: self._num_changes_to_peak]:
             parts[part] += more
         return Forecast(self._peak, self._peak_moment, {part: nbytes for part, nbytes in parts.items() if nbytes})
 
-    def live_through(self, schedule: Schedule, moment: Moment) -> None:
-        """Carry out what the schedule answers to `moment`, or take a gradient."""
+    def live_through(self, schedule: Schedule, moment: Moment) -> tuple[do.Action, ...]:
+        """Carry out what the schedule answers to `moment`, or take a gradient. Returns the actions."""
         self._moment = moment
         if isinstance(moment, Arrival):
             reduces = schedule.state.specs[moment.unit].reduces
             self._units[moment.unit][moment.group].arrive(moment.index, reduces)
-            return
+            return ()
         if begins_step(moment):
             for group in self._groups:
                 group.mark_shards_written()
         if isinstance(moment, EndBackward):
             for group in self._groups:
                 group.end_backward()
-        for action in schedule.on(moment):
+        actions = schedule.on(moment)
+        for action in actions:
             groups = self._units[action.unit]
             if isinstance(action, do.FreeGroup):
                 groups = [groups[action.group]]
@@ -288,13 +289,14 @@ class Buffers:
                 group.collect()
             for group in groups:
                 DO[type(action)](group)
+        return actions
 
     def _add(self, unit: int, kind: MemoryKind, more: int) -> None:
-        self._changes.append(((unit, kind), more))
+        self.changes.append(((unit, kind), more))
         self.now += more
         if self.now > self._peak:
             self._note_peak()
 
     def _note_peak(self) -> None:
         # Its parts are added up only when they are asked for: every unit's first gradient is a new peak.
-        self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self._changes)
+        self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self.changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -110,12 +110,36 @@ def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) ->
     return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
 
 
+class Gradients:
+    """The gradients that one backward brings. `uses` are the trainable parameters that forward has used."""
+
+    def __init__(self, uses: Iterable[Arrival], sizes: Sequence[Sequence[GroupSizes]]) -> None:
+        used = frozenset(uses)
+        self._sizes = sizes
+        self._missing = Counter(use.unit for use in used)
+        self._missing_in_group = Counter((use.unit, use.group) for use in used)
+
+    def arrive(self, arrival: Arrival) -> Iterator[Moment]:
+        """Yields the arrival of a whole gradient, and the event of its unit if it was the last of it, or the last
+        of one of its groups."""
+        unit, group = arrival.unit, arrival.group
+        self._missing[unit] -= 1
+        self._missing_in_group[unit, group] -= 1
+        yield arrival
+        if self._missing_in_group[unit, group]:
+            return
+        if not self._missing[unit]:
+            is_done_in_backward = all(each.is_all_trainable for each in self._sizes[unit])
+            yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
+        elif self._sizes[unit][group].is_all_trainable:
+            yield GroupPassed(unit, group)
+
+
 def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
     """Yields the moments of backward. Autograd does not reach calls that end before anything trainable was used, and a
     gradient is there once backward has passed the first use of its parameter."""
     uses = Counter(moment for moment in forward if isinstance(moment, Arrival))
-    missing = Counter(use.unit for use in uses)
-    missing_in_group = Counter((use.unit, use.group) for use in uses)
+    gradients = Gradients(uses, sizes)
     num_ahead = uses.total()
     reached: list[bool] = []
     for moment in reversed(forward):
@@ -127,24 +151,11 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
             case BeforeForward(unit):
                 if reached.pop():
                     yield AfterBackward(unit)
-            case Arrival(unit, group):
+            case Arrival():
                 num_ahead -= 1
                 uses[moment] -= 1
                 if not uses[moment]:
-                    missing[unit] -= 1
-                    missing_in_group[unit, group] -= 1
-                    yield moment
-                    if not missing_in_group[unit, group]:
-                        yield from _passed(unit, group, sizes[unit], is_last=not missing[unit])
-
-
-def _passed(unit: int, group: int, sizes: Sequence[GroupSizes], is_last: bool) -> Iterator[Moment]:
-    """Yields the event of a unit after its last gradient, or after the last one of one of its groups."""
-    if is_last:
-        is_done_in_backward = all(group_sizes.is_all_trainable for group_sizes in sizes)
-        yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
-    elif sizes[group].is_all_trainable:
-        yield GroupPassed(unit, group)
+                    yield from gradients.arrive(moment)
 
 
 def begins_step(moment: Moment) -> bool:

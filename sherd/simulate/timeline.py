@@ -82,6 +82,7 @@ class Timeline:
         units: in the order of the schedule: the root first.
         changes: in the order of time. Those at time 0 are what is there when the step begins.
         seconds: from the beginning of the first micro-batch until the optimizer has stepped.
+        exposed: seconds that compute has waited for a lane, by the lane's name.
         facts: what else is to be shown, in order: names to values in words, as "tokens/s": "12,300".
     """
 
@@ -92,4 +93,5 @@ class Timeline:
     changes: tuple[Change, ...]
     peak: Peak
     seconds: float
+    exposed: dict[str, float] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,114 @@
+"""The clock: lanes of work that run beside one another, as in `sherd/comm/streams.py`.
+
+The host queues work, one thing after the other. On a device with streams, compute and each kind of collective have a
+lane of their own, and what is queued on a lane runs as soon as what it needs is there. Without streams the host itself
+computes, and a collective takes its time when it is waited for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from sherd.simulate.timeline import Lane, Span
+from sherd.simulate.work import Op
+
+
+class Costs(ABC):
+    """The seconds that things take on one rank.
+
+    Attributes:
+        overlaps: collectives run beside compute.
+        host: seconds of the host for each operation or collective that it queues.
+    """
+
+    overlaps: bool
+    host: float
+
+    @abstractmethod
+    def op(self, op: Op) -> float:
+        """Returns the seconds of an operation."""
+
+    @abstractmethod
+    def copied(self, nbytes: int) -> float:
+        """Returns the seconds in which so many bytes are read or written in the memory of the device."""
+
+    @abstractmethod
+    def all_gather(self, nbytes: int) -> float:
+        """Returns the seconds of an all-gather over the shard axis, after which each rank has `nbytes`."""
+
+    @abstractmethod
+    def reduce_scatter(self, nbytes: int) -> float:
+        """Returns the seconds of a reduce-scatter over the shard axis, of `nbytes` that each rank hands over."""
+
+    @abstractmethod
+    def all_reduce(self, nbytes: int) -> float:
+        """Returns the seconds of an all-reduce of `nbytes` over the replicate axis."""
+
+    @abstractmethod
+    def to_host(self, nbytes: int) -> float:
+        """Returns the seconds in which `nbytes` travel between the device and its host."""
+
+    @abstractmethod
+    def optimizer(self, nbytes: int, on_host: bool) -> float:
+        """Returns the seconds of an optimizer's step that reads and writes `nbytes`."""
+
+
+class Clock:
+    """Times of one rank's lanes, in seconds.
+
+    Attributes:
+        spans: what was done, in the order of queueing.
+        exposed: seconds that compute has waited, by the lane it has waited for.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._free = dict.fromkeys(Lane, 0.0)
+        self._follows = dict.fromkeys(Lane, 0.0)
+        self._host = 0.0
+        self.spans: list[Span] = []
+        self.exposed = dict.fromkeys(Lane, 0.0)
+
+    @property
+    def now(self) -> float:
+        """The moment when compute has done what was queued."""
+        return self._free[Lane.COMPUTE]
+
+    def compute(self, name: str, unit: int, seconds: float, num_queued: int = 1) -> None:
+        """Queue work on compute. Work of the same name and unit that follows at once is one span."""
+        self._host += num_queued * self._costs.host
+        start = max(self.now, self._host)
+        end = self._free[Lane.COMPUTE] = start + seconds
+        last = self.spans[-1] if self.spans else None
+        if last and (last.lane, last.name, last.unit, last.end) == (Lane.COMPUTE, name, unit, start):
+            self.spans[-1] = Span(Lane.COMPUTE, name, unit, last.start, end)
+        else:
+            self.spans.append(Span(Lane.COMPUTE, name, unit, start, end))
+
+    def start(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int, after: float = 0.0) -> float:
+        """Queue work on `lane`, not before the moment `after`. Returns when it is done."""
+        self._host += self._costs.host
+        if not seconds:
+            return max(after, self._host)
+        start = max(self._free[lane], self._follows[lane], self._host, after)
+        end = self._free[lane] = start + seconds
+        self.spans.append(Span(lane, name, unit, start, end, nbytes))
+        return end
+
+    def follow_compute(self, lane: Lane) -> None:
+        """Have later work of `lane` wait for what is queued on compute until now."""
+        self._follows[lane] = self.now
+
+    def wait(self, lane: Lane, unit: int, until: float) -> None:
+        """Have compute wait until the moment `until`, for `lane`."""
+        start = max(self.now, self._host)
+        if until > start:
+            self.exposed[lane] += until - start
+            self.spans.append(Span(Lane.COMPUTE, "wait", unit, start, until))
+            self._free[Lane.COMPUTE] = until
+
+    def do_beside(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:
+        """Do work of `lane` while compute waits for it: the way without streams."""
+        start = max(self.now, self._host)
+        self._free[lane] = start
+        self.wait(lane, unit, self.start(lane, name, unit, seconds, nbytes))

@@ -1,0 +1,251 @@
+"""A step of a sharded model, played: the schedule that runs the model answers each moment, a clock and a memory meter
+carry its actions out.
+
+    action            clock                                                              memory
+    Gather            an all-gather is queued on its lane                                `schedule/forecast.py`
+    Await             compute waits for it, and copies out of rows if there are any
+    Free, Shrink      later all-gathers follow what compute has queued until now
+    Reduce            gradients are copied into rows; a reduce-scatter is queued,
+                      over replicas an all-reduce behind it
+    FinishReduce      compute waits for it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from sherd.schedule import actions as do
+from sherd.schedule.actions import ShardsChanged
+from sherd.schedule.forecast import Buffers
+from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment
+from sherd.schedule.schedule import Schedule
+from sherd.schedule.words import in_words
+from sherd.simulate.clock import Clock, Costs
+from sherd.simulate.meter import Meter
+from sherd.simulate.moments import moments_of
+from sherd.simulate.sharded import Sharded, Traffic
+from sherd.simulate.timeline import Lane, Timeline, TimelineUnit
+from sherd.simulate.work import Allocate, EndForward, Enter, Event, Leave, Op, Passed, Reached, Release, Work
+
+OPTIMIZER_TEMPORARY = "optimizer temporaries"
+
+
+def play(
+    work: Work,
+    sharded: Sharded,
+    costs: Costs,
+    *,
+    micro_batches: int = 1,
+    reduces_each: bool = True,
+    title: str = "",
+) -> Timeline:
+    """Returns a step whose order is learnt, from shards without gradients until the optimizer has stepped.
+
+    Args:
+        work: one micro-batch of the model.
+        sharded: the model on its mesh.
+        costs: the seconds that things take.
+        micro_batches: forwards and backwards of the step.
+        reduces_each: each backward reduces its gradients; otherwise only the last one of the step does.
+        title: of the timeline.
+    """
+    player = _Player(work, sharded, costs)
+    for _ in range(2):  # the first step learns the order
+        player.begin_step()
+        for number in range(micro_batches):
+            player.micro_batch(reduces_each or number == micro_batches - 1)
+        player.optimizer_step()
+    units = tuple(
+        TimelineUnit(
+            unit.name,
+            unit.kind,
+            unit.numel,
+            sum(sizes.unsharded + sizes.kept for sizes in unit.groups),
+            sum(sizes.shards for sizes in unit.groups),
+        )
+        for unit in sharded.units
+    )
+    clock, meter = player.clock, player.meter
+    exposed = {lane.value: seconds for lane, seconds in clock.exposed.items() if seconds}
+    return Timeline(title, True, units, tuple(clock.spans), tuple(meter.changes), meter.peak, clock.now, exposed)
+
+
+class _Player:
+    """Plays steps, one after the other. `clock` and `meter` are those of the last one."""
+
+    def __init__(self, work: Work, sharded: Sharded, costs: Costs) -> None:
+        self._sharded = sharded
+        self._costs = costs
+        self._moments = list(moments_of(work, sharded))
+        self._seconds: dict[Op, float] = {}
+        self._unit_of = {module: number for number, unit in enumerate(sharded.units) for module in unit.modules}
+        self._names = [unit.name for unit in sharded.units]
+        self._schedule = Schedule(sharded.specs, sharded.limits)
+        self._buffers = Buffers([unit.groups for unit in sharded.units], sharded.batch_bytes)
+        self._num_seen = 0
+        self._moment = "at rest"
+        self.clock = Clock(costs)
+        self.meter = Meter()
+        for number, unit in enumerate(sharded.units):
+            states = 0 if sharded.is_offloaded else sharded.optimizer.state_bytes(unit)
+            self._come(MemoryKind.OPTIMIZER.value, number, states)
+        self._see_buffers()
+
+    def begin_step(self) -> None:
+        """Begin a step: the optimizer has stepped, and dropped the gradients."""
+        for unit in range(len(self._sharded.units)):
+            self._buffers.live_through(self._schedule, ShardsChanged(unit))
+        self._buffers.begin_step()
+        self._see_buffers()
+        self.clock = Clock(self._costs)
+        self.meter.begin_step()
+        self._gathered = [0.0] * len(self._sharded.units)
+        self._reduced = [0.0] * len(self._sharded.units)
+        self._landed = 0.0
+        """When the last reduced gradient is in host memory, with offload."""
+
+    def micro_batch(self, reduces: bool) -> None:
+        """Play forward and backward."""
+        specs = tuple(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
+        self._schedule.move_to(replace(self._schedule.state, specs=specs))
+        self._alive: dict[int, tuple[str, int, int]] = {}
+        self._running = [-1]
+        self._phase = "forward"
+        self._uncopied: Counter[int] = Counter()
+        for event, moments in self._moments:
+            # What a module needs is there before its first operation, and is given up after its last.
+            if event is not None:
+                self._happens(event)
+            for moment in moments:
+                self._live_through(moment)
+        for tensor in list(self._alive):
+            self._release(tensor)
+
+    def optimizer_step(self) -> None:
+        """Step the optimizer on the shards."""
+        sharded, self._moment = self._sharded, "when the optimizer steps"
+        optimizer, units = sharded.optimizer, sharded.units
+        if sharded.is_offloaded:
+            self.clock.wait(Lane.COPY, -1, self._landed)
+        temporary = 0 if sharded.is_offloaded else optimizer.temporary_bytes(units)
+        self._come(OPTIMIZER_TEMPORARY, -1, temporary)
+        self.clock.compute("optimizer", -1, self._costs.optimizer(optimizer.touched(units), sharded.is_offloaded))
+        self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
+
+    # Compute
+
+    def _happens(self, event: Event) -> None:
+        match event:
+            case Op():
+                seconds = self._seconds.get(event)
+                if seconds is None:
+                    seconds = self._seconds[event] = self._costs.op(event)
+                self.clock.compute(self._phase, self._running[-1], seconds)
+            case Allocate(tensor, nbytes, kind):
+                self._alive[tensor] = kind.value, self._running[-1], nbytes
+                self._come(*self._alive[tensor])
+            case Release(tensor):
+                self._release(tensor)
+            case Enter(module, again):
+                self._phase = "recompute" if again else self._phase
+                self._running.append(self._unit_of.get(module, self._running[-1]))
+            case Leave(module, again):
+                self._phase = "backward" if again else self._phase
+                self._running.pop()
+            case EndForward():
+                self._phase = "backward"
+                self._running = [-1]
+            case Reached(module) if module in self._unit_of:
+                self._running = [self._unit_of[module]]
+            case Passed(module) if module in self._unit_of:
+                self._running = [-1]
+            case _:
+                pass
+
+    def _release(self, tensor: int) -> None:
+        kind, unit, nbytes = self._alive.pop(tensor)
+        self._come(kind, unit, -nbytes)
+
+    def _come(self, kind: str, unit: int, nbytes: int) -> None:
+        self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
+
+    # The schedule's answers
+
+    def _live_through(self, moment: Moment) -> None:
+        self._moment = in_words(moment, self._names)
+        if isinstance(moment, Arrival):
+            group = self._sharded.units[moment.unit].groups[moment.group]
+            if not group.borrows:
+                self._uncopied[moment.unit] += group.arriving[moment.index]
+        actions = self._buffers.live_through(self._schedule, moment)
+        for action in actions:
+            self._carry_out(action)
+        self._see_buffers()
+
+    def _see_buffers(self) -> None:
+        """Note on the meter what has come and gone in the engine's buffers."""
+        for (unit, kind), nbytes in self._buffers.changes[self._num_seen :]:
+            self._come(kind.value, unit, nbytes)
+        self._num_seen = len(self._buffers.changes)
+
+    def _carry_out(self, action: do.Action) -> None:
+        match action:
+            case do.Gather(unit):
+                self._gather(unit)
+            case do.Await(unit):
+                self._await(unit)
+            case do.Free() | do.FreeGroup() | do.Shrink():
+                self.clock.follow_compute(Lane.GATHER)
+            case do.Reduce(unit):
+                self._reduce(unit)
+            case do.FinishReduce(unit):
+                if self._costs.overlaps:
+                    self.clock.wait(Lane.REDUCE, unit, self._reduced[unit])
+            case do.Discard():
+                pass
+
+    def _gather(self, unit: int) -> None:
+        if not self._costs.overlaps:
+            return
+        for traffic in self._sharded.units[unit].traffic:
+            fetched = 0.0
+            if self._sharded.is_offloaded:
+                seconds = self._costs.to_host(traffic.owned)
+                fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
+            seconds = self._costs.all_gather(traffic.gathered) if traffic.gathered else 0.0
+            self._gathered[unit] = self.clock.start(
+                Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched
+            )
+
+    def _await(self, unit: int) -> None:
+        if self._costs.overlaps:
+            self.clock.wait(Lane.GATHER, unit, self._gathered[unit])
+        for traffic, sizes in self._groups(unit):
+            if not self._costs.overlaps and traffic.gathered:
+                seconds = self._costs.all_gather(traffic.gathered)
+                self.clock.do_beside(Lane.GATHER, "gather", unit, seconds, traffic.gathered)
+            if sizes.rows:
+                self.clock.compute("copy out", unit, self._costs.copied(sizes.rows + sizes.unsharded))
+
+    def _reduce(self, unit: int) -> None:
+        nbytes = self._uncopied.pop(unit, 0)
+        if nbytes:
+            self.clock.compute("copy in", unit, self._costs.copied(2 * nbytes))
+        for traffic, sizes in self._groups(unit):
+            scattered = self._costs.reduce_scatter(traffic.reduced) if traffic.reduced else 0.0
+            summed = self._costs.all_reduce(traffic.all_reduced) if traffic.all_reduced else 0.0
+            if not self._costs.overlaps:
+                self.clock.do_beside(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced)
+                self.clock.do_beside(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced)
+                continue
+            end = self.clock.start(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced, after=self.clock.now)
+            end = self.clock.start(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced, after=end)
+            self._reduced[unit] = end
+            if self._sharded.is_offloaded:
+                seconds = self._costs.to_host(sizes.gradients)
+                self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
+
+    def _groups(self, unit: int) -> zip[tuple[Traffic, GroupSizes]]:
+        each = self._sharded.units[unit]
+        return zip(each.traffic, each.groups, strict=True)

@@ -1,0 +1,104 @@
+"""A sharded model as the simulator sees it: its units' buffers, what they send, and the optimizer on their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sherd.schedule.moments import Arrival, GroupSizes
+from sherd.schedule.state import Limits, UnitSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one group's collectives: of what all ranks have after the all-gather, of what each rank hands to the
+    reduce-scatter, and to the all-reduce over replicas. A collective that there is not takes 0. `owned`: bytes of this
+    rank's shards."""
+
+    gathered: int
+    reduced: int
+    all_reduced: int = 0
+    owned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit.
+
+    Attributes:
+        modules: the indices, in `Work.modules`, of its modules in the order of their calls.
+        groups: the buffers of its groups.
+        traffic: the collectives of its groups.
+        stepped: the bytes of each of its shards that the optimizer steps.
+    """
+
+    name: str
+    kind: str
+    numel: int
+    modules: tuple[int, ...]
+    groups: tuple[GroupSizes, ...]
+    traffic: tuple[Traffic, ...]
+    stepped: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer whose step goes through each element by itself.
+
+    Attributes:
+        states: tensors of state for each parameter, of its shape and dtype.
+        accesses: times that a step reads or writes a tensor of a parameter's shape.
+        scalars: bytes of state for each parameter besides, as of its step count.
+        temporaries: tensors of a parameter's shape that exist while it is stepped.
+        is_foreach: all parameters are stepped together, so that the temporaries of all exist at once.
+    """
+
+    states: int
+    accesses: int
+    scalars: int = 0
+    temporaries: int = 0
+    is_foreach: bool = False
+
+    def state_bytes(self, unit: Unit) -> int:
+        """Returns the bytes of its state for the shards of `unit`."""
+        return self.states * sum(unit.stepped) + self.scalars * len(unit.stepped)
+
+    def touched(self, units: Sequence[Unit]) -> int:
+        """Returns the bytes that a step reads and writes."""
+        return self.accesses * sum(sum(unit.stepped) for unit in units)
+
+    def temporary_bytes(self, units: Sequence[Unit]) -> int:
+        """Returns the bytes that a step takes for a moment."""
+        stepped = [nbytes for unit in units for nbytes in unit.stepped]
+        return self.temporaries * (sum(stepped) if self.is_foreach else max(stepped, default=0))
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model under `fully_shard`, on one rank.
+
+    Attributes:
+        units: in the order of the schedule: the root first.
+        specs, limits: what the schedule knows of them.
+        batch_bytes: small gradients wait until so many bytes have come.
+        places: by index in `Work.parameters`: the place of a trainable parameter in its unit.
+        is_offloaded: shards and optimizer are in host memory.
+    """
+
+    units: tuple[Unit, ...]
+    specs: tuple[UnitSpec, ...]
+    limits: Limits
+    batch_bytes: int
+    places: Mapping[int, Arrival]
+    optimizer: Optimizer
+    is_offloaded: bool = False
+
+
+# multiply, lerp, addcmul, sqrt, div and addcdiv are kernels of their own, unless fused.
+OPTIMIZERS = {
+    "adamw": Optimizer(states=2, accesses=20, scalars=4, temporaries=1, is_foreach=True),
+    "adamw-fused": Optimizer(states=2, accesses=7, scalars=4),
+    "sgd": Optimizer(states=0, accesses=3),
+    "sgd-momentum": Optimizer(states=1, accesses=5),
+}
+"""By name: torch's optimizers with their defaults on an accelerator."""

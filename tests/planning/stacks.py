@@ -1,0 +1,96 @@
+"""Work that is written by hand: a stack of equal blocks, and costs in round numbers."""
+
+from __future__ import annotations
+
+from sherd.schedule.moments import Arrival, GroupSizes
+from sherd.schedule.state import Keep, Limits, UnitSpec
+from sherd.simulate.clock import Costs
+from sherd.simulate.sharded import Optimizer, Sharded, Traffic, Unit
+from sherd.simulate.work import (
+    Allocate,
+    EndForward,
+    Enter,
+    Event,
+    Gradient,
+    Leave,
+    Module,
+    Op,
+    OpKind,
+    Parameter,
+    Passed,
+    Reached,
+    Release,
+    TensorKind,
+    Use,
+    Work,
+)
+
+WEIGHT, SHARD, KEPT = 800, 100, 50
+"""Bytes of a block's weight, of this rank's eighth of it, and of what the block keeps for backward."""
+FORWARD, BACKWARD = Op(OpKind.MATMUL, "forward", 1, 1, "float32"), Op(OpKind.MATMUL, "backward", 2, 1, "float32")
+
+
+def stack(num_blocks: int) -> Work:
+    """A root without parameters, and blocks with one weight each."""
+    blocks = range(1, num_blocks + 1)
+    events: list[Event] = [Enter(0)]
+    for block in blocks:
+        kept = Allocate(block, KEPT, TensorKind.ACTIVATION)
+        events += [Enter(block), Use(block - 1), kept, FORWARD, Leave(block)]
+    events += [Leave(0), EndForward(), Reached(0)]
+    for block in reversed(blocks):
+        events += [Reached(block), BACKWARD, Gradient(block - 1), Release(block), Passed(block)]
+    events += [Passed(0)]
+    modules = (Module("", "Stack", None), *(Module(f"blocks.{block - 1}", "Block", 0) for block in blocks))
+    parameters = tuple(Parameter(f"blocks.{block - 1}.weight", block, (200,), "float32", WEIGHT) for block in blocks)
+    return Work(modules, parameters, tuple(events), samples=1, tokens=1)
+
+
+def sharded_stack(num_blocks: int, limits: Limits = Limits(), **optional: bool) -> Sharded:
+    """The stack over 8 ranks, each block and the root a unit."""
+    sizes = GroupSizes(
+        shards=SHARD,
+        unsharded=WEIGHT,
+        arriving=(WEIGHT,),
+        gradient_rows=WEIGHT,
+        reduced=SHARD,
+        gradients=SHARD,
+    )
+    root = Unit("", "Stack", 0, (0,), (), (), ())
+    blocks = tuple(
+        Unit(
+            f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (Traffic(WEIGHT, WEIGHT, owned=SHARD),), (SHARD,)
+        )
+        for number in range(num_blocks)
+    )
+    specs = (UnitSpec(0, Keep.FOR_BACKWARD), *(UnitSpec(WEIGHT) for _ in blocks))
+    places = {number: Arrival(number + 1, 0, 0) for number in range(num_blocks)}
+    return Sharded((root, *blocks), specs, limits, 0, places, Optimizer(states=2, accesses=7), **optional)
+
+
+class RoundCosts(Costs):
+    """Seconds that can be added up by hand: of an operation as many as it has FLOPs."""
+
+    def __init__(self, gather: float, reduce: float, overlaps: bool = True, host: float = 0.0, copy: float = 0.0):
+        self.gather, self.reduce, self.overlaps, self.host, self.copy = gather, reduce, overlaps, host, copy
+
+    def op(self, op: Op) -> float:
+        return float(op.flops)
+
+    def copied(self, nbytes: int) -> float:
+        return 0.0
+
+    def all_gather(self, nbytes: int) -> float:
+        return self.gather
+
+    def reduce_scatter(self, nbytes: int) -> float:
+        return self.reduce
+
+    def all_reduce(self, nbytes: int) -> float:
+        return 10.0
+
+    def to_host(self, nbytes: int) -> float:
+        return self.copy
+
+    def optimizer(self, nbytes: int, on_host: bool) -> float:
+        return 1.0

@@ -1,0 +1,102 @@
+"""Is a model of which one block of each kind was sharded seen as if all of it had been?"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sherd
+from sherd._torch import imagined_ranks
+from sherd.planning.blocks import thin_out, with_blocks
+from sherd.planning.sharding import sharded_of
+from sherd.simulate.sharded import Optimizer
+from sherd.simulate.work import Module, Parameter, Work
+
+ADAMW = Optimizer(states=2, accesses=7, scalars=4, temporaries=1)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, width), nn.Linear(width, 8), nn.LayerNorm(8)
+
+
+class Stack(nn.Module):
+    """Blocks of two kinds in turn, around them an embedding whose weight is the head's too."""
+
+    def __init__(self, widths, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8)
+        self.blocks = nn.ModuleList(Block(width) for width in widths)
+        self.head = nn.Linear(8, 40, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def shell(model):
+    """The work of a model that does nothing."""
+    named = dict(model.named_modules())
+    numbers = {name: number for number, name in enumerate(named)}
+    modules = tuple(Module(name, type(each).__name__, None) for name, each in named.items())
+    parameters = tuple(
+        Parameter(name, numbers[name.rpartition(".")[0]], tuple(each.shape), "float32", each.nbytes)
+        for name, each in model.named_parameters()
+    )
+    return Work(modules, parameters, (), 1, 1)
+
+
+def on(num_ranks, shard, widths, tied, thin):
+    with imagined_ranks(num_ranks), torch.device("meta"):
+        model = Stack(widths, tied)
+        work = shell(model)
+        like = thin_out(model) if thin else {}
+        sharded = sharded_of(shard(model, init_device_mesh("cpu", (num_ranks,))), work, ADAMW)
+        return like, with_blocks(sharded, like, work) if thin else sharded
+
+
+def block_by_block(model, mesh):
+    for block in model.blocks:
+        sherd.fully_shard(block, mesh=mesh)
+    return sherd.fully_shard(model, mesh=mesh)
+
+
+def flat(model, mesh):
+    for block in model.blocks:
+        sherd.fully_shard(block, mesh=mesh, placement=sherd.Flat())
+    return sherd.fully_shard(model, mesh=mesh, placement=sherd.Flat())
+
+
+def parts_of_blocks(model, mesh):
+    for block in model.blocks:
+        sherd.fully_shard(block.up, mesh=mesh)
+        sherd.fully_shard([block.down, block.norm], mesh=mesh)
+    return sherd.fully_shard(model, mesh=mesh)
+
+
+def described(model, mesh):
+    return sherd.auto_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_ranks", [3, 8])
+@pytest.mark.parametrize("shard", [block_by_block, flat, parts_of_blocks, described])
+def test_blocks_that_are_alike_need_not_be_sharded_each(shard, num_ranks, tied):
+    widths = [16, 24] * 3 + [16]
+    _, whole = on(num_ranks, shard, widths, tied, thin=False)
+    like, thinned = on(num_ranks, shard, widths, tied, thin=True)
+    assert Counter(like.values()) == {"blocks.0": 3, "blocks.1": 2}
+    assert thinned == whole
+
+
+def test_blocks_that_are_no_units_are_all_needed():
+    like, thinned = on(4, lambda model, mesh: sherd.fully_shard(model, mesh=mesh), [16, 16], False, thin=True)
+    assert like == {"blocks.1": "blocks.0"}
+    assert thinned is None
+
+
+def test_a_block_that_shares_a_parameter_stays():
+    model = Stack([16, 16, 16])
+    model.blocks[2].norm.weight = model.blocks[1].norm.weight
+    assert thin_out(model) == {}
