@@ -746,6 +746,20 @@ def test_no_torch_function__makes_results_of_a_subclass_plain():
     assert type(quiet) is Quiet
 
 
+def test_torchdispatchmode__sees_operations_of_forward_and_backward():
+    class Seen(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    with Seen():
+        x.exp().sum().backward()
+    assert seen[:2] == ["aten.exp", "aten.sum"]
+    assert "aten.mul" in seen
+
+
 class Counted(torch.optim.SGD):
     """An optimizer whose class gets its step late."""
 

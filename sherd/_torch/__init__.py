@@ -101,6 +101,7 @@ from sherd._torch.saved_tensors import (
 )
 from sherd._torch.tensors import (
     NO_TORCH_FUNCTION,
+    TorchDispatchMode,
     attributes_of,
     give_attributes,
     gradients_of,
@@ -116,6 +117,7 @@ __all__ = [
     "DTensorSpec",
     "SavingHooks",
     "Store",
+    "TorchDispatchMode",
     "abort_groups",
     "adopt_timeout",
     "after_accumulation_hooks",

@@ -18,21 +18,14 @@ from sherd.simulate.work import Op, OpKind
 __all__ = ["KernelsOf", "op_of", "tensors_among"]
 
 _ATEN = torch.ops.aten
-_OF_NAMES = {
-    OpKind.ATTENTION: ("attention",),
-    OpKind.MATMUL: ("mm", "conv", "linear", "dot", "mv", "bilinear"),
-    OpKind.LOOKUP: ("embedding", "index", "gather", "scatter", "take"),
-    OpKind.REDUCTION: (
-        *("norm", "softmax", "loss", "sum", "mean", "var", "std", "max", "min", "pool", "topk", "sort", "prod"),
-        *("any", "all", "bincount"),
-    ),
-    OpKind.COPY: (
-        *("clone", "copy", "cat", "stack", "pad", "slice", "select", "repeat", "zeros", "ones", "fill", "full"),
-        *("zero_", "arange", "split", "roll", "flip"),
-    ),
+_KINDS = {
+    OpKind.ATTENTION: "attention",
+    OpKind.MATMUL: "mm conv linear dot mv",
+    OpKind.LOOKUP: "embedding index gather scatter take",
+    OpKind.REDUCTION: "norm softmax loss sum mean var std max min pool topk sort prod any all bincount",
+    OpKind.COPY: "clone copy cat stack pad slice select repeat zero ones fill full arange split roll flip",
 }
-"""Parts of names that tell an operation's kind: the first that fits; any other operation is POINTWISE."""
-_TAKES_MEMORY_ONLY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+"""Parts of names that tell an operation's kind, of which the first that fits does; any other one is POINTWISE."""
 _COUNTED_AS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
@@ -44,7 +37,7 @@ def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     """Returns the operation that `func` was, called with these; None for a view, and for memory that is only taken."""
     read, made = list(tensors_among((*args, *kwargs.values()))), list(tensors_among((result,)))
     kind, name = _kind_and_name(func)
-    if name.removeprefix("aten.") in _TAKES_MEMORY_ONLY or _is_view(read, made):
+    if "empty" in name or _is_view(read, made):
         return None
     count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
     written = _num_bytes(made)
@@ -69,7 +62,7 @@ def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
 @cache
 def _kind_and_name(func: Any) -> tuple[OpKind, str]:
     name = str(func.overloadpacket)
-    fitting = (kind for kind, parts in _OF_NAMES.items() if any(part in name for part in parts))
+    fitting = (kind for kind, parts in _KINDS.items() if any(part in name for part in parts.split()))
     return next(fitting, OpKind.POINTWISE), name
 
 
@@ -84,9 +77,8 @@ def _is_view(read: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     """Of each tensor once; of one that shows elements several times, no more than there are in its memory."""
-    return sum(
-        min(each.nbytes, each.untyped_storage().nbytes()) for each in {id(each): each for each in tensors}.values()
-    )
+    each_once = {id(each): each for each in tensors}.values()
+    return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in each_once)
 
 
 class KernelsOf(TorchFunctionMode):
@@ -125,18 +117,15 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **others: Any,
 ) -> Tensor:
     """`scaled_dot_product_attention` by the kernel that the device has for it, else as torch composes it."""
     out = None
     if query.is_meta and query.dim() == 4 and query.shape[-1] == value.shape[-1]:
-        out = fused(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        out = fused(query, key, value, attn_mask, dropout_p, is_causal, others.get("scale"))
     if out is not None:
         return out
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
 
 
 def _attention_on_cpu(
@@ -154,16 +143,17 @@ def _attention_on_cuda(
 ) -> Tensor | None:
     """FlashAttention in half precision; the memory-efficient kernel with a mask or in float32, which wants as many
     heads of keys as of queries."""
-    out: Tensor
+    outputs: tuple[Tensor, ...]
     if mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
-        out = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
-        return out
-    if query.shape[1] != key.shape[1] or query.dtype == torch.float64:
+        outputs = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)
+    elif query.shape[1] != key.shape[1] or query.dtype == torch.float64:
         return None
-    bias = None if mask is None else _as_bias(mask, query).expand(*query.shape[:3], key.shape[2])  # type: ignore[union-attr]
-    kernel = _ATEN._scaled_dot_product_efficient_attention
-    out = kernel(query, key, value, bias, query.requires_grad, dropout, causal, scale=scale)[0]
-    return out
+    else:
+        bias = _as_bias(mask, query)
+        bias = bias if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        kernel = _ATEN._scaled_dot_product_efficient_attention
+        outputs = kernel(query, key, value, bias, query.requires_grad, dropout, causal, scale=scale)
+    return outputs[0]
 
 
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -175,27 +165,19 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """No bincount is there on the meta device. Its length is taken to be `minlength`."""
-    if x.is_meta:
-        return x.new_empty(minlength)
-    return x.bincount(weights, minlength)
+    """The meta device has no bincount. Its length is taken to be `minlength`."""
+    return x.new_empty(minlength) if x.is_meta else x.bincount(weights, minlength)
 
 
 def _all(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return (
-        torch.ones((), dtype=torch.bool, device="cpu")
-        if x.is_meta and not args and not kwargs
-        else x.all(*args, **kwargs)
-    )
+    if not x.is_meta or args or kwargs:
+        return x.all(*args, **kwargs)
+    return torch.ones((), dtype=torch.bool, device="cpu")
 
 
-def _rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """By the kernel of LayerNorm, for CUDA's own has none on meta. It keeps one number more of each row."""
-    if not x.is_meta:
-        return F.rms_norm(x, normalized_shape, weight, eps)  # type: ignore[arg-type]
-    return F.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)  # type: ignore[arg-type]
+    return F.layer_norm(x, shape, weight, None, eps or 1e-6) if x.is_meta else F.rms_norm(x, shape, weight, eps)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from sherd._torch import TorchDispatchMode
 from sherd.planning.operations import op_of, tensors_among
 from sherd.simulate.work import (
     Allocate,
@@ -185,9 +185,12 @@ class Recording(TorchDispatchMode):
         while waiting:
             node = waiting.pop()
             # The nodes that accumulate gradients have a variable; they tell of themselves.
-            if node is None or hasattr(node, "variable") or "call" in node.metadata:
+            if node is None or hasattr(node, "variable"):
                 continue
-            node.metadata["call"] = self._call
+            noted: dict[str, Call | None] = node.metadata  # type: ignore[assignment] # a property, whatever its type says
+            if "call" in noted:
+                continue
+            noted["call"] = self._call
             node.register_prehook(lambda _, call=self._call: self._reach(call))
             waiting.extend(before for before, _ in node.next_functions)
 
@@ -232,7 +235,7 @@ class Recording(TorchDispatchMode):
     # The end
 
     def _find_logits(self, outputs: Sequence[Tensor]) -> None:
-        """A model's largest output of numbers is its logits, if there is one for each token: where the batch has tokens."""
+        """The largest output of a model is its logits."""
         numbers = [each for each in outputs if each.is_floating_point() and each.dim() > 1]
         largest = max(numbers, key=torch.Tensor.numel, default=None)
         if largest is not None and self._inputs and self._alive([largest]):

@@ -30,8 +30,8 @@ def checkpointed(work: Work, modules: Collection[int]) -> Work:
     """Returns `work` with activation checkpointing of `modules`, as `torch.utils.checkpoint` does it without reentry.
 
     The inputs of such a module are kept. What its forward keeps for backward is freed at the end of forward, its
-    outputs apart. Backward runs the forward again when it comes to the module's first operation. It stops early as torch
-    does: in front of the first operation whose result is not kept, once all that is kept is there. Modules inside of
+    outputs apart. Backward runs the forward again when it comes to the module's first operation. It stops early as
+    torch does: once all that is kept is there, in front of the next operation that makes a tensor. Modules inside of
     one of `modules` are not checkpointed once more.
 
     Torch frees what a checkpointed forward keeps bit by bit, and here it is freed at the end. The peak of a step is not
@@ -58,7 +58,7 @@ def checkpointed(work: Work, modules: Collection[int]) -> Work:
 def _rewritten(
     events: Sequence[Event], inserted: dict[int, list[Event]], renamed: dict[int, int], held: Collection[int]
 ) -> Iterator[Event]:
-    """Yields `events` with what is inserted; releases of renamed tensors are those of the new ones, of held ones none."""
+    """Yields `events` with what is inserted. Held tensors are released by that, and renamed ones by their new names."""
     for position, event in enumerate(events):
         yield from inserted.get(position, ())
         if isinstance(event, Release):

@@ -41,11 +41,6 @@ def bfloat16_decoder():
     return model.bfloat16(), batch
 
 
-def experts():
-    """With all experts chosen by each token, so that real shares are even too."""
-    return decoder(experts=4, top_k=4)
-
-
 def _causal_lm(config):
     from transformers import AutoModelForCausalLM
 
@@ -97,15 +92,8 @@ def perceptron():
 
 def convolutions():
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3)]
-    return nn.Sequential(*layers, nn.GroupNorm(2, 16), nn.SiLU(), nn.Flatten(), nn.LazyLinear(10)), torch.zeros(
-        4, 3, 20, 20
-    )
-
-
-def built_convolutions():
-    model, x = convolutions()
-    model[-1] = nn.Linear(16 * 7 * 7, 10)
-    return model, x
+    head = [nn.GroupNorm(2, 16), nn.SiLU(), nn.Flatten(), nn.Linear(16 * 7 * 7, 10)]
+    return nn.Sequential(*layers, *head), torch.zeros(4, 3, 20, 20)
 
 
 class Encoder(nn.Module):
@@ -159,10 +147,10 @@ def frozen():
 CAUSAL = {
     each.__name__: each
     for each in (
-        *(decoder, tied_decoder, bfloat16_decoder, experts, llama, gpt2, encoder, checkpointed, reentrant, frozen),
+        *(decoder, tied_decoder, bfloat16_decoder, llama, gpt2, encoder, checkpointed, reentrant, frozen),
     )
 }
-OTHERS = {each.__name__: each for each in (perceptron, built_convolutions)}
+OTHERS = {each.__name__: each for each in (perceptron, convolutions)}
 ALL = {name: (build, next_token) for name, build in CAUSAL.items()} | {
     name: (build, sum_of_all) for name, build in OTHERS.items()
 }
