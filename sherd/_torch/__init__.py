@@ -66,6 +66,7 @@ from sherd._torch.dtensors import (
     swap_devices,
 )
 from sherd._torch.dynamo import (
+    composed_on_meta,
     dynamo_disabled,
     fake_tensors,
     not_traced,
@@ -131,6 +132,7 @@ __all__ = [
     "backend_of",
     "become_view",
     "beneath_transforms",
+    "composed_on_meta",
     "concatenate_meshes",
     "device_of",
     "dispatches_itself",

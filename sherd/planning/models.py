@@ -116,9 +116,7 @@ def _hugging_face(path: str) -> Planned:
 
 def _trained(path: str, tree: Any) -> Planned:
     if path.endswith(".json") and not tree.keys() & SECTIONS.keys():
-        raise InputError(
-            f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train"
-        )
+        raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train")
     config = Config.of(tree)
     model = on_meta(config)
     for module in model.modules():

@@ -4,18 +4,18 @@ device would take where the meta device takes others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from sherd._torch import composed_on_meta
 from sherd.simulate.work import Op, OpKind
 
-__all__ = ["KernelsOf", "op_of", "tensors_among"]
+__all__ = ["WITHOUT_VALUES", "kernels_of", "op_of", "tensors_among"]
 
 _ATEN = torch.ops.aten
 _KINDS = {
@@ -81,32 +81,17 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in each_once)
 
 
-class KernelsOf(TorchFunctionMode):
-    """Within it, tensors on the meta device go through the operations that a device of this type would run.
-
-    Attention takes the fused kernels; on an accelerator, dropout and RMSNorm do too. A fused LSTM is read as its steps.
-    Whether all of a mask is true, as transformers asks before it leaves the mask out, is answered with yes.
+def kernels_of(device_type: str) -> AbstractContextManager[None]:
+    """A context in which operations on meta tensors are those that a device of this type would run: fused attention;
+    on an accelerator, fused dropout and RMSNorm too. A fused LSTM is read as its steps.
 
     Args:
         device_type: "cpu", or an accelerator: any is taken for CUDA.
     """
-
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        attention = _attention_on_cpu if device_type == "cpu" else _attention_on_cuda
-        self._instead: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: partial(_attention, attention),
-            torch.Tensor.bincount: _bincount,
-            torch.Tensor.all: _all,
-            torch.all: _all,
-        }
-        if device_type != "cpu":
-            self._instead |= {F.dropout: _dropout, F.rms_norm: _rms_norm}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._instead.get(func, func)(*args, **(kwargs or {}))
+    if device_type == "cpu":
+        return composed_on_meta({"scaled_dot_product_attention": partial(_attention, _attention_on_cpu)})
+    attention = partial(_attention, _attention_on_cuda)
+    return composed_on_meta({"scaled_dot_product_attention": attention, "dropout": _dropout, "rms_norm": _rms_norm})
 
 
 def _attention(
@@ -119,13 +104,14 @@ def _attention(
     is_causal: bool = False,
     **others: Any,
 ) -> Tensor:
-    """`scaled_dot_product_attention` by the kernel that the device has for it, else as torch composes it."""
+    """Attention by the kernel that the device has for it, else composed of other operations."""
     out = None
-    if query.is_meta and query.dim() == 4 and query.shape[-1] == value.shape[-1]:
+    if query.dim() == 4 and query.shape[-1] == value.shape[-1]:
         out = fused(query, key, value, attn_mask, dropout_p, is_causal, others.get("scale"))
-    if out is not None:
-        return out
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
+    if out is None:
+        mask = _as_bias(attn_mask, query)
+        out = _ATEN._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, is_causal, **others)[0]
+    return out
 
 
 def _attention_on_cpu(
@@ -164,23 +150,18 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return torch.where(mask, zero, never)
 
 
-def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """The meta device has no bincount. Its length is taken to be `minlength`."""
-    return x.new_empty(minlength) if x.is_meta else x.bincount(weights, minlength)
-
-
-def _all(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if not x.is_meta or args or kwargs:
-        return x.all(*args, **kwargs)
-    return torch.ones((), dtype=torch.bool, device="cpu")
-
-
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """By the kernel of LayerNorm, for CUDA's own has none on meta. It keeps one number more of each row."""
-    return F.layer_norm(x, shape, weight, None, eps or 1e-6) if x.is_meta else F.rms_norm(x, shape, weight, eps)
+    return torch.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if training and 0 < p < 1 and x.is_meta and not inplace:
-        return torch.native_dropout(x, p, True)[0]
-    return F.dropout(x, p, training, inplace)
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if train and p else x
+
+
+WITHOUT_VALUES: dict[Any, Callable[..., Tensor]] = {
+    _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
+    _ATEN.bincount.default: lambda x, weights=None, minlength=0: x.new_empty(minlength),
+}
+"""What is answered for operations whose result depends on values. All of a mask is true: transformers asks, before it
+leaves a mask out. A histogram has its least length."""

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from sherd.engine.run.structures import tensors_in
-from sherd.planning.operations import KernelsOf
+from sherd.planning.operations import kernels_of
 from sherd.planning.recording import Recording
 from sherd.simulate.work import Module, Parameter, Work
 from sherd.train.config import InputError
@@ -49,11 +48,12 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(partial(_hand_over, recording, number)))
     try:
-        with torch.device("meta"), KernelsOf(device_type), torch.enable_grad(), recording:
-            value = loss(model, batch)
+        with torch.device("meta"), kernels_of(device_type), recording:
+            with torch.enable_grad():
+                value = loss(model, batch)
             recording.end_forward(value)
-            # Given the tensor itself, backward would run without `KernelsOf`, as each function does that it sees.
-            torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))
+            with torch.no_grad():  # what runs with gradients in backward is a forward that runs again
+                value.backward()
             del value
     except Exception as error:
         where = recording.failed_in

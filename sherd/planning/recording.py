@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sherd._torch import TorchDispatchMode
-from sherd.planning.operations import op_of, tensors_among
+from sherd.planning.operations import WITHOUT_VALUES, op_of, tensors_among
 from sherd.simulate.work import (
     Allocate,
     EndForward,
@@ -71,7 +71,7 @@ class Recording(TorchDispatchMode):
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._resting = [each.untyped_storage() for each in (*parameters, *buffers)]
         self._parameter_at = {id(each): number for number, each in enumerate(self._resting[: len(parameters)])}
         self._is_resting = {id(each) for each in self._resting}
@@ -109,7 +109,7 @@ class Recording(TorchDispatchMode):
             self._end_recomputation()
         if again or not self._in_backward:
             self._use(args)
-        result = func(*args, **kwargs)
+        result = WITHOUT_VALUES.get(func, func)(*args, **kwargs)
         for each in tensors_among((result,)):
             self._note(each, again)
         op = op_of(func, args, kwargs, result)

@@ -146,9 +146,7 @@ def frozen():
 
 CAUSAL = {
     each.__name__: each
-    for each in (
-        *(decoder, tied_decoder, bfloat16_decoder, llama, gpt2, encoder, checkpointed, reentrant, frozen),
-    )
+    for each in (*(decoder, tied_decoder, bfloat16_decoder, llama, gpt2, encoder, checkpointed, reentrant, frozen),)
 }
 OTHERS = {each.__name__: each for each in (perceptron, convolutions)}
 ALL = {name: (build, next_token) for name, build in CAUSAL.items()} | {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sherd.planning.operations import KernelsOf
+from sherd.planning.operations import kernels_of
 from sherd.planning.reading import read_work
 from sherd.simulate.work import (
     Allocate,
@@ -193,8 +193,7 @@ def test_on_an_accelerator_attention_and_dropout_take_its_kernels(dtype, kernel)
     assert f"aten._scaled_dot_product_{kernel}_attention_backward" in names
     assert "aten.native_dropout" in names
     assert "aten.native_layer_norm" in names
-    scores = 2 * 2 * 16 * 16 * dtype.itemsize
-    assert scores not in [event.nbytes for event in work.events if isinstance(event, Allocate)]
+    assert not {"aten.bmm", "aten._softmax", "aten._safe_softmax", "aten.bernoulli_"} & set(names)
 
 
 def test_the_model_is_as_it_was():
@@ -233,16 +232,16 @@ class FailingLater(nn.Module):
     ("module", "said"),
     [
         (Deciding, r"1 \(Deciding\) does not run without values: .*meta"),
-        (lambda: Wrong(4, 4), r"1 \(Wrong\) does not run without values: .*shape"),
+        (lambda: Wrong(4, 4), r"1 \(Wrong\) does not run without values: .*reduction dim"),
         (FailingLater, r"1 \(FailingLater\) does not run without values: no gradient$"),
     ],
 )
 def test_a_model_that_does_not_trace_is_told_with_the_module(module, said):
     model, x = made(lambda: (nn.Sequential(nn.Linear(4, 4), module(), nn.Linear(4, 4)), torch.zeros(2, 4)))
-    with pytest.raises(InputError, match=said) as error:
-        try:
-            raise KeyError("an error that the caller handles")
-        except KeyError:
+    try:
+        raise KeyError("an error that the caller handles")
+    except KeyError:
+        with pytest.raises(InputError, match=said) as error:
             read_work(model, x)
     assert "\n" not in str(error.value)
     assert not any(each._forward_hooks for each in model.modules())
@@ -250,7 +249,7 @@ def test_a_model_that_does_not_trace_is_told_with_the_module(module, said):
 
 def test_a_loss_that_does_not_trace_is_told():
     model, x = made(lambda: (nn.Linear(4, 4), torch.zeros(2, 4)))
-    with pytest.raises(InputError, match="^the loss does not run without values: "):
+    with pytest.raises(InputError, match=r"^the loss does not run without values: "):
         read_work(model, x, lambda model, batch: torch.zeros(()) * model(batch).sum().item())
 
 
@@ -263,28 +262,33 @@ def test_a_model_with_values_is_refused():
 
 def test_tensors_with_values_take_their_own_kernels():
     query = torch.randn(1, 2, 4, 8)
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    expected = nn.functional.scaled_dot_product_attention(query, query, query), nn.functional.rms_norm(query, [8])
     for device_type in ("cpu", "cuda"):
-        with KernelsOf(device_type):
-            out = nn.functional.scaled_dot_product_attention(query, query, query, mask, enable_gqa=True)
-            counts = torch.tensor([1, 1, 0]).bincount(minlength=3)
-            said = torch.tensor([True, False]).all()
+        with kernels_of(device_type):
+            attended = nn.functional.scaled_dot_product_attention(query, query, query)
             normed = nn.functional.rms_norm(query, [8])
-        assert torch.equal(out, nn.functional.scaled_dot_product_attention(query, query, query, mask))
-        assert counts.tolist() == [1, 2, 0]
-        assert not said
-        assert torch.equal(normed, nn.functional.rms_norm(query, [8]))
+        torch.testing.assert_close((attended, normed), expected, rtol=0, atol=0)
+
+
+class Growing(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            twice = torch.empty(0)
+            torch.mul(x, 2, out=twice)
+        return x * twice
 
 
 def test_memory_that_is_resized_in_place_is_followed():
-    class Growing(nn.Module):
-        def forward(self, x):
-            return torch.mul(x, 2, out=torch.empty(0)) if not torch.is_grad_enabled() else x * self.grown(x)
-
-        def grown(self, x):
-            with torch.no_grad():
-                return torch.mul(x, 2, out=torch.empty(1))
-
     work = read(lambda: (nn.Sequential(nn.Linear(4, 4), Growing()), torch.zeros(2, 4)), models.sum_of_all)
-    assert of_kind(work, TensorKind.ACTIVATION).count(2 * 4 * 4) >= 2
+    assert of_kind(work, TensorKind.ACTIVATION) == [2 * 4 * 4, 4]  # what was resized, and the loss
     assert min(heights(work)) == 0
+
+
+class Undecided(nn.Module):
+    def forward(self, x, mask):
+        return x if mask.all() else x.masked_fill(mask, 0)
+
+
+def test_a_mask_is_thought_to_leave_everything_in():
+    model, batch = made(lambda: (Undecided(), (torch.zeros(2, 4, requires_grad=True), torch.zeros(2, 4) == 0)))
+    assert "aten.masked_fill" not in [event.name for event in read_work(model, batch).events if isinstance(event, Op)]
