@@ -75,14 +75,15 @@ class Clock:
         return self._free[Lane.COMPUTE]
 
     def compute(self, name: str, unit: int, seconds: float, num_queued: int = 1) -> None:
-        """Queue work on compute. Work of the same name and unit that follows at once is one span."""
+        """Queue operations on compute that take so many seconds together. The device begins once the first one is
+        queued, and is not done before the last one is. What follows at once and is alike is one span."""
+        start = max(self.now, self._host + min(1, num_queued) * self._costs.host)
         self._host += num_queued * self._costs.host
-        start = max(self.now, self._host)
-        end = self._free[Lane.COMPUTE] = start + seconds
+        end = self._free[Lane.COMPUTE] = max(start + seconds, self._host)
         last = self.spans[-1] if self.spans else None
         if last and (last.lane, last.name, last.unit, last.end) == (Lane.COMPUTE, name, unit, start):
             self.spans[-1] = Span(Lane.COMPUTE, name, unit, last.start, end)
-        else:
+        elif end > start:
             self.spans.append(Span(Lane.COMPUTE, name, unit, start, end))
 
     def start(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int, after: float = 0.0) -> float:

@@ -13,6 +13,7 @@ carry its actions out.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sherd.schedule import actions as do
@@ -23,16 +24,15 @@ from sherd.schedule.schedule import Schedule
 from sherd.schedule.words import in_words
 from sherd.simulate.clock import Clock, Costs
 from sherd.simulate.meter import Meter
-from sherd.simulate.moments import moments_of
 from sherd.simulate.sharded import Sharded, Traffic
+from sherd.simulate.stretches import Part, Stretch
 from sherd.simulate.timeline import Lane, Timeline, TimelineUnit
-from sherd.simulate.work import Allocate, EndForward, Enter, Event, Leave, Op, Passed, Reached, Release, Work
 
 OPTIMIZER_TEMPORARY = "optimizer temporaries"
 
 
 def play(
-    work: Work,
+    parts: Sequence[Part],
     sharded: Sharded,
     costs: Costs,
     *,
@@ -43,14 +43,14 @@ def play(
     """Returns a step whose order is learnt, from shards without gradients until the optimizer has stepped.
 
     Args:
-        work: one micro-batch of the model.
+        parts: one micro-batch of the model, by `parts_of`.
         sharded: the model on its mesh.
         costs: the seconds that things take.
         micro_batches: forwards and backwards of the step.
         reduces_each: each backward reduces its gradients; otherwise only the last one of the step does.
         title: of the timeline.
     """
-    player = _Player(work, sharded, costs)
+    player = _Player(parts, sharded, costs)
     for _ in range(2):  # the first step learns the order
         player.begin_step()
         for number in range(micro_batches):
@@ -74,12 +74,10 @@ def play(
 class _Player:
     """Plays steps, one after the other. `clock` and `meter` are those of the last one."""
 
-    def __init__(self, work: Work, sharded: Sharded, costs: Costs) -> None:
+    def __init__(self, parts: Sequence[Part], sharded: Sharded, costs: Costs) -> None:
         self._sharded = sharded
         self._costs = costs
-        self._moments = list(moments_of(work, sharded))
-        self._seconds: dict[Op, float] = {}
-        self._unit_of = {module: number for number, unit in enumerate(sharded.units) for module in unit.modules}
+        self._parts = parts
         self._names = [unit.name for unit in sharded.units]
         self._schedule = Schedule(sharded.specs, sharded.limits)
         self._buffers = Buffers([unit.groups for unit in sharded.units], sharded.batch_bytes)
@@ -109,18 +107,13 @@ class _Player:
         """Play forward and backward."""
         specs = tuple(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
         self._schedule.move_to(replace(self._schedule.state, specs=specs))
-        self._alive: dict[int, tuple[str, int, int]] = {}
-        self._running = [-1]
-        self._phase = "forward"
         self._uncopied: Counter[int] = Counter()
-        for event, moments in self._moments:
-            # What a module needs is there before its first operation, and is given up after its last.
-            if event is not None:
-                self._happens(event)
-            for moment in moments:
-                self._live_through(moment)
-        for tensor in list(self._alive):
-            self._release(tensor)
+        for part in self._parts:
+            if isinstance(part, Stretch):
+                self._compute(part)
+            else:
+                for moment in part:
+                    self._live_through(moment)
 
     def optimizer_step(self) -> None:
         """Step the optimizer on the shards."""
@@ -133,39 +126,10 @@ class _Player:
         self.clock.compute("optimizer", -1, self._costs.optimizer(optimizer.touched(units), sharded.is_offloaded))
         self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
 
-    # Compute
-
-    def _happens(self, event: Event) -> None:
-        match event:
-            case Op():
-                seconds = self._seconds.get(event)
-                if seconds is None:
-                    seconds = self._seconds[event] = self._costs.op(event)
-                self.clock.compute(self._phase, self._running[-1], seconds)
-            case Allocate(tensor, nbytes, kind):
-                self._alive[tensor] = kind.value, self._running[-1], nbytes
-                self._come(*self._alive[tensor])
-            case Release(tensor):
-                self._release(tensor)
-            case Enter(module, again):
-                self._phase = "recompute" if again else self._phase
-                self._running.append(self._unit_of.get(module, self._running[-1]))
-            case Leave(module, again):
-                self._phase = "backward" if again else self._phase
-                self._running.pop()
-            case EndForward():
-                self._phase = "backward"
-                self._running = [-1]
-            case Reached(module) if module in self._unit_of:
-                self._running = [self._unit_of[module]]
-            case Passed(module) if module in self._unit_of:
-                self._running = [-1]
-            case _:
-                pass
-
-    def _release(self, tensor: int) -> None:
-        kind, unit, nbytes = self._alive.pop(tensor)
-        self._come(kind, unit, -nbytes)
+    def _compute(self, stretch: Stretch) -> None:
+        self.clock.compute(stretch.phase, stretch.unit, stretch.seconds, stretch.num_ops)
+        for change in stretch.changes:
+            self._come(*change)
 
     def _come(self, kind: str, unit: int, nbytes: int) -> None:
         self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)

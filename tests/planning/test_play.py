@@ -7,11 +7,16 @@ import pytest
 from sherd.schedule.forecast import forecast
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Limits
+from sherd.simulate import play as player
 from sherd.simulate.moments import moments_of
-from sherd.simulate.play import play
 from sherd.simulate.sharded import Optimizer
+from sherd.simulate.stretches import parts_of
 from sherd.simulate.timeline import Lane
 from tests.planning.stacks import KEPT, SHARD, RoundCosts, sharded_stack, stack
+
+
+def play(work, sharded, costs, **options):
+    return player.play(parts_of(work, sharded, costs.op), sharded, costs, **options)
 
 
 def spans(timeline, lane, name):

@@ -1,0 +1,149 @@
+"""The planner: predicts a training under any settings. A model is read once, and sharded once for each way to shard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sherd._torch import imagined_ranks
+from sherd.api.auto_shard import auto_shard
+from sherd.api.blocks import repeated_blocks
+from sherd.comm.streams import RecordingStreams, use_streams
+from sherd.layout.runs import Flat
+from sherd.planning.blocks import thin_out, with_blocks
+from sherd.planning.reading import Loss, read_work
+from sherd.planning.sharding import sharded_of
+from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
+from sherd.simulate.cluster import Cluster
+from sherd.simulate.costs import op_seconds
+from sherd.simulate.predict import Prediction, predict
+from sherd.simulate.settings import Mesh, Settings
+from sherd.simulate.sharded import Optimizer, Sharded
+from sherd.simulate.stretches import Part, parts_of
+from sherd.simulate.transform import checkpointed, scaled
+from sherd.simulate.work import Work
+
+Shards = Callable[..., nn.Module]
+"""A function that shards a model as `auto_shard` does, with the arguments of `fully_shard`."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, and how it is trained.
+
+    Attributes:
+        model: on the meta device, its parameters in the dtype that the optimizer steps. It is copied.
+        batch: returns a batch of so many samples, on the meta device.
+        loss: of a model and a batch.
+        optimizer: steps all trainable parameters.
+        compute_dtype: forward and backward compute in it (mixed precision, with gradients reduced in float32); None:
+            in that of the parameters.
+        shard: makes the units.
+    """
+
+    model: nn.Module
+    batch: Callable[[int], Any]
+    loss: Loss
+    optimizer: Optimizer
+    compute_dtype: torch.dtype | None = None
+    shard: Shards = auto_shard
+
+
+class Planner:
+    """Predicts steps of `training` on `cluster`. This process must not be in a process group.
+
+    With `is_rough`, the model is read with one sample only, and its work scaled for more: for a search.
+    """
+
+    def __init__(self, training: Training, cluster: Cluster, is_rough: bool = False) -> None:
+        self.training, self.cluster, self._is_rough = training, cluster, is_rough
+        self._read = lru_cache(maxsize=None)(self._read_once)
+        self._work = lru_cache(maxsize=None)(self._work_of)
+        self._sharded = lru_cache(maxsize=None)(self._shard_once)
+        self._parts = lru_cache(maxsize=None)(self._cut_once)
+
+    def predict(self, settings: Settings, title: str = "") -> Prediction:
+        """Returns the prediction of a step.
+
+        Raises:
+            InputError: the model does not run without values.
+            SherdError: it cannot be sharded so.
+        """
+        work_key = settings.micro_batch, settings.checkpointing
+        sharded_key = settings.mesh, settings.placement, settings.reshard, settings.prefetch
+        sharded = self._sharded(*sharded_key)
+        return predict(
+            self._work(*work_key),
+            offloaded(sharded) if settings.offload else sharded,
+            self.cluster,
+            settings.mesh,
+            parts=self._parts(work_key, sharded_key),
+            micro_batches=settings.micro_batches,
+            title=title,
+        )
+
+    def _read_once(self, micro_batch: int) -> Work:
+        if self._is_rough and micro_batch > 1:
+            return scaled(self._read(1), micro_batch)
+        training = self.training
+        model = copy.deepcopy(training.model)
+        for parameter in model.parameters() if training.compute_dtype is not None else ():
+            parameter.data = parameter.data.to(training.compute_dtype)  # buffers stay, as under a MixedPrecisionPolicy
+        device_type = "cuda" if self.cluster.device.overlaps else "cpu"
+        return read_work(model, training.batch(micro_batch), training.loss, device_type)
+
+    def _work_of(self, micro_batch: int, checkpointing: bool) -> Work:
+        work = self._read(micro_batch)
+        if not checkpointing:
+            return work
+        blocks = {id(block) for each in repeated_blocks(self.training.model).values() for block in each}
+        names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
+        return checkpointed(work, [number for number, each in enumerate(work.modules) if each.name in names])
+
+    def _cut_once(self, work_key: tuple[int, bool], sharded_key: tuple[Mesh, str, bool, int]) -> tuple[Part, ...]:
+        device = self.cluster.device
+        return parts_of(self._work(*work_key), self._sharded(*sharded_key), lambda op: op_seconds(op, device))
+
+    def _shard_once(self, mesh: Mesh, placement: str, reshard: bool, prefetch: int) -> Sharded:
+        work, training = self._read(1), self.training
+        arguments: dict[str, Any] = {"prefetch_policy": PrefetchPolicy(prefetch, prefetch)}
+        if placement == "flat":
+            arguments["placement"] = Flat()
+        if not reshard:
+            arguments["reshard_after_forward"] = False
+        if training.compute_dtype is not None:
+            arguments["mp_policy"] = MixedPrecisionPolicy(training.compute_dtype, torch.float32)
+        streams = use_streams(RecordingStreams()) if self.cluster.device.overlaps else nullcontext()
+        with imagined_ranks(mesh.num_ranks), streams:
+            arguments["mesh"] = _device_mesh(mesh)
+            model = copy.deepcopy(training.model)
+            like = thin_out(model)
+            sharded = sharded_of(training.shard(model, **arguments), work, training.optimizer)
+            whole = with_blocks(sharded, like, work) if like else sharded
+            if whole is None:
+                whole = sharded_of(training.shard(copy.deepcopy(training.model), **arguments), work, training.optimizer)
+        return whole
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    if mesh.replicate == 1:
+        return init_device_mesh("cpu", (mesh.shard,), mesh_dim_names=("shard",))
+    return init_device_mesh("cpu", (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def offloaded(sharded: Sharded) -> Sharded:
+    """Returns `sharded` with shards, gradients and optimizer state in host memory (`CPUOffloadPolicy`), on a device
+    with streams. An all-gather sends from rows in the memory of the device, so no buffer is added."""
+    units = tuple(
+        replace(unit, groups=tuple(replace(sizes, shards=0, is_offloaded=True) for sizes in unit.groups))
+        for unit in sharded.units
+    )
+    return replace(sharded, units=units, is_offloaded=True)
