@@ -18,6 +18,7 @@
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
     ├── CheckpointError RuntimeError  a checkpoint that cannot be written or read
     │   └── NoCheckpointError FileNotFoundError  a folder without a whole checkpoint
+    ├── ClusterError    ValueError    a cluster file that cannot be read, or that holds something wrong
     ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
         └── RanksDifferError          ranks have changed a model in different ways
@@ -31,6 +32,7 @@ from typing import ClassVar
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "CommError",
     "EquivalenceError",
     "GradientError",
@@ -135,6 +137,12 @@ class CheckpointError(SherdError, RuntimeError):
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
     """A folder without a whole checkpoint, so that a run begins anew."""
+
+
+class ClusterError(SherdError, ValueError):
+    """A cluster file that cannot be read, or that holds something wrong. The message is one line."""
+
+    names_rank = False
 
 
 class EquivalenceError(SherdError, AssertionError):

@@ -19,7 +19,7 @@ errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | w
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "build")
 SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors"}
-KNOWS_SIMULATE = {"sherd", "interop", "train", "planning", "__main__"}
+KNOWS_SIMULATE = {"sherd", "interop", "train", "planning", "doctor", "__main__"}
 WITHOUT_TORCH = {"layout", "schedule", "storage", "simulate"}
 RIVALS = (
     "torch.distributed.fsdp",

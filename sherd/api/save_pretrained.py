@@ -6,28 +6,25 @@ import copy
 import json
 import os
 import re
-import shutil
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sherd.api.module import FSDPModule, require_module
+from sherd.api.module import require_module
+from sherd.api.save_adapters import adapted_model, save_adapters
+from sherd.api.saved_folder import beneath_wrappers, plain_class, publish, written_beside
 from sherd.checkpoint.export import Source, file_names, split, write_files
 from sherd.checkpoint.full_tensors import Full, FullTensors
 from sherd.checkpoint.model_tensors import without_wrappers
-from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
-from sherd.storage.places import Disk, flush
+from sherd.storage.places import Disk
 
 MAX_SHARD_BYTES = 5_000_000_000
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-_PART = ".save_pretrained.part"
-"""The folder, in the one that is saved to, in which files wait until all are complete."""
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -50,15 +47,17 @@ def save_pretrained(
     no `config.json` and does not load.
 
     Args:
-        model: a transformers `PreTrainedModel`, sharded by either front end, or compiled besides.
+        model: a transformers `PreTrainedModel`, sharded by either front end, or compiled besides. Or a `PeftModel`:
+            then its adapters alone are saved, as peft saves them; `PeftModel.from_pretrained(base, path)` loads them.
         path: a folder that all ranks share. An export that is there is replaced.
-        max_shard_bytes: the most bytes of a weights file; a larger tensor has one for itself.
+        max_shard_bytes: the most bytes of a weights file; a larger tensor has one for itself. An adapter is one file.
         dtype: the dtype of floating-point weights in the files, and in `config.json`. None: their own.
         tokenizer: a tokenizer or processor that is saved with the model, by its own `save_pretrained`.
 
     Raises:
-        ModuleError: it is no transformers model.
-        UnsupportedError: the model is quantized, or transformers turns several of its tensors into one for its files.
+        ModuleError: it is no transformers model and no `PeftModel`.
+        UnsupportedError: the model is quantized, or transformers turns several of its tensors into one for its files,
+            or peft makes new tensors for an adapter's files.
         CheckpointError: a rank cannot write, or ranks do not share the folder: on all ranks.
         StateError: the model is on the meta device, inside `sherd.unsharded`, or in the middle of a forward or
             backward.
@@ -69,51 +68,43 @@ def save_pretrained(
     require_type("save_pretrained(path=...): expected a path", path, str | os.PathLike)
     require_int("save_pretrained(max_shard_bytes={})", max_shard_bytes, 1)
     require_floating_dtype("save_pretrained(dtype={})", dtype)
+    adapted = adapted_model(model)
+    if adapted is not None:
+        return save_adapters(model, adapted, Path(path), dtype, tokenizer)
     inner = _hugging_face(model)
     tensors = FullTensors(model, dtype, "save_pretrained()")
     named = _Named(inner, tensors)
-    files = split(named.sources, max_shard_bytes)
-    folder, part = Path(path), Path(path) / _PART
-    what, ranks = f"save_pretrained to {folder}", Ranks()
-    ranks.first(lambda: _begin(part), what)
-    try:
+    parts = split(named.sources, max_shard_bytes)
+    files = dict(zip(file_names(len(parts)), parts, strict=True))
+    with written_beside(Path(path)) as (part, ranks, what):
         sizes = write_files(tensors, files, named.converted, ranks, Disk(part), what)
 
         def finish() -> None:
-            for name, size in zip(file_names(len(files)), sizes, strict=True):
+            for name, size in zip(files, sizes, strict=True):
                 if not (part / name).is_file() or (part / name).stat().st_size != size:
                     raise CheckpointError(f"{part / name} is not there; give a folder that all ranks share")
             _write_texts(inner, tensors, files, part)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
-            _publish(part, folder)
-            part.rmdir()  # before the other ranks go on
+            publish(part, Path(path), CONFIG, _WEIGHTS)
 
         ranks.first(finish, what)
-    finally:
-        if ranks.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-    return str(folder)
+    return str(Path(path))
 
 
 def _hugging_face(model: nn.Module) -> Any:
     """Returns the transformers model that `model` is beneath its wrappers. Raises ModuleError, UnsupportedError."""
-    transformers = sys.modules.get("transformers")
-    found: Any = None
-    for path, module in model.named_modules():
-        if transformers is not None and not without_wrappers(path) and isinstance(module, transformers.PreTrainedModel):
-            found = module
+    found = beneath_wrappers(model, "transformers", "PreTrainedModel")
     if found is None:
         raise ModuleError(
-            f"save_pretrained: {type(model).__name__} is no transformers PreTrainedModel; sherd.save writes a "
-            "checkpoint of any model, sherd.iter_full_parameters yields its weights for files of your own, and an "
-            "adapter (peft) takes them as save_pretrained(..., state_dict=...) there"
+            f"save_pretrained: {type(model).__name__} is no transformers PreTrainedModel and no PeftModel; sherd.save "
+            "writes a checkpoint of any model, and sherd.iter_full_parameters yields its weights for files of your own"
         )
     if getattr(found, "hf_quantizer", None) is not None or getattr(found, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
-            f"save_pretrained: {type(found).__name__} is quantized or has adapters, which are saved in formats of "
-            "their own; collect sherd.iter_full_parameters(model, rank0_only=True) in a dict, and give it to the "
-            "model's save_pretrained(path, state_dict=...)"
+            f"save_pretrained: {type(found).__name__} is quantized or has adapters without a PeftModel, which "
+            "are saved in formats of their own; collect sherd.iter_full_parameters(model, rank0_only=True) in a dict, "
+            "and give it to the model's save_pretrained(path, state_dict=...)"
         )
     return found
 
@@ -186,49 +177,22 @@ def _revert_of_transformers() -> Any:
     return revert_weight_conversion
 
 
-def _begin(part: Path) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-
-
-def _write_texts(inner: Any, tensors: FullTensors, files: list[list[Source]], part: Path) -> None:
+def _write_texts(inner: Any, tensors: FullTensors, files: Mapping[str, Sequence[Source]], part: Path) -> None:
     """Write the index, if there are several files, and the configuration."""
     config = copy.deepcopy(inner.config)
-    config.architectures = [_plain_class(inner)]
+    config.architectures = [plain_class(inner).__name__]
     dtypes = [each.dtype for each in tensors.described.values() if each.dtype.is_floating_point]
     config.dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else None
     texts = {CONFIG: config.to_json_string()}
     if inner.can_generate():
         texts["generation_config.json"] = inner.generation_config.to_json_string()
     if len(files) > 1:
-        names = file_names(len(files))
-        places = {name: file for file, of in zip(names, files, strict=True) for each in of for name in each.results}
+        places = {name: file for file, sources in files.items() for each in sources for name in each.results}
         counts = {
             "total_parameters": sum(tensors.described[name].shape.numel() for name in tensors.parameters),
-            "total_size": sum(source.nbytes for file in files for source in file),
+            "total_size": sum(source.nbytes for sources in files.values() for source in sources),
         }
         texts[INDEX] = json.dumps({"metadata": counts, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"
     for name, text in texts.items():
         encoded = text.encode()
         Disk(part).write(name, lambda encoded=encoded: iter([memoryview(encoded)]))  # type: ignore[misc]
-
-
-def _plain_class(inner: Any) -> str:
-    """Returns the name of the model's class before it was sharded."""
-    cls = type(inner)
-    return cls.__mro__[2].__name__ if isinstance(inner, FSDPModule) else cls.__name__
-
-
-def _publish(part: Path, folder: Path) -> None:
-    """Move all files from `part` into `folder`, in the place of an export that is there. Without `config.json`, which
-    goes first and comes last, the folder does not load."""
-    (folder / CONFIG).unlink(missing_ok=True)
-    new = sorted(os.listdir(part), key=lambda name: name == CONFIG)
-    for name in os.listdir(folder):
-        if _WEIGHTS.fullmatch(name) and name not in new:
-            (folder / name).unlink()
-    for name in new:
-        if name == CONFIG:
-            flush(folder)
-        os.replace(part / name, folder / name)
-    flush(folder)

@@ -49,17 +49,17 @@ def file_names(number: int) -> list[str]:
 
 
 def write_files(
-    tensors: FullTensors, files: Sequence[Sequence[Source]], convert: Convert, ranks: Ranks, place: Place, what: str
+    tensors: FullTensors, files: Mapping[str, Sequence[Source]], convert: Convert, ranks: Ranks, place: Place, what: str
 ) -> list[int]:
-    """Write `files` into `place`, and return their sizes in bytes. All ranks must call it.
+    """Write `files`, by name, into `place`, and return their sizes in bytes. All ranks must call it.
 
     Raises:
         CheckpointError: a rank cannot write.
         CommError: a rank has died.
     """
-    names, sizes = file_names(len(files)), []
+    names, sizes = list(files), []
     for first in range(0, len(files), ranks.size):
-        wave = _Wave(tensors, files[first : first + ranks.size], convert)
+        wave = _Wave(tensors, list(files.values())[first : first + ranks.size], convert)
         own = first + ranks.rank
         name = names[own] if own < len(files) else None
         sizes += ranks.each(functools.partial(wave.write, ranks.rank, name, place), what)

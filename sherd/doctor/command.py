@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sherd.comm.objects import all_gather_objects, do_without_numpy
+from sherd.doctor.bandwidth import of_the_bandwidth, require_free
 from sherd.doctor.findings import FAILURE, OK, Finding, as_json, as_table, exit_code
 from sherd.doctor.machine import of_the_machine
 from sherd.doctor.ranks import of_the_ranks
@@ -40,7 +41,9 @@ STUCK = (
 
 
 def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Be a launcher or a rank; returns the exit code."""
+    """Be a launcher or a rank; returns the exit code. Raises InputError for a file that cannot be written."""
+    if not args.into:
+        require_free(args.bandwidth)
     if is_rank():
         _be_rank(args)
     num_ranks = args.ranks or (torch.accelerator.device_count() if accelerator() else 2)
@@ -67,7 +70,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
         with _group():
             if not args.into:
                 findings += _of_all_machines()
-            findings += of_the_ranks()
+            findings += of_the_bandwidth(args.bandwidth) if args.bandwidth else of_the_ranks()
     except Exception as error:
         # torch says in many lines what it was doing.
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -119,12 +119,8 @@ def cores(num_ranks: int, threads: int) -> Iterator[Finding]:
 
 def memory(num_ranks: int) -> Iterator[Finding]:
     """Yields what is free of host memory and of /dev/shm, and the limits of this process."""
-    fields = {line.split(":")[0]: line.split()[1] for line in _read("/proc/meminfo").splitlines()}
-    if "MemAvailable" in fields:
-        free, total = (int(fields[name]) * 1024 for name in ("MemAvailable", "MemTotal"))
-        limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-        if limit.isdigit() and used.isdigit():
-            free, total = min(free, int(limit) - int(used)), min(total, int(limit))
+    free, total = host_memory()
+    if total:
         remedy = (
             "" if free > total / 10 else "end other processes: a rank that finds no memory is killed without a word"
         )
@@ -136,6 +132,16 @@ def memory(num_ranks: int) -> Iterator[Finding]:
         )  # fmt: skip
         yield warned("memory", "/dev/shm", f"{shm.free / GIB:.1f} of {shm.total / GIB:.1f} GiB free", remedy)
     yield from limits(num_ranks)
+
+
+def host_memory() -> tuple[int, int]:
+    """Returns the free and all bytes of host memory, of the container's limit if that is less; zeros if not told."""
+    fields = {line.split(":")[0]: line.split()[1] for line in _read("/proc/meminfo").splitlines()}
+    free, total = (int(fields.get(name, 0)) * 1024 for name in ("MemAvailable", "MemTotal"))
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        free, total = min(free, int(limit) - int(used)), min(total, int(limit))
+    return free, total
 
 
 def limits(num_ranks: int) -> Iterator[Finding]:

@@ -97,10 +97,9 @@ def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tupl
     return "gloo ranks on one host without shared memory", f"shared memory would be faster, but {remedy}"
 
 
-def _seconds(transport: Transport, what: str, size: int) -> float:
-    """Returns the time that the slowest rank takes for one collective."""
-    number, at = dist.get_world_size(), device()
-    numel = size // 4 // number
+def collective(transport: Transport, what: str, size: int, number: int) -> Callable[[], None]:
+    """Returns a call of a collective of `number` ranks, with `size` bytes in all."""
+    at, numel = device(), size // 4 // number
     sizes = Sizes([numel] * number)
     rows, shard = (transport.empty(each, torch.float32, at) for each in (numel * number, numel))
     rows.zero_()
@@ -114,7 +113,13 @@ def _seconds(transport: Transport, what: str, size: int) -> float:
         if pending is not None:
             pending.wait()
 
-    times: list[float] = all_gather_objects(_mean_time(call, REPEATED[size], at), f"the times of {what}")
+    return call
+
+
+def _seconds(transport: Transport, what: str, size: int) -> float:
+    """Returns the time that the slowest rank takes for one collective."""
+    call = collective(transport, what, size, dist.get_world_size())
+    times: list[float] = all_gather_objects(_mean_time(call, REPEATED[size], device()), f"the times of {what}")
     return max(times)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sherd.errors import CheckpointError
-from sherd.interchange import of_dcp, of_deepspeed, of_hf, of_sherd, of_torch
+from sherd.interchange import of_dcp, of_deepspeed, of_hf, of_sherd, of_torch, of_universal
 from sherd.interchange.contents import Sink, Source
 from sherd.storage.manifest import MANIFEST
 
@@ -41,7 +41,7 @@ FORMATS: Mapping[str, Format] = {
     of_sherd.FORMAT: Format(of_sherd.SherdSource, of_sherd.write, _is_sherd),
     of_dcp.FORMAT: Format(of_dcp.read, of_dcp.write, lambda path: (path / of_dcp.METADATA).is_file()),
     of_deepspeed.FORMAT: Format(of_deepspeed.read, None, of_deepspeed.is_at),
-    of_deepspeed.UNIVERSAL: Format(of_deepspeed.read_universal, None, of_deepspeed.is_universal),
+    of_universal.FORMAT: Format(of_universal.read, of_universal.write, of_universal.is_at),
     of_hf.FORMAT: Format(of_hf.read, of_hf.write, _is_hf),
     of_torch.FORMAT: Format(
         of_torch.read, of_torch.write, lambda path: path.is_file() and path.suffix in (".pt", ".pth", ".bin", ".ckpt")

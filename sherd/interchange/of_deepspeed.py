@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: what ZeRO-1, 2 and 3 save on each rank, and its universal form. They are read alone.
+"""Checkpoints of DeepSpeed: what ZeRO-1, 2 and 3 save on each rank. They are read alone.
 
     FOLDER/latest                                                 the name of the last checkpoint's folder
     FOLDER/global_step3/mp_rank_00_model_states.pt                ZeRO-1 and 2: the model, its buffers, the shapes
@@ -30,12 +30,12 @@ from sherd.interchange.state_trees import Collected, is_lazy
 from sherd.interchange.torch_files import Strided, TorchFile, opened
 from sherd.layout.boxes import Box, spans, whole
 
-FORMAT, UNIVERSAL = "deepspeed", "universal"
+FORMAT = "deepspeed"
 
-_LATEST, _MODEL_FILE = "latest", "mp_rank_00_model_states.pt"
-_MODEL_FILES, _OPTIM_FILES = "*mp_rank_00_model_states.pt", "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
+_LATEST, MODEL_FILE = "latest", "mp_rank_00_model_states.pt"
+_OPTIM_FILES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
+MODEL_FILES = f"*{MODEL_FILE}"
 _RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank")
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class OfRuns:
             at += run.numel
 
 
-class _Files:
+class Files:
     """The open files of a checkpoint, each with its tree."""
 
     def __init__(self) -> None:
@@ -89,27 +89,22 @@ class _Files:
             raise CheckpointError(f"{path} holds a {type(tree).__name__} where a dict is expected")
         return tree
 
-    def value(self, path: Path) -> Any:
-        """Returns what is in the file at `path`."""
-        self._open.append(opened(path, stubs=("deepspeed",)))
-        return self._open[-1].tree
-
     def close(self) -> None:
         """Close all files."""
         while self._open:
             self._open.pop().close()
 
 
-class _Wrong(Exception):
+class Wrong(Exception):
     """Why an entry of a file cannot be read."""
 
 
 @contextlib.contextmanager
-def _reading(folder: Path, files: _Files) -> Iterator[None]:
+def reading(folder: Path, files: Files) -> Iterator[None]:
     """Close the files, and raise CheckpointError, where something in them is not as DeepSpeed writes it."""
     try:
         yield
-    except _Wrong as error:
+    except Wrong as error:
         files.close()
         raise CheckpointError(f"{folder}: {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -120,16 +115,16 @@ def _reading(folder: Path, files: _Files) -> Iterator[None]:
         raise
 
 
-def folder_of(path: Path) -> Path | None:
-    """Returns the folder of the checkpoint at `path`, or None if there is none of DeepSpeed."""
-    if any(path.glob(_MODEL_FILES)):
+def folder_of(path: Path, files: str = MODEL_FILES, latest: str = _LATEST) -> Path | None:
+    """Returns the folder with `files`: `path`, or the one in it that the file `latest` names; None without it."""
+    if any(path.glob(files)):
         return path
     try:
-        named = (path / _LATEST).read_text()[:200].strip()
+        named = (path / latest).read_text()[:200].strip()
     except (OSError, ValueError):
         return None
     below = path / named
-    return below if named and "/" not in named and any(below.glob(_MODEL_FILES)) else None
+    return below if named not in ("", "..") and "/" not in named and any(below.glob(files)) else None
 
 
 def is_at(path: Path) -> bool:
@@ -138,43 +133,38 @@ def is_at(path: Path) -> bool:
     return folder is not None and any(folder.glob(_OPTIM_FILES))
 
 
-def is_universal(path: Path) -> bool:
-    """Returns whether there is a universal checkpoint at `path`."""
-    return any((path / "zero").glob("*/fp32.pt"))
-
-
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
-    """Returns the files of the ranks, in order. Raises _Wrong if there are gaps."""
+    """Returns the files of the ranks, in order. Raises Wrong if there are gaps."""
     found = {}
     for path in folder.glob(pattern):
         match = _RANK.search(path.name)
         if match is not None:
             found[int(match[1])] = path
     if sorted(found) != list(range(len(found))):
-        raise _Wrong(f"it has files of the ranks {sorted(found)}, and some are not there")
+        raise Wrong(f"it has files of the ranks {sorted(found)}, and some are not there")
     return [found[rank] for rank in range(len(found))]
 
 
 def read(path: Path) -> LazySource:
     """Returns the checkpoint of ZeRO at `path`, or the latest below it, open for reading. Raises CheckpointError."""
-    folder, files = folder_of(path), _Files()
+    folder, files = folder_of(path), Files()
     if folder is None:
-        raise CheckpointError(f"{path} holds no checkpoint of DeepSpeed: no {_MODEL_FILE}, and no {_LATEST}")
-    with _reading(folder, files):
+        raise CheckpointError(f"{path} holds no checkpoint of DeepSpeed: no {MODEL_FILE}, and no {_LATEST}")
+    with reading(folder, files):
         if any(folder.glob("*mp_rank_01_*")):
-            raise _Wrong("it was saved with tensor parallelism; make a universal checkpoint of it with DeepSpeed first")
+            raise Wrong("it was saved with tensor parallelism; make a universal checkpoint of it with DeepSpeed first")
         optims = [files.tree(each)["optimizer_state_dict"] for each in _by_rank(folder, _OPTIM_FILES)]
         if not optims:
-            raise _Wrong("it has no files of the optimizer, which hold the parameters in fp32")
+            raise Wrong("it has no files of the optimizer, which hold the parameters in fp32")
         stage = optims[0]["zero_stage"]
         stage = stage.get("", 0) if isinstance(stage, Inert) else stage
         if stage not in (1, 2, 3):
-            raise _Wrong(f"its ZeRO stage is {str(stage)[:50]}, not 1, 2 or 3")
+            raise Wrong(f"its ZeRO stage is {str(stage)[:50]}, not 1, 2 or 3")
         counts = optims[0]["partition_count"]
         count = max(counts) if isinstance(counts, list | tuple) else counts
         if count != len(optims):
-            raise _Wrong(f"it was saved by {count} ranks, and has files of {len(optims)}")
-        names = _by_rank(folder, _MODEL_FILES) if stage == 3 else [folder / _MODEL_FILE]
+            raise Wrong(f"it was saved by {count} ranks, and has files of {len(optims)}")
+        names = _by_rank(folder, MODEL_FILES) if stage == 3 else [folder / MODEL_FILE]
         models = [files.tree(each) for each in names]
         zero = _Zero3(optims, models) if stage == 3 else _Zero2(optims, models)
         return _collected(zero, models).source(FORMAT, files.close, zero.pieces())
@@ -217,9 +207,9 @@ class _Zero(ABC):
         held = sum(run.numel for run in runs)
         for run in runs:
             if not isinstance(run.vector, Strided) or run.start + run.numel > prod(run.vector.spec.shape):
-                raise _Wrong(f"{name} lies outside of its vector")
+                raise Wrong(f"{name} lies outside of its vector")
         if held != prod(shape) or not all(type(size) is int and size >= 0 for size in shape):
-            raise _Wrong(f"{name} of shape {str(shape)[:50]} has {held} elements")
+            raise Wrong(f"{name} of shape {str(shape)[:50]} has {held} elements")
         dtype = next((run.vector.spec.dtype for run in runs), "F32")
         return OfRuns(Spec(dtype, tuple(shape)), runs)
 
@@ -246,11 +236,11 @@ class _Zero2(_Zero):
         found: dict[str, list[tuple[int, int, int]]] = {}
         for rank, optim in enumerate(self.optims):
             if "param_slice_mappings" not in optim:
-                raise _Wrong("its version of DeepSpeed does not say where parameters lie; save it with 0.7 or newer")
+                raise Wrong("its version of DeepSpeed does not say where parameters lie; save it with 0.7 or newer")
             for name, fragment in optim["param_slice_mappings"][number].items():
                 start, numel = fragment.get("start", 1), fragment.get("numel", 0)
                 if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
-                    raise _Wrong(f"the place of {name} is no number")
+                    raise Wrong(f"the place of {name} is no number")
                 found.setdefault(name, []).append((rank, start, numel))
         return found
 
@@ -298,7 +288,7 @@ def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
         states = [base["state"].get(number, {}) for base in bases]
         for name, shape in shapes.items():
             if name not in places:
-                raise _Wrong(f"no rank has elements of {name}")
+                raise Wrong(f"no rank has elements of {name}")
             vectors = [optim[zero.vectors][number] for optim in zero.optims]
             tensors[name] = zero.tensor(name, shape, places[name], vectors)
             for key, value in states[0].items():
@@ -326,49 +316,3 @@ def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
     found.step = step if type(step) is int and step >= 0 else None
     found.notes.append(f"saved by DeepSpeed {str(model.get('ds_version'))[:30]} on {len(zero.optims)} ranks")
     return found
-
-
-def read_universal(path: Path) -> LazySource:
-    """Returns the universal checkpoint at `path`, open for reading. Raises CheckpointError."""
-    if not is_universal(path):
-        raise CheckpointError(f"{path} holds no universal checkpoint of DeepSpeed: no zero/NAME/fp32.pt")
-    files, found = _Files(), Collected()
-    with _reading(path, files):
-        tensors: dict[str, Any] = {}
-        state: dict[str, dict[str, Any]] = {}
-        buffers: Mapping[str, Any] = {}
-        shapes: dict[str, Any] = {}
-        for file in sorted(path.glob(_MODEL_FILES))[:1]:
-            tree = files.tree(file)
-            buffers = {name: tree["module"][name] for name in tree["buffer_names"] if name in tree["module"]}
-            shapes = {name: shape for group in tree["param_shapes"] for name, shape in group.items()}
-            step = tree.get("global_steps")
-            found.step = step if type(step) is int and step >= 0 else None
-            found.notes.append(f"made by DeepSpeed {str(tree.get('ds_version'))[:30]}")
-        for folder in sorted(each for each in (path / "zero").iterdir() if each.is_dir()):
-            for file in sorted(folder.glob("*.pt")):
-                value = files.value(file)
-                value = value.get("param", _MISSING) if isinstance(value, Mapping) else value
-                if value is _MISSING:
-                    raise _Wrong(f"{folder.name}/{file.name} has no param")
-                if isinstance(value, Strided) and len(value.spec.shape) == 1 and folder.name in shapes:
-                    value = _shaped(value, shapes[folder.name], folder.name)
-                if file.stem == "fp32":
-                    tensors[folder.name] = value
-                else:
-                    state.setdefault(folder.name, {})[file.stem] = value
-        found.add_model(tensors | dict(buffers))
-        found.add_optimizer(state, [])
-        common = path / "zero" / "optimizer_state.pt"
-        if common.exists():
-            found.notes.append(
-                "an optimizer's settings are left out: this form does not say which parameters they are of"
-            )
-        return found.source(UNIVERSAL, files.close)
-
-
-def _shaped(vector: Strided, shape: Any, name: str) -> OfRuns:
-    """Returns a parameter that is flattened in its file, as what is made from ZeRO-3 is."""
-    if prod(vector.spec.shape) != prod(shape):
-        raise _Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
-    return OfRuns(Spec(vector.spec.dtype, tuple(shape)), (Run(vector, 0, prod(shape)),))

@@ -177,7 +177,7 @@ class TorchFile:
         self._file = file
         try:
             self._zip = zipfile.ZipFile(cast("io.BufferedReader", io.BufferedReader(_Stream(file))))
-        except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
             raise CheckpointError(
                 f"{file.name} is no file of torch.save since torch 1.6 ({error}); load it with the torch that has "
                 "saved it, and save it again"

@@ -11,7 +11,7 @@ from sherd.train.codes import BAD_INPUT, NO_ROOM
 
 FORMATS = ("sherd", "dcp", "deepspeed", "universal", "hf", "torch")
 """The formats, by name. They are tried in this order where none is named."""
-WRITTEN = ("sherd", "dcp", "hf", "torch")
+WRITTEN = ("sherd", "dcp", "universal", "hf", "torch")
 PRESETS = ("llama", "qwen", "mixtral", "gpt2", "llama-torchtitan")
 
 CODES = f"exit code: 0, done; {BAD_INPUT}, it cannot be read or written; {NO_ROOM}, the disk is full or gone"

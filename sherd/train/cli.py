@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from sherd.errors import ClusterError
 from sherd.train.codes import BAD_INPUT
 from sherd.train.config import InputError
 from sherd.train.fields import toml
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return doctor(args, words)
         with Stop() as stop:
             return _train(args, words, stop)
-    except InputError as error:
+    except (InputError, ClusterError) as error:
         if _speaks():
             print(f"{command_of(words)}: {error}", file=sys.stderr)
         return BAD_INPUT

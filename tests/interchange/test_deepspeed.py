@@ -82,7 +82,7 @@ def test_a_rank_whose_file_is_missing_is_named(tmp_path, name):
 
 def test_what_cannot_be_written_is_said(tmp_path):
     with pytest.raises(CheckpointError, match="is read alone"):
-        convert(open_source(FIXTURES / "zero2"), tmp_path / "out", "universal")
+        convert(open_source(FIXTURES / "zero2"), tmp_path / "out", "deepspeed")
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -132,7 +132,7 @@ def test_the_latest_of_several_checkpoints_is_meant(tmp_path):
     assert open_source(tmp_path / "step-00000005").contents.step == 5
 
 
-@pytest.mark.parametrize("to", ["sherd", "hf", "dcp", "torch"])
+@pytest.mark.parametrize("to", ["sherd", "hf", "dcp", "universal", "torch"])
 def test_what_fails_leaves_nothing_behind(tmp_path, to):
     path = everything(tmp_path / "in")
     file = path / "abc-00000.safetensors"

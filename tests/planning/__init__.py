@@ -1,0 +1,1 @@
+"""Does the doctor find what is wrong?"""

@@ -1,0 +1,175 @@
+"""`sherd doctor --bandwidth`: what all ranks of this machine compute and move at once, measured, as a cluster file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import linear_regression
+
+import torch
+import torch.distributed as dist
+
+from sherd.comm.objects import all_gather_objects
+from sherd.comm.transports import transport_of
+from sherd.doctor.findings import Finding
+from sherd.doctor.machine import host_memory
+from sherd.doctor.ranks import collective, device
+from sherd.policy import CommPolicy
+from sherd.simulate.cluster import Cluster, Device, Link
+from sherd.simulate.cluster_file import cluster_toml, texts_of
+from sherd.simulate.work import OpKind
+from sherd.train.config import InputError
+
+MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
+SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
+QUEUED = 200  # small operations in a row
+# The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
+ON_CPU, ON_DEVICE = (1024, 2**13, (2, 4, 512, 64)), (8192, 2**18, (4, 16, 4096, 128))
+
+
+def require_free(file: str) -> None:
+    """Raise InputError if `file`, unless it is empty, is there already or has no folder."""
+    if file and (Path(file).exists() or not Path(file).parent.is_dir()):
+        raise InputError(f"--bandwidth {file}: it is there, or its folder is not; name a new file in a folder")
+
+
+def of_the_bandwidth(file: str) -> Iterator[Finding]:
+    """Measure with all ranks of the default process group, and write `file` on rank 0. Yields a line per figure."""
+    cluster = measured(Path(file).stem)
+    if dist.get_rank() == 0:
+        Path(file).write_text(cluster_toml(cluster), encoding="utf-8")
+    texts = texts_of(cluster)
+    yield from (Finding("bandwidth", name, texts[name]) for name in texts if "peak_flops" not in name)
+    yield Finding("bandwidth", "written", file)
+
+
+def measured(name: str) -> Cluster:
+    """Returns the cluster of these ranks, by its `name`. Of each figure that of the slowest rank counts."""
+    at, hosts = device(), all_gather_objects(socket.gethostname(), "the names of hosts")
+    per_node, statm = hosts.count(hosts[0]), Path("/proc/self/statm")
+    resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 2**29
+    flops, attention = _flops(at)
+    rates = {kind: nbytes / _slowest(call, at) for kind, (call, nbytes) in _movers(at).items()}
+    launch, host = _overheads(at)
+    within, across = _links(hosts, launch)
+    in_memory = Link(launch, rates[OpKind.COPY] / 2)
+    memory, model, to_host = host_memory()[1] // per_node or 2**32, f"CPU, {platform.machine()}", in_memory
+    if at.type != "cpu":
+        module, there = torch.get_device_module(at), torch.empty(ON_DEVICE[1], 1024, device=at)
+        (free, memory), model = module.mem_get_info(at), module.get_device_name(at)
+        resident = max(0, memory - free - module.memory_reserved(at))
+        pinned = torch.empty(there.shape).pin_memory()
+        to_host = Link(launch, there.nbytes / _slowest(lambda: there.copy_(pinned, non_blocking=True), at))
+    resident = max(all_gather_objects(resident, "the memory of libraries"))
+    bandwidth = rates.pop(OpKind.POINTWISE)
+    shares = {kind: rate / bandwidth for kind, rate in rates.items()}
+    on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
+    said = f"measured by sherd doctor --bandwidth on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
+    said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
+    sources = dict.fromkeys(("devices_per_node", "device", "within", "across", "to_host"), said)
+    sources["device.peak_flops"] = "estimate: the maker's figure is not known, so what was achieved; MFU is of that"
+    if within is None:
+        sources["within"] = f"{guess} no ranks share a host, or hosts differ: half of what memory copies"
+    if across is None:
+        sources["across"] = f"{guess} there is one host, or hosts differ in ranks: Ethernet of 10 Gbit/s"
+    links = (within or in_memory, across or Link(30e-6, 1.1e9), to_host)
+    return Cluster(name or "measured", Device(model, *on_device), per_node, *links, None, "", sources)
+
+
+def _slowest(call: Callable[[], object], at: torch.device) -> float:
+    """Returns the seconds of `call`: the shortest run of each rank, of these the longest. All ranks run at once."""
+    call()
+    once: float = max(all_gather_objects(_seconds(call, at), "times"))
+    repeated = min(max(3, int(MEASURE_S / once)), 1000)  # a collective equally often on all ranks
+    slowest: float = max(all_gather_objects(min(_seconds(call, at) for _ in range(repeated)), "times"))
+    return slowest
+
+
+def _seconds(call: Callable[[], object], at: torch.device) -> float:
+    """Returns the seconds of one run; on an accelerator those between two events on its stream."""
+    if at.type == "cpu":
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+    first, last = torch.Event(at, enable_timing=True), torch.Event(at, enable_timing=True)
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+def _flops(at: torch.device) -> tuple[dict[str, float], float]:
+    """Returns what large matrix products achieve, by dtype, and the share of it that fused attention achieves."""
+    on_cpu, usual = at.type == "cpu", torch.get_float32_matmul_precision()
+    (size, _, shape), dtype = (ON_CPU, "float32") if on_cpu else (ON_DEVICE, "bfloat16")
+
+    def matmul_flops(name: str) -> float:
+        torch.set_float32_matmul_precision("high" if name == "tfloat32" else "highest")
+        a = torch.randn(size, size, device=at).to(getattr(torch, name.replace("tfloat", "float")))
+        out = torch.empty_like(a)
+        return 2 * size**3 / _slowest(lambda: torch.mm(a, a, out=out), at)
+
+    flops = {name: matmul_flops(name) for name in (["bfloat16", "float32"] + ["float16", "tfloat32"] * (not on_cpu))}
+    torch.set_float32_matmul_precision(usual)
+    q = torch.randn(shape, device=at).to(getattr(torch, dtype))
+    took = _slowest(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), at)
+    return flops, 4 * q.numel() * shape[2] / took / flops[dtype]
+
+
+def _movers(at: torch.device) -> dict[OpKind, tuple[Callable[[], object], int]]:
+    """Returns an operation of each kind that memory bounds, and the bytes that it reads and writes."""
+    a = torch.ones((ON_CPU if at.type == "cpu" else ON_DEVICE)[1], 1024, device=at)
+    b, out, index = a.clone(), torch.empty_like(a), torch.randperm(len(a), device=at)
+    return {
+        OpKind.POINTWISE: (lambda: torch.add(a, b, out=out), 3 * a.nbytes),
+        OpKind.REDUCTION: (lambda: torch.softmax(a, 1, out=out), 2 * a.nbytes),
+        OpKind.LOOKUP: (lambda: torch.index_select(a, 0, index, out=out), 2 * a.nbytes),
+        OpKind.COPY: (lambda: out.copy_(a), 2 * a.nbytes),
+    }
+
+
+def _overheads(at: torch.device) -> tuple[float, float]:
+    """Returns the seconds of a small operation on the device, and of the host to queue one, 0 on a CPU."""
+    small = torch.ones(8, device=at)
+
+    def queue() -> None:
+        for _ in range(QUEUED):
+            small.add_(1.0)
+
+    launch, host = _slowest(queue, at), 0.0
+    if at.type != "cpu":
+        begin = time.perf_counter()
+        queue()
+        host = max(all_gather_objects(time.perf_counter() - begin, "times of the host"))
+        large = torch.ones(ON_DEVICE[0], ON_DEVICE[0], device=at, dtype=torch.bfloat16)
+        for _ in range(8):  # while the device does that, the host queues what is timed
+            torch.mm(large, large)
+        launch = max(all_gather_objects(_seconds(queue, at), "times of the device"))
+    return launch / QUEUED, host / QUEUED
+
+
+def _links(hosts: Sequence[str], launch: float) -> tuple[Link | None, Link | None]:
+    """Returns the links between ranks of a host and between hosts; None where there are none, or hosts differ."""
+    places = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
+    if len({len(place) for place in places}) > 1:
+        return None, None
+    return _link(places, launch), _link([list(rail) for rail in zip(*places, strict=True)], launch)
+
+
+def _link(groups: list[list[int]], launch: float) -> Link | None:
+    """Returns the link between ranks of one group, while all `groups` use theirs: by least squares over all-gathers and
+    reduce-scatters that take launch + (p - 1) * latency + (p - 1) / p * bytes / bandwidth, where a byte counts."""
+    if (number := len(groups[0])) == 1:
+        return None
+    group = dist.group.WORLD if len(groups) == 1 else dist.new_subgroups_by_enumeration(groups)[0]
+    transport, kinds = transport_of(group, device(), CommPolicy()), ("all-gather", "reduce-scatter")
+    calls = [(size, collective(transport, kind, size, number)) for size in SIZES for kind in kinds]
+    took = [_slowest(call, device()) / size for size, call in calls]
+    fixed, per_byte = linear_regression([1 / size for size, _ in calls], took)
+    # Noise may make the line fall, or pass below the launch.
+    return Link(max(fixed - launch, 1e-9) / (number - 1), (number - 1) / number / max(per_byte, min(took) / 10))

@@ -1,0 +1,102 @@
+"""Seconds of operations, collectives and optimizer steps on a cluster, by closed formulas: rooflines and alpha-beta.
+
+An operation takes the longer of its computing and its reading and writing, and `launch` besides. So small ones are slow
+as Hockney has it (The science of computer benchmarking, 1996): where large products run at a rate r, one of w FLOP runs
+at r * w / (w + r * launch), at half of r if w = r * launch.
+
+Collectives (p ranks, n bytes; Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
+MPICH, 2005) are those that NCCL chooses, as its tuning model has them (src/graph/tuning.cc):
+
+    ring      all-gather, reduce-scatter   p - 1 steps, (p - 1) / p * n bytes; all-reduce: twice both
+    tree      all-reduce                   2 * (a chain within the node + log2 of the nodes), 2 * n bytes
+    PAT       all-gather, reduce-scatter   log2 p steps, where each rank is alone on its node (NCCL 2.23)
+    chain     broadcast                    p - 1 steps, n bytes
+    pairs     all-to-all                   p - 1 steps, n / p bytes each
+
+They are hierarchical: steps within a node take the latency of `within`, those from node to node that of `across`. A
+ring runs through each device of a node, so all of them share what goes across; the slower of both ways is the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sherd.simulate.cluster import Cluster, Device
+from sherd.simulate.work import Op, OpKind
+
+ADAMW = (8, 20)  # kernels, and times that each element is read or written: multiply, lerp, addcmul, sqrt, div, addcdiv
+FUSED_ADAMW = (1, 7)  # reads the parameter, its gradient and two moments; writes all but the gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A process group as it lies on nodes: its `size`, and how many ranks share a node (on the last maybe fewer)."""
+
+    size: int
+    per_node: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.per_node <= self.size, f"1 <= per_node <= size: {self}"
+
+    @classmethod
+    def strided(cls, size: int, stride: int, devices_per_node: int) -> Ranks:
+        """Returns a group of `size` ranks that are `stride` apart, where ranks fill one node after the other."""
+        return cls(size, max(1, min(size, devices_per_node // stride)))
+
+
+def with_tf32(device: Device) -> Device:
+    """Returns `device` as it computes float32 after `torch.set_float32_matmul_precision("high")`, if it has TF32."""
+    flops, peak = (
+        {**table, "float32": table.get("tfloat32", table["float32"])} for table in (device.flops, device.peak_flops)
+    )
+    return replace(device, flops=flops, peak_flops=peak)
+
+
+def op_seconds(op: Op, device: Device) -> float:
+    """Returns the seconds that `op` takes on `device`, without the host's time to queue it. A dtype without a figure
+    computes as float32, and float16 as bfloat16."""
+    moving = op.nbytes / (device.bandwidth * device.shares.get(op.kind, 1.0))
+    if op.kind not in (OpKind.MATMUL, OpKind.ATTENTION):
+        return device.launch + moving
+    flops = device.flops.get(op.dtype) or device.flops["bfloat16" if op.dtype == "float16" else "float32"]
+    flops *= device.attention_share if op.kind is OpKind.ATTENTION else 1.0
+    return device.launch + max(moving, op.flops / flops)
+
+
+def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -> float:
+    """Returns the seconds that a collective takes; 0 for one rank.
+
+    Args:
+        kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all or send.
+        nbytes: of the whole tensor: what an all-gather leaves on each rank, what a reduce-scatter reads on each, what a
+            rank sends in an all-to-all, its own part included.
+        ranks: that take part. A send is between two; per_node = 1 if they are on two nodes.
+    """
+    if ranks.size == 1:
+        return 0.0
+    within, across, size, per_node = cluster.within, cluster.across, ranks.size, ranks.per_node
+    node_hops = -(-size // per_node) - 1
+    hops = node_hops * across.latency + (size - 1 - node_hops) * within.latency
+    slowest = min([within.bandwidth] * (per_node > 1) + [per_node * across.bandwidth] * (node_hops > 0))
+    ring = (size - 1) / size * nbytes / slowest
+    levels = node_hops.bit_length()  # log2, rounded up
+    if kind in ("all-gather", "reduce-scatter"):
+        seconds = ring + (levels * across.latency if per_node == 1 else hops)
+    elif kind == "all-reduce":
+        tree = (per_node - 1) * within.latency + levels * across.latency + nbytes / slowest
+        seconds = 2 * min(hops + ring, tree)
+    elif kind == "all-to-all":
+        near, far = per_node - 1, size - per_node
+        per_byte = near / within.bandwidth + far / across.bandwidth
+        seconds = near * within.latency + far * across.latency + nbytes / size * per_byte
+    else:
+        assert kind in ("broadcast", "send"), f"no collective: {kind}"
+        seconds = hops + nbytes / slowest
+    return cluster.device.launch + seconds
+
+
+def optimizer_seconds(numel: int, device: Device, itemsize: int = 4, is_fused: bool = False) -> float:
+    """Returns the seconds of a step of AdamW, which memory bounds, over one buffer of `numel` elements. Parameter,
+    gradient and both moments have `itemsize` bytes each; `is_fused` is torch's `fused=True`."""
+    kernels, accesses = FUSED_ADAMW if is_fused else ADAMW
+    return kernels * device.launch + accesses * numel * itemsize / device.bandwidth

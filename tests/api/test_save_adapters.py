@@ -1,0 +1,238 @@
+"""Does plain peft load the adapters that `sherd.save_pretrained` has written, and compute the same bits?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sherd
+from sherd.checkpoint.full_tensors import FullTensors
+from sherd.errors import CheckpointError, UnsupportedError
+from tests.api.test_save_pretrained import WAYS, built, logits_of
+
+peft = pytest.importorskip("peft")
+
+TARGETS = ["q_proj", "v_proj"]
+KINDS = {
+    "lora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "dora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, use_dora=True),
+    "head": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"]),
+    "bias": lambda: peft.LoraConfig(r=2, target_modules=["c_attn"], bias="all", fan_in_fan_out=True),
+    "embedding": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens"]),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "lokr": lambda: peft.LoKrConfig(r=2, target_modules=TARGETS),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=TARGETS),
+    "tokens": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, trainable_token_indices=[1, 3]),
+}
+APART = ("lora", "head")
+"""What flat parameters can hold: peft trains modules of their own."""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft asks transformers for it
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+]
+
+
+def base_of(kind: str) -> Any:
+    return built("gpt2" if kind == "bias" else "llama")
+
+
+def adapted(kind: str, *others: str) -> Any:
+    """A model with adapters that change its output, the same on all ranks."""
+    model = peft.get_peft_model(base_of(kind), KINDS[kind]())
+    for other in others:
+        model.add_adapter(other, KINDS[kind]())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or any(f".{other}." in name for other in others):
+                parameter.add_(torch.randn_like(parameter) / 8)
+    return model.eval()
+
+
+def sharded(model: Any, way: str) -> Any:
+    shard, options = WAYS[way]
+    base = model.base_model.model
+    if way == "flat wrapper":  # a flat parameter is trained or is not, so what peft trains is wrapped apart
+        for path, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and ("lora_" in path or "modules_to_save" in path):
+                model.set_submodule(path, shard(module))
+    layers = base.transformer.h if hasattr(base, "transformer") else base.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = shard(layer, **options)
+    return shard(model, **options)
+
+
+def files_in(folder: str) -> dict[str, Any]:
+    """The names and tensors of all files of weights, and the settings, without peft's page about the model."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for path in sorted(Path(folder).rglob("*.*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".safetensors":
+            found |= {f"{name}: {key}": each for key, each in load_file(path).items()}
+        elif path.name != "README.md":
+            found[name] = json.loads(path.read_text())
+    return found
+
+
+def saved_and_loaded(kind: str, way: str, folder: str, others: tuple[str, ...] = ()) -> None:
+    model, plain = sharded(adapted(kind, *others), way), adapted(kind, *others)
+    assert sherd.save_pretrained(model, folder) == folder
+    if dist.get_rank() == 0:
+        plain.save_pretrained(f"{folder}-plain")
+        expected, found = files_in(f"{folder}-plain"), files_in(folder)
+        assert found.keys() == expected.keys()
+        for name, each in expected.items():
+            assert torch.equal(found[name], each) if isinstance(each, torch.Tensor) else found[name] == each, name
+    dist.barrier()
+    for name in ("default", *others):
+        loaded = peft.PeftModel.from_pretrained(base_of(kind), folder if name == "default" else f"{folder}/{name}")
+        plain.set_adapter(name)
+        assert torch.equal(logits_of(loaded.eval()), logits_of(plain))
+    assert not torch.equal(logits_of(loaded), logits_of(base_of(kind)))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("kind", "way"), [(k, w) for w in WAYS for k in KINDS if w != "flat wrapper" or k in APART])
+def test_peft_loads_the_same_bits(kind, way, world, tmp_path):
+    world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["lora", "head"])
+def test_one_rank(kind, way, world, tmp_path):
+    world(1).run(saved_and_loaded, kind, way, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["lora", "head"])
+def test_other_adapters_are_in_folders_of_their_names(kind, way, world, tmp_path):
+    world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"), ("second", "third"))
+
+
+def only_what_is_saved(folder: str) -> None:
+    """Which tensors are gathered, and by which rank files are written."""
+    model = sharded(adapted("lora"), "Shard(0)")
+    gathered, read, write = [], FullTensors.read, sherd.storage.places.Disk.write
+
+    def watched(self: Any, names: Any, *args: Any) -> Any:
+        gathered.extend(names)
+        return read(self, names, *args)
+
+    def refused(self: Any, name: str, chunks: Any) -> None:
+        assert dist.get_rank() == 0, "the first rank alone writes"
+        write(self, name, chunks)
+
+    FullTensors.read, sherd.storage.places.Disk.write = watched, refused
+    try:
+        sherd.save_pretrained(model, folder, dtype=torch.bfloat16)
+    finally:
+        FullTensors.read, sherd.storage.places.Disk.write = read, write
+    assert len(gathered) == 8
+    assert all("lora_" in name for name in gathered)
+    found = [each for each in files_in(folder).values() if isinstance(each, torch.Tensor)]
+    assert {each.dtype for each in found} == {torch.bfloat16}
+    assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_only_adapters_are_gathered_and_one_rank_writes(world, tmp_path):
+    world(2).run(only_what_is_saved, str(tmp_path / "out"))
+
+
+def replaced(folder: str) -> None:
+    """An older export gives way, and stays where the first rank cannot write."""
+    if dist.get_rank() == 0:
+        peft.get_peft_model(base_of("ia3"), KINDS["ia3"]()).save_pretrained(folder)
+        Path(folder, "adapter_model.bin").touch()
+    dist.barrier()
+    model = sharded(adapted("lora", "second"), "Shard(0)")
+    before = {name: Path(folder, name).read_bytes() for name in os.listdir(folder)}
+    write = sherd.storage.places.Disk.write
+
+    def failing(self: Any, name: str, chunks: Any) -> None:
+        raise OSError(28, "No space left on device", name)
+
+    sherd.storage.places.Disk.write = failing
+    try:
+        with pytest.raises(CheckpointError, match=r"on rank 0.*No space left"):
+            sherd.save_pretrained(model, folder)
+    finally:
+        sherd.storage.places.Disk.write = write
+    dist.barrier()
+    assert {name: Path(folder, name).read_bytes() for name in os.listdir(folder)} == before
+    dist.barrier()
+    sherd.save_pretrained(model, folder)
+    assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", "adapter_model.safetensors", "second"]
+    assert json.loads(Path(folder, "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_an_older_export_is_replaced_or_stays(world, tmp_path):
+    world(2).run(replaced, str(tmp_path / "out"))
+
+
+def refused(folder: str) -> None:
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = sherd.fully_shard(peft.get_peft_model(base_of("lora"), config))
+    with pytest.raises(UnsupportedError, match=r"is computed by the model.*sherd\.unsharded"):
+        sherd.save_pretrained(model, folder)
+    with sherd.unsharded(model):
+        model.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    peft.PeftModel.from_pretrained(base_of("lora"), folder)
+
+
+def test_prompts_are_refused_and_the_remedy_works(world, tmp_path):
+    world(2).run(refused, str(tmp_path / "out"))
+
+
+def merged_and_loaded(kind: str, way: str, folder: str) -> None:
+    model, plain = sharded(adapted(kind), way), adapted(kind)
+    with sherd.unsharded(model):
+        merged = model.merge_and_unload()
+    sherd.save_pretrained(merged, folder)
+    dist.barrier()
+    loaded, info = type(base_of(kind)).from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits_of(loaded), logits_of(plain.merge_and_unload()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["lora", "head"])
+def test_a_merged_model_is_saved_whole(kind, way, world, tmp_path):
+    world(2).run(merged_and_loaded, kind, way, str(tmp_path / "out"))
+
+
+def trained_and_loaded(folder: str) -> None:
+    """The bits of the shards, not those of the start, also through `torch.compile`."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = adapted("lora")
+    for layer in model.base_model.model.model.layers:
+        sherd.fully_shard(layer, mesh=mesh)
+    model = sherd.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    for _ in range(2):
+        model(torch.tensor([[1, 2, 3, 4]])).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sherd.save_pretrained(torch.compile(model, backend="eager"), folder)
+    expected = {name: each for name, each in sherd.iter_full_parameters(model) if "lora_" in name}
+    found = files_in(folder)
+    for name, each in expected.items():
+        assert torch.equal(found[f"adapter_model.safetensors: {name.replace('.default', '')}"], each)
+    assert len(expected) == 8
+    loaded = peft.PeftModel.from_pretrained(base_of("lora"), folder).eval()
+    torch.testing.assert_close(logits_of(loaded), logits_of(model))
+    assert not torch.equal(logits_of(loaded), logits_of(adapted("lora")))
+
+
+def test_what_was_trained_is_saved(world, tmp_path):
+    world(2).run(trained_and_loaded, str(tmp_path / "out"))

@@ -1,0 +1,101 @@
+"""Does `sherd doctor --bandwidth` measure what ranks compute and move, and write a cluster file that reads?"""
+
+import json
+import os
+import socket
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from sherd.doctor import bandwidth
+from sherd.doctor.findings import FAILURE
+from sherd.simulate.cluster_file import cluster_toml, read_cluster
+from sherd.simulate.costs import Ranks, collective_seconds
+from sherd.train import cli
+from tests.forked import sherd as be_sherd
+from tests.forked import start
+
+
+@pytest.fixture
+def _no_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp_path):
+    words = ["doctor", "--bandwidth", "box.toml", "--ranks", "2", "--json"]
+    process = start(be_sherd, words, {}, folder=tmp_path, output=tmp_path / "said")
+    process.join(150)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 0, said + (tmp_path / "said.err").read_text()
+    cluster = read_cluster(tmp_path / "box.toml")
+    device = cluster.device
+    assert (cluster.name, cluster.devices_per_node, device.overlaps, device.host) == ("box", 2, False, 0)
+    assert all(measured > 0 for measured in (*device.flops.values(), device.bandwidth, device.launch))
+    assert {*device.flops} == {"bfloat16", "float32"}
+    assert 0.01 < device.attention_share < 10
+    assert all(0.01 < share < 100 for share in device.shares.values())
+    assert device.flops["float32"] > device.bandwidth / 10, "a product computes more than a sum does"
+    assert device.launch < 2 * 1024**3 / device.flops["float32"], "a small operation takes less than a large one"
+    assert device.library_bytes < device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    assert cluster.within.latency > 0
+    assert cluster.within.bandwidth < 100 * device.bandwidth
+    small, large = (collective_seconds("all-gather", nbytes, Ranks(2, 2), cluster) for nbytes in (2**10, 2**26))
+    assert small < large
+    assert cluster.sources["device"].startswith("measured by sherd doctor --bandwidth on 20")
+    assert cluster.sources["across"].startswith("estimate: not measured, as there is one host")
+    findings = json.loads(said)["findings"]
+    assert [each for each in findings if each["verdict"] == FAILURE] == []
+    told = {each["name"]: each["value"] for each in findings if each["section"] == "bandwidth"}
+    assert told["written"] == "box.toml"
+    assert f'device.bandwidth = "{told["device.bandwidth"]}"' in (tmp_path / "box.toml").read_text()
+    assert not [each for each in findings if each["section"] == "self-test"]
+
+
+def measured_on(hosts):
+    """What ranks measure that believe to be on these hosts."""
+    here = mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank()])
+    with here, mock.patch.object(bandwidth, "MEASURE_S", 0.001):
+        return cluster_toml(bandwidth.measured("box"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_node", "estimated"),
+    [("aabb", 2, []), ("aaab", 3, ["within", "across"]), ("ab", 1, ["within"]), ("a", 1, ["within", "across"])],
+)
+def test_hosts_are_told_apart_and_what_cannot_be_measured_is_an_estimate(world, tmp_path, hosts, per_node, estimated):
+    files = world(len(hosts)).run(measured_on, hosts)
+    assert len(set(files)) == 1, "all ranks agree"
+    (tmp_path / "box.toml").write_text(files[0])
+    cluster = read_cluster(tmp_path / "box.toml")
+    assert cluster.devices_per_node == per_node
+    assert [link for link in ("within", "across") if cluster.sources[link].startswith("estimate")] == estimated
+
+
+def least_squares_over(launch, latency, rate):
+    """The link that is found where collectives take what the formula says."""
+
+    def took(call, at):
+        return launch + latency + call / 2 / rate
+
+    with (
+        mock.patch.object(bandwidth, "_slowest", took),
+        mock.patch.object(bandwidth, "collective", lambda transport, kind, size, number: size),
+    ):
+        return bandwidth._link([[0, 1]], launch)
+
+
+def test_latency_and_bandwidth_are_found_again(world):
+    for link in world(2).run(least_squares_over, 2e-6, 3e-5, 4e9):
+        assert (link.latency, link.bandwidth) == (pytest.approx(3e-5), pytest.approx(4e9))
+
+
+@pytest.mark.usefixtures("_no_rank")
+@pytest.mark.parametrize("file", ["there.toml", "no/box.toml"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, file):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.toml").write_text("mine")
+    assert cli.main(["doctor", "--bandwidth", file]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"sherd doctor: --bandwidth {file}: it is there, or its folder is not;")
+    assert (said.out, said.err.count("\n"), (tmp_path / "there.toml").read_text()) == ("", 1, "mine")

@@ -1,0 +1,131 @@
+"""Are costs those of the formulas, worked out by hand, and do they grow with bytes and ranks?"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sherd.simulate.cluster import Link
+from sherd.simulate.cluster_file import read_cluster, shipped_clusters
+from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, optimizer_seconds, with_tf32
+from sherd.simulate.work import Op, OpKind
+
+H100 = read_cluster("h100")
+# Round figures: 1 us and 100 GB/s within a node, 10 us and 10 GB/s per device across.
+ROUND = replace(H100, device=replace(H100.device, launch=0.0), within=Link(1e-6, 1e11), across=Link(1e-5, 1e10))
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send")
+
+
+def op(kind, flops, nbytes, dtype="bfloat16"):
+    return Op(kind, "aten.any", flops, nbytes, dtype)
+
+
+# Operations
+
+
+def test_an_operation_takes_the_longer_of_computing_and_moving_after_its_launch():
+    device = H100.device
+    assert op_seconds(op(OpKind.MATMUL, 7 * 10**14, 10), device) == pytest.approx(1 + 4e-6)
+    assert op_seconds(op(OpKind.MATMUL, 10, 3 * 10**12), device) == pytest.approx(1 + 4e-6)
+    assert op_seconds(op(OpKind.ATTENTION, 7 * 10**14, 10), device) == pytest.approx(2 + 4e-6)
+    assert op_seconds(op(OpKind.POINTWISE, 0, 3 * 10**12), device) == pytest.approx(1 + 4e-6)
+    assert op_seconds(op(OpKind.LOOKUP, 0, 3 * 10**12), device) == pytest.approx(1 / 0.6 + 4e-6)
+    assert op_seconds(op(OpKind.COPY, 0, 0), device) == 4e-6
+
+
+def test_small_matrix_products_are_slower_and_at_half_the_speed_where_computing_takes_one_launch():
+    device = H100.device
+    half = round(device.flops["bfloat16"] * device.launch)
+    assert half / op_seconds(op(OpKind.MATMUL, half, 0), device) == pytest.approx(device.flops["bfloat16"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "as_dtype"),
+    [("float16", "bfloat16"), ("float32", "float32"), ("float64", "float32"), ("int8", "float32")],
+)
+def test_a_dtype_without_a_figure_computes_as_its_neighbour(dtype, as_dtype):
+    device = replace(H100.device, flops={"bfloat16": 2e12, "float32": 1e12})
+    assert op_seconds(op(OpKind.MATMUL, 10**12, 0, dtype), device) == pytest.approx(
+        1e12 / device.flops[as_dtype] + 4e-6
+    )
+
+
+def test_tf32_takes_the_place_of_float32_where_there_is_one():
+    device = with_tf32(H100.device)
+    assert (device.flops["float32"], device.peak_flops["float32"]) == (350e12, 494.7e12)
+    assert with_tf32(read_cluster("laptop").device) == read_cluster("laptop").device
+
+
+# Collectives
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        # 8 ranks of a node: 7 steps, 7/8 GB at 100 GB/s.
+        ("all-gather", Ranks(8, 8), 7e-6 + 0.875e-2),
+        ("reduce-scatter", Ranks(8, 8), 7e-6 + 0.875e-2),
+        ("all-reduce", Ranks(8, 8), 2 * (7e-6 + 0.875e-2)),
+        ("broadcast", Ranks(8, 8), 7e-6 + 1e-2),
+        ("all-to-all", Ranks(8, 8), 7e-6 + 0.875e-2),
+        ("send", Ranks(2, 2), 1e-6 + 1e-2),
+        # 2 nodes of 4 ranks: 6 steps within, 1 across, and 4 x 10 GB/s between the nodes.
+        ("all-gather", Ranks(8, 4), 6e-6 + 1e-5 + 0.875 / 40),
+        ("all-reduce", Ranks(8, 4), 2 * (6e-6 + 1e-5 + 0.875 / 40)),
+        ("broadcast", Ranks(8, 4), 6e-6 + 1e-5 + 1 / 40),
+        ("all-to-all", Ranks(8, 4), 3e-6 + 4e-5 + 0.125 * (3 / 100 + 4 / 10)),
+        # A rank per node: log2 of the steps, 10 GB/s.
+        ("all-gather", Ranks(8, 1), 3e-5 + 0.875 / 10),
+        ("send", Ranks(2, 1), 1e-5 + 1 / 10),
+        ("all-gather", Ranks(1, 1), 0.0),
+    ],
+)
+def test_a_collective_of_a_gigabyte_takes_what_was_worked_out_by_hand(kind, ranks, seconds):
+    assert collective_seconds(kind, 10**9, ranks, ROUND) == pytest.approx(seconds)
+
+
+def test_a_small_all_reduce_over_many_nodes_goes_by_a_tree():
+    assert collective_seconds("all-reduce", 0, Ranks(1024, 8), ROUND) == pytest.approx(2 * (7e-6 + 7 * 1e-5))
+
+
+@pytest.mark.parametrize(
+    # Bekman, Machine Learning Engineering, all-reduce over 8 H200: what came of each size, in GB/s.
+    ("nbytes", "rate"),
+    [(2**15, 0.82), (2**18, 6.71), (2**20, 22.82), (2**22, 61.23), (2**24, 125.65), (2**26, 198.01)],
+)
+def test_an_all_reduce_over_a_node_takes_what_others_have_measured(nbytes, rate):
+    assert collective_seconds("all-reduce", nbytes, Ranks(8, 8), read_cluster("h200")) == pytest.approx(
+        nbytes / (rate * 1e9), rel=0.25
+    )
+
+
+@given(
+    st.sampled_from(shipped_clusters()),
+    st.sampled_from(KINDS),
+    st.integers(1, 2**17),
+    st.integers(1, 2**17),
+    st.integers(1, 8),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+)
+def test_more_bytes_or_more_ranks_never_take_less(name, kind, size, more, per_node, nbytes, longer):
+    assume(kind != "send" or size == 2)
+    cluster, few = read_cluster(name), Ranks(size, min(size, per_node))
+    took = collective_seconds(kind, nbytes, few, cluster)
+    assert 0 <= took <= collective_seconds(kind, nbytes + longer, few, cluster)
+    if kind != "send" and size >= per_node:
+        assert took <= collective_seconds(kind, nbytes, Ranks(size + more, per_node), cluster) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "per_node"), [(16, 1, 8), (4, 1, 4), (2, 8, 1), (4, 2, 4), (8, 2, 4), (131072, 8, 1)]
+)
+def test_a_group_of_ranks_apart_knows_how_many_share_a_node(size, stride, per_node):
+    assert Ranks.strided(size, stride, devices_per_node=8) == Ranks(size, per_node)
+
+
+def test_an_optimizer_step_reads_and_writes_each_element_so_often():
+    device = H100.device
+    assert optimizer_seconds(10**9, device, is_fused=True) == pytest.approx(7 * 4e9 / 3e12 + 4e-6)
+    assert optimizer_seconds(10**9, device, itemsize=2) == pytest.approx(20 * 2e9 / 3e12 + 8 * 4e-6)
