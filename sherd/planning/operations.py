@@ -26,11 +26,15 @@ _KINDS = {
     OpKind.COPY: "clone copy cat stack pad slice select repeat zero ones fill full arange split roll flip",
 }
 """Parts of names that tell an operation's kind, of which the first that fits does; any other one is POINTWISE."""
-_COUNTED_AS = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+_COUNTS = {
+    **flop_registry,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+    _ATEN._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
 }
-"""The kernels that torch's table of floating-point operations leaves out, and those in it that compute the same."""
+"""Torch's table of floating-point operations, and what it leaves out: experts side by side, and attention on a CPU."""
 
 
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
@@ -39,7 +43,7 @@ def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     kind, name = _kind_and_name(func)
     if "empty" in name or _is_view(read, made):
         return None
-    count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
+    count = _COUNTS.get(func.overloadpacket)
     written = _num_bytes(made)
     if kind is OpKind.LOOKUP and not name.endswith("backward"):  # of the table, as much as is looked up
         nbytes = written + sum(min(_num_bytes([each]), max(written, 1)) for each in read)
@@ -106,7 +110,8 @@ def _attention(
 ) -> Tensor:
     """Attention by the kernel that the device has for it, else composed of other operations."""
     out = None
-    if query.dim() == 4 and query.shape[-1] == value.shape[-1]:
+    has_all_heads = query.shape[:2] == key.shape[:2] or others.get("enable_gqa", False)
+    if query.dim() == 4 and query.shape[-1] == value.shape[-1] and has_all_heads:
         out = fused(query, key, value, attn_mask, dropout_p, is_causal, others.get("scale"))
     if out is None:
         mask = _as_bias(attn_mask, query)

@@ -3,12 +3,13 @@ allocated and nothing computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sherd.engine.run.structures import tensors_in
 from sherd.planning.operations import kernels_of
@@ -38,15 +39,13 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
     Raises:
         InputError: a parameter, buffer or tensor of the batch has values, or forward or backward needs them.
     """
-    modules = list(model.named_modules())
-    _require_meta(model, batch)
     given = tensors_in(batch)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *(("the batch", each) for each in given)):
+        if not tensor.is_meta:
+            raise InputError(f"{name} is on {tensor.device}, and not on meta; make it under torch.device('meta')")
+    modules = list(model.named_modules())
     recording = Recording(list(model.parameters()), list(model.buffers()), given)
-    numbers = {module: number for number, (_, module) in enumerate(modules)}
-    handles = [handle for module in numbers for handle in _call_hooks(module, numbers[module], recording)]
-    for number, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(_hand_over, recording, number)))
+    handles = [*_call_hooks(modules, recording), *_gradient_hooks(model, recording)]
     try:
         with torch.device("meta"), kernels_of(device_type), recording:
             with torch.enable_grad():
@@ -56,46 +55,35 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
                 value.backward()
             del value
     except Exception as error:
-        where = recording.failed_in
-        place = "the loss" if where is None else modules[where][0] or "the model"
-        kind = "" if where is None else f" ({type(modules[where][1]).__name__})"
+        name, kind = "the loss", ""
+        if recording.failed_in is not None:
+            name, module = modules[recording.failed_in]
+            name, kind = name or "the model", f" ({type(module).__name__})"
         said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise InputError(f"{place}{kind} does not run without values: {said}") from error
+        raise InputError(f"{name}{kind} does not run without values: {said}") from error
     finally:
         for handle in handles:
             handle.remove()
-    whole_numbers = [each for each in given if not each.is_floating_point() and each.dim() > 1]
+    tokens = [each.numel() for each in given if not each.is_floating_point() and each.dim() > 1]
     return Work(
-        _modules(model),
-        _parameters(model, numbers),
+        *_parts(model),
         tuple(recording.finished()),
         samples=given[0].shape[0] if given and given[0].dim() else 1,
-        tokens=whole_numbers[0].numel() if whole_numbers else 0,
+        tokens=tokens[0] if tokens else 0,
     )
 
 
-def _require_meta(model: nn.Module, batch: Any) -> None:
-    named = [*model.named_parameters(), *model.named_buffers(), *(("the batch", each) for each in tensors_in(batch))]
-    for name, tensor in named:
-        if not tensor.is_meta:
-            raise InputError(f"{name} is on {tensor.device}, and not on meta; make it under torch.device('meta')")
-
-
-def _modules(model: nn.Module) -> tuple[Module, ...]:
-    numbers = {name: number for number, (name, _) in enumerate(model.named_modules())}
-
-    def parent(name: str) -> int | None:
-        around = name.rpartition(".")[0]
-        return numbers.get(around, 0) if name else None
-
-    return tuple(Module(name, type(module).__name__, parent(name)) for name, module in model.named_modules())
-
-
-def _parameters(model: nn.Module, numbers: dict[nn.Module, int]) -> tuple[Parameter, ...]:
-    return tuple(
+def _parts(model: nn.Module) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]:
+    """Returns the model's modules and parameters, as in `Work`."""
+    number = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    modules = tuple(
+        Module(name, type(each).__name__, number[name.rpartition(".")[0]] if name else None)
+        for name, each in model.named_modules()
+    )
+    parameters = tuple(
         Parameter(
             name,
-            numbers[model.get_submodule(name.rpartition(".")[0])],
+            number[name.rpartition(".")[0]],
             tuple(each.shape),
             str(each.dtype).removeprefix("torch."),
             each.nbytes,
@@ -103,23 +91,28 @@ def _parameters(model: nn.Module, numbers: dict[nn.Module, int]) -> tuple[Parame
         )
         for name, each in model.named_parameters()
     )
+    return modules, parameters
 
 
-def _call_hooks(module: nn.Module, number: int, recording: Recording) -> tuple[Any, Any]:
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _call_hooks(modules: Sequence[tuple[str, nn.Module]], recording: Recording) -> Iterator[RemovableHandle]:
+    def enter(number: int, module: nn.Module, args: object, kwargs: object) -> None:
         recording.enter(number, tensors_in((args, kwargs)))
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> None:
         recording.leave(tensors_in(output, in_any_object=True))
 
-    # A forward that recomputation breaks off early ends too.
-    return (
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        module.register_forward_hook(leave, always_call=True),
-    )
+    for number, (_, module) in enumerate(modules):
+        yield module.register_forward_pre_hook(partial(enter, number), prepend=True, with_kwargs=True)
+        # A forward that is broken off, as when it runs again no further than is needed, ends too.
+        yield module.register_forward_hook(leave, always_call=True)
 
 
-def _hand_over(recording: Recording, number: int, parameter: Tensor) -> None:
-    assert parameter.grad is not None, "autograd has just accumulated it"
-    recording.hand_over(number, parameter.grad)
-    parameter.grad = None
+def _gradient_hooks(model: nn.Module, recording: Recording) -> Iterator[RemovableHandle]:
+    def hand_over(number: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "autograd has just accumulated it"
+        recording.hand_over(number, parameter.grad)
+        parameter.grad = None
+
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(partial(hand_over, number))

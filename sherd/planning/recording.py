@@ -53,12 +53,11 @@ class Call:
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage: its size, the shape of the first tensor in it, the call in which it was made, and its purpose."""
+    """The memory of a tensor: its size, the shape it was made with, the call in which it was, and its purpose."""
 
     nbytes: int
     shape: tuple[int, ...]
     call: Call | None
-    in_backward: bool
     kind: TensorKind = TensorKind.TEMPORARY
 
 
@@ -83,8 +82,9 @@ class Recording(TorchDispatchMode):
         self._last_reached: Call | None = None
         self._in_backward = False
         self._recomputed: list[int] = []
-        self._logits: tuple[int, int] | None = None  # the number of the model's largest output, its last dim
-        self._memory_at_head = -1  # the number of storages when backward left the module that made the logits
+        self._has_tokens = any(each.dim() > 1 and not each.is_floating_point() for each in batch)
+        self._logits: int | None = None
+        self._behind_head: int | None = None  # how much memory had been noted when backward left what made the logits
         self._failed_in: int | None = None
         self._handled = sys.exc_info()[1]  # an error that the caller is about to handle
         for each in batch:
@@ -137,7 +137,7 @@ class Recording(TorchDispatchMode):
         else:
             self._events.append(Release(number))
         self._number_at[key] = number = len(self._memory)
-        self._memory.append(_Memory(nbytes, tuple(tensor.shape), self._call, self._in_backward))
+        self._memory.append(_Memory(nbytes, tuple(tensor.shape), self._call))
         self._events.append(Allocate(number, nbytes, TensorKind.TEMPORARY))
         if again:
             self._recomputed.append(number)
@@ -176,8 +176,9 @@ class Recording(TorchDispatchMode):
         self._claim(outputs)
         self._events.append(Leave(call.module, call.again, self._alive(outputs)))
         self._call = call.around
-        if self._call is None and not call.again:
-            self._find_logits(outputs)
+        numbers = [each for each in outputs if each.is_floating_point() and each.dim() > 1]
+        if self._call is None and self._has_tokens and numbers and not self._in_backward:
+            self._logits = self._number_at.get(id(max(numbers, key=Tensor.numel).untyped_storage()))
 
     def _claim(self, tensors: Sequence[Tensor]) -> None:
         """Let the nodes of autograd's graph behind `tensors` that nobody has claimed belong to the innermost call."""
@@ -211,45 +212,35 @@ class Recording(TorchDispatchMode):
         for each in reversed(list(call.outwards() if call else ())):
             if not each.is_reached:
                 each.is_reached = True
-                self._leave_head(each)
                 self._events.append(Reached(each.module))
+        head = None if self._logits is None else self._memory[self._logits].call
+        if head and call and self._behind_head is None and call not in head.outwards():
+            self._behind_head = len(self._memory)
 
     def _pass(self) -> None:
         for each in self._last_reached.outwards() if self._last_reached else ():
             each.passed_at = len(self._events)
-
-    def _leave_head(self, reached: Call) -> None:
-        if self._logits and self._memory_at_head < 0:
-            made_in = self._memory[self._logits[0]].call
-            if made_in and reached not in made_in.outwards():
-                self._memory_at_head = len(self._memory)
 
     def hand_over(self, parameter: int, gradient: Tensor) -> None:
         """Autograd has made the gradient of a parameter. Its memory has counted as a temporary's until now."""
         key = id(gradient.untyped_storage())
         number = self._number_at.get(key)
         if number is not None and self._memory[number].nbytes == gradient.nbytes:
+            self._memory[number].shape = ()  # no logits, whatever its shape
             self._died(key)
         self._events.append(Gradient(parameter))
 
     # The end
 
-    def _find_logits(self, outputs: Sequence[Tensor]) -> None:
-        """The largest output of a model is its logits."""
-        numbers = [each for each in outputs if each.is_floating_point() and each.dim() > 1]
-        largest = max(numbers, key=torch.Tensor.numel, default=None)
-        if largest is not None and self._inputs and self._alive([largest]):
-            self._logits = (self._alive([largest])[0], largest.shape[-1])
-
     def _mark_logits(self) -> None:
-        if self._logits is None:
-            return
-        logits, vocabulary = self._logits
-        least = self._memory[logits].nbytes // 4  # in half of float64, or of all tokens but some
-        for number, memory in enumerate(self._memory[logits:], logits):
-            in_time = not memory.in_backward or number < self._memory_at_head
-            if in_time and memory.shape[-1:] == (vocabulary,) and memory.nbytes >= least:
-                memory.kind = TensorKind.LOGITS
+        """The largest output of a model that reads tokens is its logits; and so is what is as wide and was made later,
+        until backward leaves the module that made it."""
+        if self._logits is not None:
+            logits = self._memory[self._logits]
+            for memory in self._memory[self._logits : self._behind_head]:
+                # A copy may be of half the precision, and without some tokens.
+                if memory.shape[-1:] == logits.shape[-1:] and 4 * memory.nbytes >= logits.nbytes:
+                    memory.kind = TensorKind.LOGITS
 
     def finished(self) -> Iterator[Event]:
         """Yields the events of the step. Nothing may happen any more."""

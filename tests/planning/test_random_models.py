@@ -92,7 +92,8 @@ class Transposed(nn.Module):
         self.inner = inner
 
     def forward(self, x):
-        return self.inner(x.transpose(1, 2)).transpose(1, 2)
+        # Contiguous, for torch's meta kernels of some operations, as of batch norm, tell other strides than the CPU's.
+        return self.inner(x.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
 
 
 WAYS = ("residual", "gate", "checkpoint", "reentrant", "twice", "frozen")
@@ -119,7 +120,8 @@ def builder(program):
     return build
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(programs)
 def test_memory_and_operations_of_any_model_are_those_of_a_real_step(program):
     work = read(builder(program), sum_of_all)
@@ -128,7 +130,8 @@ def test_memory_and_operations_of_any_model_are_those_of_a_real_step(program):
     assert flops(work) == operations
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(programs, st.data())
 def test_any_module_can_be_checkpointed(program, data):
     work = read(builder(program), sum_of_all)

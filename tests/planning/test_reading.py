@@ -196,6 +196,35 @@ def test_on_an_accelerator_attention_and_dropout_take_its_kernels(dtype, kernel)
     assert not {"aten.bmm", "aten._softmax", "aten._safe_softmax", "aten.bernoulli_"} & set(names)
 
 
+def test_experts_side_by_side_are_counted():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 32, 48, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            ends = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+            return torch.nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+    model, x = made(lambda: (Experts(), torch.zeros(8, 32, dtype=torch.bfloat16, requires_grad=True)))
+    assert flops(read_work(model, x)) == 3 * 2 * 8 * 32 * 48
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_fewer_heads_of_keys_take_the_fused_kernel_only_if_asked(is_grouped):
+    class Attending(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x[:, :1], x[:, :1], enable_gqa=is_grouped)
+
+    def build():
+        return nn.Sequential(nn.Linear(16, 16), Attending()), torch.zeros(2, 4, 8, 16)
+
+    work = read(build, models.sum_of_all)
+    assert peak(work) == pytest.approx(measured(build, models.sum_of_all)[0], rel=0.01)
+    names = {event.name for event in work.events if isinstance(event, Op)}
+    assert ("aten._scaled_dot_product_flash_attention_for_cpu" in names) == is_grouped
+
+
 def test_the_model_is_as_it_was():
     model, batch = made(models.decoder)
     read_work(model, batch, models.next_token)
