@@ -1,0 +1,1 @@
+"""What a step takes, and how it is shown."""
