@@ -144,6 +144,7 @@ def test_folding_keeps_the_peak_and_each_kept_moment_is_true(layers, micro_batch
     found = levels(shown, kinds_of([shown]))
     assert found.most == shown.peak.nbytes
     assert found.times == sorted(found.times)
+    assert found.times[0] == 0
     for number in range(0, len(found.times), 17):
         assert sum(column[number] for column in found.of.values()) == bytes_at(shown, found.times[number])
 
@@ -166,6 +167,13 @@ def test_kinds_beyond_the_colours_are_one():
     kinds = kinds_of([shown])
     assert len(kinds) == KINDS
     assert levels(shown, kinds).of["other"] == [sum(100 + number for number in range(4))]
+
+
+def test_a_kind_that_only_goes_is_not_drawn_and_breaks_nothing():
+    changes = (Change(0.0, "a", -1, 8), Change(0.1, "b", -1, -4), Change(0.2, "a", -1, -9))
+    shown = Timeline("t", True, (), (), changes, Peak(8, 0.0, "m", {}, {}), 1.0)
+    assert levels(shown, kinds_of([shown])).of == {"a": [8, 8, 0]}
+    assert page([shown, timeline()])
 
 
 @pytest.mark.parametrize("units", [(), units_of(0), units_of(2)])

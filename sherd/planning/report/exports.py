@@ -26,18 +26,10 @@ def perfetto(timeline: Timeline) -> dict[str, object]:
         events.append({"ph": "M", "pid": 1, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
     for span in timeline.spans:
         unit = timeline.units[span.unit].name or "(root)" if span.unit >= 0 else ""
-        events.append(
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": 1 + lanes.index(span.lane),
-                "ts": span.start * MICROSECONDS,
-                "dur": (span.end - span.start) * MICROSECONDS,
-                "name": f"{span.name} {unit}".rstrip(),
-                "cat": span.name,
-                "args": {"unit": unit, "bytes": span.nbytes},
-            }
-        )
+        name, thread = f"{span.name} {unit}".rstrip(), 1 + lanes.index(span.lane)
+        begun, lasts = span.start * MICROSECONDS, (span.end - span.start) * MICROSECONDS
+        event = {"ph": "X", "pid": 1, "tid": thread, "ts": begun, "dur": lasts, "name": name, "cat": span.name}
+        events.append({**event, "args": {"unit": unit, "bytes": span.nbytes}})
     found = levels(timeline, kinds_of([timeline]))
     for number, time in enumerate(found.times):
         nbytes = {kind: column[number] for kind, column in found.of.items()}

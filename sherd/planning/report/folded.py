@@ -56,8 +56,9 @@ def levels(timeline: Timeline, kinds: Sequence[str]) -> Levels:
     for time, changes in groupby(timeline.changes, lambda change: change.time):
         for change in changes:  # what changes at once is one moment
             kind = change.kind if change.kind in now else OTHER
-            now[kind] = now.get(kind, 0) + change.nbytes
-        part = min(int(time / timeline.seconds * PARTS), PARTS)
+            if kind in now:  # a kind that never takes anything is none of `kinds`
+                now[kind] += change.nbytes
+        part = min(int(time / timeline.seconds * PARTS), PARTS) if time else -1  # the beginning is always kept
         last[part] = time, list(now.values())
         if part not in fullest or sum(now.values()) > sum(fullest[part][1]):
             fullest[part] = last[part]

@@ -125,7 +125,7 @@ function step(figure, number) {
     const paths = {}, top = row * ROW + 5, visible = [];
     add(svg, "path", { class: "rule", d: `M0 ${top + 24.5}H${width}` });
     each.starts.forEach((start, i) => {
-      const from = x(start), wide = Math.max(0.75, x(each.ends[i]) - from), name = each.names[each.name_of[i]];
+      const from = x(start), wide = Math.max(0.75, x(each.ends[i]) - from), name = line.names[each.name_of[i]];
       const key = name + "|" + (each.units[i] & 1); // neighbours in two shades: the borders show without lines
       paths[key] = (paths[key] || "") + `M${from.toFixed(1)} ${top}h${wide.toFixed(1)}v24h-${wide.toFixed(1)}z`;
       const text = each.units[i] < 0 ? name : short(units[each.units[i]], Math.floor(wide / 7));
@@ -156,7 +156,7 @@ function step(figure, number) {
     const set = { x: x(start), y: lane * ROW + 4, width: Math.max(2, x(end) - x(start)), height: 26 };
     for (const key in set) pick.setAttribute(key, set[key]);
     const unit = each.units[span] < 0 ? "" : " " + units[each.units[span]], nbytes = each.nbytes[span];
-    readout.textContent = `${each.name}: ${each.names[each.name_of[span]]}${unit}, ${inSeconds(seconds(end - start))} from ${inSeconds(seconds(start))}` +
+    readout.textContent = `${each.name}: ${line.names[each.name_of[span]]}${unit}, ${inSeconds(seconds(end - start))} from ${inSeconds(seconds(start))}` +
       (nbytes ? `, ${inBytes(nbytes)} sent, ${inBytes(nbytes / (seconds(end - start) || 1))}/s` : "");
     reveal(x(start), x(end));
   }
@@ -187,13 +187,14 @@ function step(figure, number) {
 
 function scatter(figure) {
   const found = data.search, place = figure.querySelector(".scatter"), readout = figure.querySelector(".readout");
-  const points = found.points.map((point, index) => ({ ...point, index })).sort((a, b) => a.nbytes - b.nbytes || a.seconds - b.seconds);
-  const limit = found.limit || 0, [left, right] = range([...points.map((each) => each.nbytes), ...(limit ? [limit] : [])]);
-  const [bottom, top] = range(points.map((each) => each.seconds));
+  const points = found.points.map((point, index) => ({ ...point, index })).sort((a, b) => a.peak_bytes - b.peak_bytes || a.step_seconds - b.step_seconds);
+  const limit = found.limit || 0, [left, right] = range([...points.map((each) => each.peak_bytes), ...(limit ? [limit] : [])]);
+  const [bottom, top] = range(points.map((each) => each.step_seconds));
   let chosen = Math.max(0, points.findIndex((each) => each.index === found.best));
   function tell(point) {
-    readout.textContent = `${point.name}: ${inSeconds(point.seconds)} a step, ${inBytes(point.nbytes)} at the peak. ` +
-      (point.fits ? "" : `Does not fit: ${point.why}. `) + point.settings;
+    readout.textContent = `${point.name}: ${inSeconds(point.step_seconds)} a step, ${inBytes(point.peak_bytes)} at the peak. ` +
+      (point.fits ? "" : `Does not fit: ${point.why}. `) +
+      Object.entries(point.settings).map(([name, value]) => `${name} ${value}`).join(", ");
   }
   drawn.push(() => {
     const kept = place.contains(document.activeElement), width = Math.floor(place.clientWidth), height = Math.min(400, width * 0.8);
@@ -213,11 +214,11 @@ function scatter(figure) {
       add(svg, "text", { class: "halo", x: x(limit) - 6, y: 30, "text-anchor": "end" }, "limit " + inBytes(limit));
     }
     const front = points.filter((each) => each.pareto);
-    add(svg, "path", { class: "front", d: front.map((each, i) => (i ? `H${x(each.nbytes)}V${y(each.seconds)}` : `M${x(each.nbytes)} ${y(each.seconds)}`)).join("") });
+    add(svg, "path", { class: "front", d: front.map((each, i) => (i ? `H${x(each.peak_bytes)}V${y(each.step_seconds)}` : `M${x(each.peak_bytes)} ${y(each.step_seconds)}`)).join("") });
     const nodes = points.map((each, i) => {
       const best = each.index === found.best, kind = best ? " best" : each.pareto ? " pareto" : each.fits ? "" : " out";
-      const node = add(svg, "circle", { class: "point" + kind, cx: x(each.nbytes), cy: y(each.seconds), r: best ? 7 : 5,
-        tabindex: i === chosen ? 0 : -1, role: "img", "aria-label": `${best ? "best: " : ""}${each.name}, ${inSeconds(each.seconds)}, ${inBytes(each.nbytes)}${each.fits ? "" : ", does not fit"}` });
+      const node = add(svg, "circle", { class: "point" + kind, cx: x(each.peak_bytes), cy: y(each.step_seconds), r: best ? 7 : 5,
+        tabindex: i === chosen ? 0 : -1, role: "img", "aria-label": `${best ? "best: " : ""}${each.name}, ${inSeconds(each.step_seconds)}, ${inBytes(each.peak_bytes)}${each.fits ? "" : ", does not fit"}` });
       node.addEventListener("pointerenter", () => tell(each));
       node.addEventListener("focus", () => { nodes[chosen].setAttribute("tabindex", -1); chosen = i; node.setAttribute("tabindex", 0); tell(each); });
       node.addEventListener("keydown", (event) => {
@@ -229,7 +230,7 @@ function scatter(figure) {
     const best = points.find((each) => each.index === found.best);
     if (best) {
       const text = "best: " + best.name.slice(0, 40), half = text.length * 3.5;
-      add(svg, "text", { class: "strong halo", x: clamp(x(best.nbytes), half, width - half), y: y(best.seconds) + 22, "text-anchor": "middle" }, text);
+      add(svg, "text", { class: "strong halo", x: clamp(x(best.peak_bytes), half, width - half), y: y(best.step_seconds) + 22, "text-anchor": "middle" }, text);
     }
     if (kept) nodes[chosen].focus();
   });

@@ -6,17 +6,20 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 
 from sherd.planning.report.folded import OTHER, SPANS, Branch, Levels, branches, exposed_wait, kinds_of, levels, longest
 from sherd.planning.report.in_words import in_bytes, in_seconds
-from sherd.simulate.timeline import Advice, Candidate, Lane, Search, Span, Timeline
+from sherd.simulate.timeline import Advice, Candidate, Lane, Search, Timeline
 
 __all__ = ["page"]
 
 TICKS = 1_000_000
 """Times in the data of the page are whole numbers of this part of the step."""
+COLUMNS = ("name_of", "starts", "ends", "units", "nbytes")
+"""Of the spans of a lane. Names are indices into `names`."""
 KEYS = {"forward": "k0", "backward": "k4", "recompute": "k1", "optimizer": "k5", "collectives": "k6", "waits": "wait"}
 """The colours of page.css for the kinds of spans."""
 
@@ -28,7 +31,7 @@ def page(timelines: Sequence[Timeline], search: Search | None = None, advice: Se
     """
     kinds = kinds_of(timelines)
     folded = [levels(timeline, kinds) for timeline in timelines]
-    data = json.dumps(_data(timelines, folded, kinds, search), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(_data(timelines, folded, search), allow_nan=False, separators=(",", ":"))
     style, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = " and ".join(timeline.title for timeline in timelines)
@@ -193,75 +196,45 @@ def _search(search: Search | None) -> str:
     )
 
 
-def _data(
-    timelines: Sequence[Timeline], folded: Sequence[Levels], kinds: Sequence[str], search: Search | None
-) -> dict[str, object]:
+def _data(steps: Sequence[Timeline], folded: Sequence[Levels], search: Search | None) -> dict[str, object]:
     """Returns what page.js draws. Whole numbers in columns: thousands of spans are to take few bytes."""
-    most = max((max(each.most, timeline.peak.nbytes) for each, timeline in zip(folded, timelines, strict=True)))
+    most = max(max(each.most, step.peak.nbytes) for each, step in zip(folded, steps, strict=True))
     unit = max(1, most // 20_000)
-    seen = {span.lane for timeline in timelines for span in timeline.spans}
+    seen = {span.lane for step in steps for span in step.spans}
     lanes = [lane for lane in Lane if lane in seen]
-    return {
-        "kinds": kinds,
-        "unit": unit,
-        "most": most,
-        "seconds": max(timeline.seconds for timeline in timelines),
-        "steps": [
-            _line(timeline, each, lanes, unit, SPANS // len(timelines))
-            for timeline, each in zip(timelines, folded, strict=True)
-        ],
-        "search": _points(search) if search else None,
-    }
+    lines = [_line(step, each, lanes, unit, SPANS // len(steps)) for step, each in zip(steps, folded, strict=True)]
+    about = {"kinds": list(folded[0].of), "unit": unit, "most": most, "seconds": max(step.seconds for step in steps)}
+    return {**about, "steps": lines, "search": _points(search) if search else None}
 
 
 def _line(timeline: Timeline, folded: Levels, lanes: Sequence[Lane], unit: int, most: int) -> dict[str, object]:
     def tick(time: float) -> int:
         return round(time / timeline.seconds * TICKS)
 
+    def column(lane: Lane) -> dict[str, object]:
+        of_lane = sorted((span for span in spans if span.lane is lane), key=lambda span: span.start)
+        rows = ((place[span.name], tick(span.start), tick(span.end), span.unit, span.nbytes) for span in of_lane)
+        columns = list(zip(*rows, strict=True)) or [()] * 5
+        return {"name": lane.value, **dict(zip(COLUMNS, columns, strict=True))}
+
     spans = longest(timeline.spans, most)
-    names = sorted({span.name for span in spans})
+    place = {name: number for number, name in enumerate(dict.fromkeys(span.name for span in spans))}
     title, peak = timeline.title, timeline.peak
     return {
         "seconds": timeline.seconds,
         "units": [each.name or "(root)" for each in timeline.units],
         "times": [tick(time) for time in folded.times],
-        "levels": [[nbytes // unit for nbytes in folded.of[kind]] for kind in folded.of],
+        "levels": [[nbytes // unit for nbytes in column] for column in folded.of.values()],
         "peak": {"at": tick(peak.time), "nbytes": peak.nbytes},
         "about_memory": f"Memory over the step, {title}. The peak is {in_bytes(peak.nbytes)}, {peak.moment}.",
         "about_lanes": f"Lanes over the step, {title}. Compute waits {in_seconds(exposed_wait(timeline))} in all.",
-        "lanes": [_column(lane, [span for span in spans if span.lane is lane], names, tick) for lane in lanes],
-    }
-
-
-def _column(lane: Lane, spans: Sequence[Span], names: list[str], tick: Callable[[float], int]) -> dict[str, object]:
-    spans = sorted(spans, key=lambda span: span.start)
-    return {
-        "name": lane.value,
-        "names": names,
-        "name_of": [names.index(span.name) for span in spans],
-        "starts": [tick(span.start) for span in spans],
-        "ends": [tick(span.end) for span in spans],
-        "units": [span.unit for span in spans],
-        "nbytes": [span.nbytes for span in spans],
+        "names": list(place),
+        "lanes": [column(lane) for lane in lanes],
     }
 
 
 def _points(search: Search) -> dict[str, object]:
-    front = {id(each) for each in _front(search)}
-    return {
-        "best": search.best,
-        "limit": search.limit_bytes,
-        "about": f"{len(search.candidates):,} settings by peak memory and step time. Arrow keys go on.",
-        "points": [
-            {
-                "name": each.name,
-                "seconds": each.step_seconds,
-                "nbytes": each.peak_bytes,
-                "fits": each.fits,
-                "why": each.why,
-                "pareto": id(each) in front,
-                "settings": ", ".join(f"{name} {value}" for name, value in each.settings.items()),
-            }
-            for each in search.candidates
-        ],
-    }
+    about = f"{len(search.candidates):,} settings by peak memory and step time. Arrow keys go on."
+    front = _front(search)
+    points = [{**asdict(each), "pareto": each in front} for each in search.candidates]
+    return {"best": search.best, "limit": search.limit_bytes, "about": about, "points": points}
