@@ -5,12 +5,14 @@ import itertools
 import pytest
 
 from sherd.planning.report import page
+from sherd.simulate.timeline import Candidate, Peak, Search, Timeline
 from tests.planning.browser import browser, missing
 from tests.planning.made_up import ADVICE, HOSTILE, search, timeline
 from tests.planning.test_page import hostile
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
+NONE_FITS = Search((Candidate("one", {}, 0.5, 1 << 30, False, "too large"),), -1, None)
 WINDOWS = [(1280, False), (1280, True), (400, False), (400, True)]
 STOPS = (
     """(() => { const e = document.activeElement; return e.dataset.chart || e.getAttribute("class") || e.tagName })()"""
@@ -31,6 +33,7 @@ def pages(tmp_path_factory):
         "two": page([timeline(), timeline(slow=1.4, title="run 17", is_predicted=False)]),
         "large": page([timeline(80, 4)], search(400)),
         "hostile": page([hostile()[0]], *hostile()[1:]),
+        "empty": page([Timeline("", False, (), (), (), Peak(0, 0.0, "", {}, {}), 1.0)], NONE_FITS),
     }
     folder = tmp_path_factory.mktemp("pages")
     files = {name: folder / f"{name}.html" for name in texts}
@@ -62,7 +65,7 @@ def stops(tab, most=60):
     return found
 
 
-@pytest.mark.parametrize("name", ["one", "two", "large", "hostile"])
+@pytest.mark.parametrize("name", ["one", "two", "large", "hostile", "empty"])
 @pytest.mark.parametrize(("width", "dark"), WINDOWS, ids=lambda value: str(value))
 def test_a_page_fits_its_window_and_asks_for_nothing(shown, pages, name, width, dark):
     tab = shown(name, width, dark)
@@ -216,6 +219,16 @@ def test_no_label_of_a_chart_is_cut_off_at_its_border(shown):
             return t.left < s.left - 1 || t.right > s.right + 1 || t.top < s.top - 2 || t.bottom > s.bottom + 2 })
             .map((e) => e.textContent)"""
         assert tab.ask(cut) == []
+
+
+def test_a_timeline_of_nothing_and_a_search_without_a_result_bear_all_keys(shown):
+    tab = shown("empty")
+    for chart in ("[data-chart=memory]", "[data-chart=gantt]", ".point"):
+        tab.ask(f"document.querySelector('{chart}').focus()")
+        for key in ("ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End", "p", "+", "-"):
+            tab.press(key)
+    assert "Does not fit: too large." in readout(tab, "figure.search")
+    assert tab.complaints == []
 
 
 def test_hostile_names_are_shown_and_run_nothing(shown):

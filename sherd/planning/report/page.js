@@ -173,7 +173,7 @@ function step(figure, number) {
     PageUp: () => showMoment(moment - 25), PageDown: () => showMoment(moment + 25), Home: () => showMoment(0),
     End: () => showMoment(line.times.length), p: () => showMoment(search(line.times, line.peak.at)) });
   function change(by) { // to the next lane with a span, at the same time
-    const time = line.lanes[lane].starts[span] || 0;
+    const time = line.lanes.length && line.lanes[lane].starts[span];
     for (let to = lane + by; line.lanes[to]; to += by)
       if (line.lanes[to].starts.length) { lane = to; return showSpan(search(line.lanes[to].starts, time)); }
   }
