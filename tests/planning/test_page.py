@@ -70,6 +70,13 @@ def test_the_page_says_the_facts_the_peak_the_units_the_advice_and_the_best_sett
     assert "Recorded while it ran" in Reader(page([timeline(is_predicted=False)])).text
 
 
+def test_each_kind_that_is_drawn_is_in_the_table_with_its_colour_though_it_takes_nothing_at_the_peak():
+    made = Reader(page([timeline()]))
+    for level, kind in enumerate(made.data["kinds"]):
+        assert f"<i class=key style='background:var(--k{level})'></i>{kind}" in page([timeline()])
+    assert "gradients 0 B 0.0%" in made.text
+
+
 def test_without_a_search_or_advice_their_sections_are_absent():
     text = Reader(page([timeline()])).text
     assert "Settings" not in text

@@ -126,13 +126,14 @@ def _peak(timeline: Timeline, kinds: Sequence[str]) -> str:
 
     def rows(parts: Iterable[tuple[str, int]]) -> list[list[str]]:
         """Returns the largest parts, and one row for all others."""
-        ranked = sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+        ranked = sorted(parts, key=lambda part: -part[1])
         if rest := ranked[8:]:
             ranked = [*ranked[:7], (f"{len(rest) + 1:,} others", ranked[7][1] + sum(nbytes for _, nbytes in rest))]
         return [[name, in_bytes(nbytes), f"{nbytes / (peak.nbytes or 1):.1%}"] for name, nbytes in ranked]
 
-    by_kind = [(color.get(kind, other) + _text(kind), nbytes) for kind, nbytes in peak.by_kind.items()]
-    by_unit = [(_text(_unit_name(timeline, unit)), nbytes) for unit, nbytes in peak.by_unit.items()]
+    every_kind = {**dict.fromkeys(kinds, 0), **peak.by_kind}  # the table is the key to the colours, too
+    by_kind = [(color.get(kind, other) + _text(kind), nbytes) for kind, nbytes in every_kind.items()]
+    by_unit = [(_text(_unit_name(timeline, unit)), nbytes) for unit, nbytes in peak.by_unit.items() if nbytes]
     tables = [_table(["kind", "bytes", "share"], rows(by_kind)), _table(["unit", "bytes", "share"], rows(by_unit))]
     moment = f"{in_bytes(peak.nbytes)} at {in_seconds(peak.time)}, {_text(peak.moment)}."
     return f"<p>{moment}</p><div class=tables>{''.join(f'<div>{table}</div>' for table in tables)}</div>"
