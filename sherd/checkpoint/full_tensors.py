@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -97,13 +98,17 @@ class FullTensors:
         memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
         buckets = iter(in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes))
         ahead = self._started(next(buckets, None), memory)
+        is_held = False
         try:
             while ahead is not None:
                 here, ahead = ahead, None
                 here.wait()
+                found = here.tensors() if shown else iter(())
+                if is_held and not here.is_single:
+                    yield from islice(found, 1)  # then the reader holds this tensor, and not the one before
                 ahead = self._started(next(buckets, None), memory)
-                if shown:
-                    yield from here.tensors()
+                yield from found
+                is_held = here.ends_in_place
         finally:
             if ahead is not None:  # the reader has stopped: other ranks may have stopped as well, or not
                 ahead.wait()
@@ -136,6 +141,7 @@ class _Bucket:
         memory: Memory,
     ) -> None:
         self._tensors, self._records, self._dtypes, self._memory = tensors, records, dtypes, memory
+        self._last = list(tensors)[-1]
         together: dict[object, list[str]] = {}
         for name in tensors:
             record = records.get(name)
@@ -167,11 +173,25 @@ class _Bucket:
         for line, unsharded in self._taken(lines, [line.packing.unsharded_numel for line in lines]):
             line.unsharded = unsharded
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one tensor."""
+        return len(self._tensors) == 1
+
+    @property
+    def ends_in_place(self) -> bool:
+        """Whether its last tensor lies where it was gathered. While a reader holds that, the memory of the bucket is
+        not free for the next but one."""
+        place = self._places.get(self._last)
+        return place is not None and place[0].lands_in_place
+
+    @torch.no_grad()
     def start(self) -> None:
         """Start its collectives."""
         for gathering in self._gatherings:
             gathering.start()
 
+    @torch.no_grad()
     def wait(self) -> None:
         """Wait for its collectives, and gather what other axes shard, too: all ranks must do that, read or not."""
         for gathering in self._gatherings:
@@ -192,14 +212,14 @@ class _Bucket:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all of them by name."""
-        last = list(self._tensors)[-1]
         for name, tensor in self._tensors.items():
             if name in self._whole:
                 yield name, self._whole.pop(name)
             elif name not in self._places:
                 yield name, tensor.detach().to(self._dtypes[name], copy=True)
-            elif name == last and len(self._tensors) > 1:
-                # The reader's variable holds it while the next but one bucket is made, and would hold all of this one.
+            elif name == self._last and not self.is_single and not self.ends_in_place:
+                # The reader's variable holds it while the next bucket is copied out of its rows, and would hold all of
+                # what was copied out here.
                 yield name, self._part(name).clone()
             else:
                 yield name, self._part(name)

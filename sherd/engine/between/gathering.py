@@ -8,6 +8,7 @@ else                              shards ──copied──▶ own part of the r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -21,7 +22,8 @@ from sherd.engine.state.group import is_large
 from sherd.engine.state.offload import fetch_into
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent, aligned
-from sherd.layout.packing import pack
+from sherd.layout.packing import Packing, pack
+from sherd.layout.placement import Cut
 
 _ALIGNED = 64
 """Tensors in one buffer begin at multiples of as many bytes."""
@@ -67,6 +69,12 @@ class Memory:
         return buffer.tensor
 
 
+@lru_cache(maxsize=256)
+def _packing(cuts: tuple[Cut, ...], num_ranks: int) -> Packing:
+    """Returns the packing of `cuts`. Blocks are alike, and models are read again and again."""
+    return pack(cuts, num_ranks)
+
+
 class Line:
     """Parameters that one packing holds, and their unsharded buffer, which is given once there is memory for it."""
 
@@ -74,7 +82,7 @@ class Line:
         self.records = records
         self.mesh = mesh = records[0].mesh
         self.dtype = dtype
-        self.packing = pack([record.cut for record in records], mesh.num_pieces)
+        self.packing = _packing(tuple(record.cut for record in records), mesh.num_pieces)
         self.unsharded: torch.Tensor | None = None
 
     @property
@@ -135,7 +143,6 @@ class Gathering:
         lane.follow_compute()
         self._handoff = lane.run(self._send)
 
-    @torch.no_grad()
     def _send(self, async_op: bool) -> Pending | None:
         transport, (line, *more) = self._mesh.shard_transport, self._lines
         if more or (self._rows is None and not line.packing.direct):
@@ -155,7 +162,6 @@ class Gathering:
             mesh.fetch_transport.all_gather(shard, piece, sizes.of(pieces), False)
         return mesh.shard_transport.all_gather(rows, shard, together, async_op)
 
-    @torch.no_grad()
     def wait(self) -> None:
         """Order compute after the collective. The shards may be written again then. Raises CommError."""
         assert self._handoff is not None, "it was started"
@@ -163,7 +169,6 @@ class Gathering:
         if any(record.local.device != self._mesh.device for line in self._lines for record in line.records):
             self._handoff.wait_on_host()  # the host may write to shards in its memory as soon as this returns
 
-    @torch.no_grad()
     def copy_out(self) -> None:
         """Fill the unsharded buffer of a line that did not land in place."""
         line, rows = self._lines[0], self._rows
@@ -202,15 +207,36 @@ def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
     it, from where it lies."""
     shards = line.shards()
     here = all(shard.device == piece.device for shard in shards)
-    if here and len(shards) == 1 and shards[0].numel() == piece.numel() and shards[0].dtype == piece.dtype:
-        return shards[0]
-    places = [piece[extent.start : extent.stop] for extent in line.held()]
+    held = line.held()
+    sent = _as_they_lie(shards, held, piece)
+    if sent is not None:
+        return sent
+    places = [piece[extent.start : extent.stop] for extent in held]
     if here:
         torch._foreach_copy_(places, shards)
     else:
         for place, shard in zip(places, shards, strict=True):
             fetch_into(place, shard)
     return piece
+
+
+def _as_they_lie(shards: Sequence[torch.Tensor], held: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
+    """Returns the memory of `shards` as a tensor like `piece`, if each lies in it at its extent of `held`, with anything
+    in between; else None."""
+    filled = [(shard, extent) for shard, extent in zip(shards, held, strict=True) if extent.numel]
+    if not filled:
+        return None
+    first, start = filled[0][0], filled[0][0].storage_offset() - filled[0][1].start
+    storage, numel = first.untyped_storage(), piece.numel()
+    if start < 0 or (start + numel) * first.element_size() > storage.nbytes():
+        return None
+    for shard, extent in filled:
+        is_like = shard.dtype == piece.dtype and shard.device == piece.device
+        if not is_like or shard.untyped_storage()._cdata != storage._cdata:
+            return None
+        if shard.storage_offset() - extent.start != start:
+            return None
+    return first.as_strided((numel,), (1,), start)
 
 
 def way_of(line: Line) -> object:
