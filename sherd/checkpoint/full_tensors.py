@@ -96,8 +96,10 @@ class FullTensors:
             CommError: a rank has died, or does not read on.
         """
         memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
-        buckets = iter(in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes))
-        ahead = self._started(next(buckets, None), memory)
+        names_of = in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes)
+        buckets = (self._bucket(each, memory) for each in names_of)
+        ahead = self._started(next(buckets, None))
+        following = next(buckets, None)  # it is laid out while the one before is gathered
         is_held = False
         try:
             while ahead is not None:
@@ -106,15 +108,20 @@ class FullTensors:
                 found = here.tensors() if shown else iter(())
                 if is_held and not here.is_single:
                     yield from islice(found, 1)  # then the reader holds this tensor, and not the one before
-                ahead = self._started(next(buckets, None), memory)
+                ahead = self._started(following)
+                following = next(buckets, None)
                 yield from found
                 is_held = here.ends_in_place
         finally:
             if ahead is not None:  # the reader has stopped: other ranks may have stopped as well, or not
                 ahead.wait()
 
-    def _started(self, names: Sequence[str] | None, memory: Memory) -> _Bucket | None:
-        if names is None:
+    def _bucket(self, names: Sequence[str], memory: Memory) -> _Bucket:
+        dtypes = {name: self.described[name].dtype for name in names}
+        return _Bucket({name: self._tensors[name] for name in names}, self._records, dtypes, memory)
+
+    def _started(self, bucket: _Bucket | None) -> _Bucket | None:
+        if bucket is None:
             return None
         if any(unit.lent is not None for unit in self._units) or not all(each.is_idle for each in self._runtimes):
             for unit in self._units:
@@ -124,8 +131,6 @@ class FullTensors:
                 f"{self._call}: parameters were written while they were read out, so the reader would get some from "
                 "before and some from after; step the optimizer when the loop has ended"
             )
-        dtypes = {name: self.described[name].dtype for name in names}
-        bucket = _Bucket({name: self._tensors[name] for name in names}, self._records, dtypes, memory)
         bucket.start()
         return bucket
 
@@ -154,13 +159,9 @@ class _Bucket:
             ways.setdefault(way_of(line), []).append(line)
             self._places |= {name: (line, index) for index, name in enumerate(members)}
         lines = [line for of_way in ways.values() for line in of_way]
+        self._in_place = [line for line in lines if line.lands_in_place]
         self._later = [line for line in lines if not line.lands_in_place]
-        self._give_memory([line for line in lines if line.lands_in_place])
-        rows = {
-            id(line): each
-            for line, each in self._taken(self._later, [line.packing.gathered_numel for line in self._later])
-        }
-        self._gatherings = [Gathering(of_way, rows.get(id(of_way[0]))) for of_way in ways.values()]
+        self._gatherings = [Gathering(of_way) for of_way in ways.values()]
         self._whole: dict[str, torch.Tensor] = {}
 
     def _taken(self, lines: Sequence[Line], numels: Sequence[int]) -> list[tuple[Line, torch.Tensor]]:
@@ -187,9 +188,11 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start its collectives."""
+        """Take memory, and start its collectives."""
+        self._give_memory(self._in_place)
+        rows = dict(self._taken(self._later, [line.packing.gathered_numel for line in self._later]))
         for gathering in self._gatherings:
-            gathering.start()
+            gathering.start(rows)
 
     @torch.no_grad()
     def wait(self) -> None:

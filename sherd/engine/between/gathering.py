@@ -7,7 +7,7 @@ else                              shards ──copied──▶ own part of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -18,7 +18,6 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
 from sherd.engine.moves.buffer_views import CopyOut, copy_out
-from sherd.engine.state.group import is_large
 from sherd.engine.state.offload import fetch_into
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent, aligned
@@ -27,6 +26,9 @@ from sherd.layout.placement import Cut
 
 _ALIGNED = 64
 """Tensors in one buffer begin at multiples of as many bytes."""
+
+_ALONE_BYTES = 1 << 20
+"""Without streams and shared memory, unsharded tensors of at least this size are gathered straight into place."""
 
 
 class Memory:
@@ -125,42 +127,36 @@ class Line:
 
 
 class Gathering:
-    """One collective, which gathers `lines` of one `way_of`: one line, unless ranks share memory. All ranks of the axes
-    that they are cut over make it, start it and wait for it in the same order.
-
-    `rows`: memory for `gathered_numel` elements of a line that does not land in place.
+    """Lines of one `way_of`, gathered together. All ranks of the axes that they are cut over make it, start it and wait
+    for it in the same order.
     """
 
-    def __init__(self, lines: Sequence[Line], rows: torch.Tensor | None) -> None:
+    def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
         self._mesh = lines[0].mesh
-        self._rows = rows
+        self._rows: dict[Line, torch.Tensor] = {}
         self._handoff: Handoff | None = None
 
-    def start(self) -> None:
-        """Start the collective, behind all that compute was given until now."""
+    def start(self, rows: Mapping[Line, torch.Tensor]) -> None:
+        """Start the collectives, behind all that compute was given until now. `rows`: for each line that does not land
+        in place, memory for its `gathered_numel` elements."""
+        self._rows = {line: rows[line] for line in self._lines if line in rows}
         lane = streams_for(self._mesh.device).gather
         lane.follow_compute()
         self._handoff = lane.run(self._send)
 
     def _send(self, async_op: bool) -> Pending | None:
-        transport, (line, *more) = self._mesh.shard_transport, self._lines
-        if more or (self._rows is None and not line.packing.direct):
+        transport = self._mesh.shard_transport
+        if self._lines[0].goes_onto:
             onto = _Onto(self._lines)
             return transport.all_gather_onto(onto.copy_into_place, onto.own_pieces(), onto.sizes, async_op)
-        rows = line.unsharded if self._rows is None else self._rows
-        assert rows is not None, "it is gathered into one of them"
-        return self._gather_rows(line, rows[: line.packing.gathered_numel], async_op)
+        rows, shards, sizes = zip(*(_sent(line, self._rows_of(line)) for line in self._lines), strict=True)
+        return transport.all_gather_several(rows, shards, sizes, async_op)
 
-    def _gather_rows(self, line: Line, rows: torch.Tensor, async_op: bool) -> Pending | None:
-        mesh, starts, sizes = self._mesh, line.packing.starts, Sizes(line.packing.shard_numels)
-        shard = _filled(rows[starts[mesh.piece] :][: sizes[mesh.piece]], line)
-        together = sizes.together(mesh.num_owners)
-        if mesh.shards_replicas:
-            pieces, piece = mesh.pieces_of(mesh.shard_rank), shard
-            shard = rows[starts[pieces.start] :][: together[mesh.shard_rank]]
-            mesh.fetch_transport.all_gather(shard, piece, sizes.of(pieces), False)
-        return mesh.shard_transport.all_gather(rows, shard, together, async_op)
+    def _rows_of(self, line: Line) -> torch.Tensor:
+        rows = self._rows.get(line, line.unsharded)
+        assert rows is not None, "it is gathered into one of them"
+        return rows[: line.packing.gathered_numel]
 
     def wait(self) -> None:
         """Order compute after the collective. The shards may be written again then. Raises CommError."""
@@ -170,9 +166,8 @@ class Gathering:
             self._handoff.wait_on_host()  # the host may write to shards in its memory as soon as this returns
 
     def copy_out(self) -> None:
-        """Fill the unsharded buffer of a line that did not land in place."""
-        line, rows = self._lines[0], self._rows
-        if rows is not None:
+        """Fill the unsharded buffers of lines that did not land in place."""
+        for line, rows in self._rows.items():
             assert line.unsharded is not None, "memory was given"
             copy_out(line.packing, line.unsharded)(rows)
 
@@ -200,6 +195,18 @@ class _Onto:
             size = line.packing.shard_numels[rank]
             copy.copy_into_place(rank, part[start : start + size])
             start += size
+
+
+def _sent(line: Line, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sizes]:
+    """Returns what an all-gather over the sharding axis takes: `rows`, this rank's part, and the sizes of all parts."""
+    mesh, starts, sizes = line.mesh, line.packing.starts, Sizes(line.packing.shard_numels)
+    shard = _filled(rows[starts[mesh.piece] :][: sizes[mesh.piece]], line)
+    together = sizes.together(mesh.num_owners)
+    if mesh.shards_replicas:
+        pieces, piece = mesh.pieces_of(mesh.shard_rank), shard
+        shard = rows[starts[pieces.start] :][: together[mesh.shard_rank]]
+        mesh.fetch_transport.all_gather(shard, piece, sizes.of(pieces), False)
+    return rows, shard, together
 
 
 def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
@@ -242,7 +249,7 @@ def _as_they_lie(shards: Sequence[torch.Tensor], held: Sequence[Extent], piece: 
 def way_of(line: Line) -> object:
     """Returns the key that lines have in common which one `Gathering` takes."""
     mesh = line.mesh
-    return (mesh.shard_transport, mesh.num_pieces, mesh.piece, line.dtype) if line.goes_onto else line
+    return (mesh.shard_transport, line.goes_onto and (mesh.num_pieces, mesh.piece, line.dtype))
 
 
 def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
@@ -250,9 +257,9 @@ def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
     mesh = record.mesh
     # Units have meshes of their own, over the same groups.
     ways = mesh.shard_transport, mesh.fetch_transport if mesh.shards_replicas else None, mesh.num_pieces, mesh.piece
-    # Without shared memory the host would copy a large one out of the rows, which takes longer than a collective.
+    # Without shared memory the host would copy it out of the rows, which takes longer than messages of its own.
     copies = streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
-    alone = id(record) if copies and is_large(record.shape.numel(), dtype) else None
+    alone = id(record) if copies and record.shape.numel() * dtype.itemsize >= _ALONE_BYTES else None
     # Tensors cut into runs fit one line only if one plan has cut them.
     plan = (id(record.owner), record.plan_id) if record.cut.in_line else alone
     return ways, dtype, plan
