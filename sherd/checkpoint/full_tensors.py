@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd.checkpoint.model_tensors import ModelTensors
 from sherd.checkpoint.relayout import full_of
-from sherd.engine.between.gathering import Gathering, Line, Memory, gathers_itself, line_of, way_of
+from sherd.engine.between.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
 from sherd.engine.run.at_rest import require_at_rest
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.unit import Unit
@@ -82,6 +82,7 @@ class FullTensors:
         over = (runtime_over(unit) for unit in self._units)
         self._runtimes = list({id(each): each for each in over if each is not None}.values())
         self._versions = self._versions_now()
+        self._goes_by_itself = any(goes_by_itself(unit.mesh) for unit in self._units)
 
     def _versions_now(self) -> list[int]:
         return [weights.group.version for unit in self._units for weights in unit.weights]
@@ -98,23 +99,27 @@ class FullTensors:
         memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
         names_of = in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes)
         buckets = (self._bucket(each, memory) for each in names_of)
-        ahead = self._started(next(buckets, None))
+        here, ahead = None, self._started(next(buckets, None))
         following = next(buckets, None)  # it is laid out while the one before is gathered
         is_held = False
         try:
             while ahead is not None:
                 here, ahead = ahead, None
-                here.wait()
+                self._require_unwritten()
                 found = here.tensors() if shown else iter(())
-                if is_held and not here.is_single:
-                    yield from islice(found, 1)  # then the reader holds this tensor, and not the one before
+                if not self._goes_by_itself:
+                    here.wait()
+                    if is_held and not here.is_single:
+                        yield from islice(found, 1)  # then the reader holds this tensor, and not the one before
                 ahead = self._started(following)
                 following = next(buckets, None)
+                here.wait()
                 yield from found
                 is_held = here.ends_in_place
-        finally:
-            if ahead is not None:  # the reader has stopped: other ranks may have stopped as well, or not
-                ahead.wait()
+        finally:  # an error, or the reader has stopped: other ranks may have stopped as well, or not
+            for bucket in (here, ahead):
+                if bucket is not None:
+                    bucket.wait()
 
     def _bucket(self, names: Sequence[str], memory: Memory) -> _Bucket:
         dtypes = {name: self.described[name].dtype for name in names}
@@ -126,13 +131,16 @@ class FullTensors:
         if any(unit.lent is not None for unit in self._units) or not all(each.is_idle for each in self._runtimes):
             for unit in self._units:
                 require_at_rest(unit, self._call)
+        self._require_unwritten()
+        bucket.start()
+        return bucket
+
+    def _require_unwritten(self) -> None:
         if self._versions_now() != self._versions:
             raise StateError(
                 f"{self._call}: parameters were written while they were read out, so the reader would get some from "
                 "before and some from after; step the optimizer when the loop has ended"
             )
-        bucket.start()
-        return bucket
 
 
 class _Bucket:
@@ -163,6 +171,7 @@ class _Bucket:
         self._later = [line for line in lines if not line.lands_in_place]
         self._gatherings = [Gathering(of_way) for of_way in ways.values()]
         self._whole: dict[str, torch.Tensor] = {}
+        self._is_here = False
 
     def _taken(self, lines: Sequence[Line], numels: Sequence[int]) -> list[tuple[Line, torch.Tensor]]:
         if not lines:
@@ -196,13 +205,17 @@ class _Bucket:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for its collectives, and gather what other axes shard, too: all ranks must do that, read or not."""
+        """Wait for its collectives, and gather what other axes shard, too: all ranks must do that, read or not. May be
+        called again."""
+        if self._is_here:
+            return
         for gathering in self._gatherings:
             gathering.wait()
         self._give_memory(self._later)
         for gathering in self._gatherings:
             gathering.copy_out()
         self._gatherings.clear()
+        self._is_here = True
         for name, tensor in self._tensors.items():
             record = self._records.get(name)
             if name in self._places:

@@ -124,7 +124,7 @@ class Gloo(Transport):
 def _counts_messages() -> bool:
     """Returns whether torch is in its debug mode (TORCH_DISTRIBUTED_DEBUG=DETAIL), which wants equally many calls from
     all ranks, messages counted. So it gets no pieces."""
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined, no-any-return]
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
 def _copy_own(place: torch.Tensor, shard_buffer: torch.Tensor) -> None:
@@ -218,7 +218,8 @@ class _Call:
     def send(self, part: torch.Tensor, peer: int) -> None:
         """Begin to send `part` to `peer`, which knows its length. An empty part needs no message."""
         if part.numel():
-            self._begin(lambda: dist.isend(_bytes_of(part), group_dst=peer, group=self._link.group, tag=self._tag), peer)
+            group, tag = self._link.group, self._tag
+            self._begin(lambda: dist.isend(_bytes_of(part), group_dst=peer, group=group, tag=tag), peer)
 
     def fill(self, part: torch.Tensor, peer: int) -> None:
         """Begin to fill `part` from `peer`; `wait()` waits for it. An empty part needs no message."""

@@ -15,6 +15,7 @@ import torch
 from sherd._torch import storage_uses
 from sherd.comm import pages
 from sherd.comm.buffers import Buffer
+from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
 from sherd.engine.moves.buffer_views import CopyOut, copy_out
@@ -27,6 +28,9 @@ from sherd.layout.placement import Cut
 _ALIGNED = 64
 """Tensors in one buffer begin at multiples of as many bytes."""
 
+_MOST_KEPT = 4
+"""In units of the usual size: three buckets, and what is copied out of their rows."""
+
 _ALONE_BYTES = 1 << 20
 """Without streams and shared memory, unsharded tensors of at least this size are gathered straight into place."""
 
@@ -35,7 +39,7 @@ class Memory:
     """The memory that parameters are gathered into. Each tensor belongs to whoever holds it.
 
     In host memory a buffer is used again once nobody holds a tensor in it: mapping memory anew takes as long as
-    filling it. Buffers have `usual_bytes`, or more if they must, and twice as many bytes are kept.
+    filling it. Buffers have `usual_bytes`, or as many as they must, or a power of two of bytes if that is less.
     """
 
     def __init__(self, usual_bytes: int) -> None:
@@ -57,15 +61,15 @@ class Memory:
     def _buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        size = min(1 << (nbytes - 1).bit_length(), max(nbytes, self._usual_bytes))
         free = [buffer for buffer, own_uses in self._buffers if storage_uses(buffer.address) == own_uses]
-        fitting = [buffer for buffer in free if buffer.nbytes >= nbytes]
-        if fitting:
-            return min(fitting, key=lambda buffer: buffer.nbytes).tensor
-        nbytes = max(nbytes, self._usual_bytes)
-        if sum(buffer.nbytes for buffer, _ in self._buffers) + nbytes > 2 * self._usual_bytes:
+        for buffer in free:
+            if buffer.nbytes == size:
+                return buffer.tensor
+        if sum(buffer.nbytes for buffer, _ in self._buffers) + size > _MOST_KEPT * self._usual_bytes:
             self._buffers = [each for each in self._buffers if each[0] not in free]
-        pages.prepare(nbytes)
-        buffer = Buffer(nbytes, torch.uint8, device)
+        pages.prepare(size)
+        buffer = Buffer(size, torch.uint8, device)
         pages.advise(buffer.tensor.untyped_storage())
         self._buffers.append((buffer, storage_uses(buffer.address)))
         return buffer.tensor
@@ -228,8 +232,8 @@ def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
 
 
 def _as_they_lie(shards: Sequence[torch.Tensor], held: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
-    """Returns the memory of `shards` as a tensor like `piece`, if each lies in it at its extent of `held`, with anything
-    in between; else None."""
+    """Returns the memory of `shards` as a tensor like `piece`, if each shard lies there at its extent of `held`; else
+    None. There may be anything in between."""
     filled = [(shard, extent) for shard, extent in zip(shards, held, strict=True) if extent.numel]
     if not filled:
         return None
@@ -258,11 +262,16 @@ def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
     # Units have meshes of their own, over the same groups.
     ways = mesh.shard_transport, mesh.fetch_transport if mesh.shards_replicas else None, mesh.num_pieces, mesh.piece
     # Without shared memory the host would copy it out of the rows, which takes longer than messages of its own.
-    copies = streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
-    alone = id(record) if copies and record.shape.numel() * dtype.itemsize >= _ALONE_BYTES else None
+    alone = id(record) if goes_by_itself(mesh) and record.shape.numel() * dtype.itemsize >= _ALONE_BYTES else None
     # Tensors cut into runs fit one line only if one plan has cut them.
     plan = (id(record.owner), record.plan_id) if record.cut.in_line else alone
     return ways, dtype, plan
+
+
+def goes_by_itself(mesh: DataMesh) -> bool:
+    """Returns whether a collective goes on while the host works: not where ranks share memory and copy by themselves.
+    With streams it does, too, but there the host need not think of it."""
+    return streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
 
 
 def gathers_itself(record: ShardedParameter) -> bool:
