@@ -115,7 +115,8 @@ class Transport(ABC):
     ) -> Pending | None:
         """Make the all-gathers of `rows[i]`, `shard_buffers[i]` and `sizes[i]` for each i."""
         begun = [self.all_gather(*each, async_op) for each in zip(rows, shard_buffers, sizes, strict=True)]
-        return _Several([pending for pending in begun if pending is not None])
+        under_way = [pending for pending in begun if pending is not None]
+        return _Several(under_way) if under_way else None
 
     @abstractmethod
     def reduce_scatter(

@@ -63,9 +63,9 @@ class Memory:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         size = min(1 << (nbytes - 1).bit_length(), max(nbytes, self._usual_bytes))
         free = [buffer for buffer, own_uses in self._buffers if storage_uses(buffer.address) == own_uses]
-        for buffer in free:
-            if buffer.nbytes == size:
-                return buffer.tensor
+        fitting = [buffer for buffer in free if buffer.nbytes >= size]
+        if fitting:
+            return min(fitting, key=lambda buffer: buffer.nbytes).tensor
         if sum(buffer.nbytes for buffer, _ in self._buffers) + size > _MOST_KEPT * self._usual_bytes:
             self._buffers = [each for each in self._buffers if each[0] not in free]
         pages.prepare(size)
