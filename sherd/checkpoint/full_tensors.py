@@ -1,7 +1,11 @@
 """The tensors of a model, gathered one bucket after the other for a reader: while it has one, the next is gathered.
 
+The next bucket takes the memory of the one before this one, so it starts when the reader has let go of that:
+
 gather       | bucket 0 | bucket 1 |          | bucket 2 |
 reader                  | tensors of bucket 0 | tensors of bucket 1 | ...
+
+Over gloo, which works in the background, it takes a third one's, and starts before this one is waited for.
 """
 
 from __future__ import annotations
