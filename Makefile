@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BARE := .venv-bare
 DOCS := .venv-docs
+BROWSER := .browser/chromium
 
 .PHONY: help test test-device train lint bare docs bench clean
 .NOTPARALLEL:
@@ -22,7 +23,7 @@ help:
 
 # One thread per process: the ranks of a test share the machine's cores. Two files at a time: while the ranks of one
 # wait for each other, those of the other compute. The files in the order that tests/conftest.py gives them.
-test: $(VENV)/.test
+test: $(VENV)/.test $(BROWSER)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
 
 # On the simulated accelerator (tests/device/README.md), which is compiled if there is a compiler. In a pytest of its own:
@@ -51,7 +52,7 @@ bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BARE) $(DOCS) .device-build site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BARE) $(DOCS) .browser .device-build site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.
@@ -68,6 +69,22 @@ $(DOCS)/.docs: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
+
+# A headless Chromium from a package of npm, for the tests that open a page. It is for Linux on x86_64; elsewhere, and
+# where there is no npm, those tests are skipped.
+$(BROWSER):
+	@if [ "$$(uname -sm)" = "Linux x86_64" ] && command -v npm >/dev/null; then set -e; \
+		npm install --prefix $(@D) --ignore-scripts --no-audit --no-fund --silent @sparticuz/chromium@153.0.0; \
+		cd $(@D); \
+		unpacked() { \
+			node -e 'process.stdin.pipe(require("zlib").createBrotliDecompress()).pipe(process.stdout)' \
+				<node_modules/@sparticuz/chromium/bin/$$1.br; }; \
+		unpacked al2023.tar | tar x; \
+		unpacked chromium >chromium.part; \
+		chmod +x chromium.part; \
+		rm -rf node_modules package.json package-lock.json; \
+		mv chromium.part chromium; \
+	else echo "no npm, or no browser for this machine: the tests that open a page are skipped"; fi
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -68,7 +68,9 @@ def play(
     )
     clock, meter = player.clock, player.meter
     exposed = {lane.value: seconds for lane, seconds in clock.exposed.items() if seconds}
-    return Timeline(title, True, units, tuple(clock.spans), tuple(meter.changes), meter.peak, clock.now, exposed)
+    return Timeline(
+        title, True, units, tuple(clock.spans), tuple(meter.changes), meter.peak, clock.now, exposed=exposed
+    )
 
 
 class _Player:

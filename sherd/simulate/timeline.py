@@ -82,8 +82,8 @@ class Timeline:
         units: in the order of the schedule: the root first.
         changes: in the order of time. Those at time 0 are what is there when the step begins.
         seconds: from the beginning of the first micro-batch until the optimizer has stepped.
-        exposed: seconds that compute has waited for a lane, by the lane's name.
         facts: what else is to be shown, in order: names to values in words, as "tokens/s": "12,300".
+        exposed: seconds that compute has waited for a lane, by the lane's name.
     """
 
     title: str
@@ -93,5 +93,42 @@ class Timeline:
     changes: tuple[Change, ...]
     peak: Peak
     seconds: float
-    exposed: dict[str, float] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    exposed: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings that were tried: the time of a step with them, and the most bytes alive at once.
+
+    Attributes:
+        fits: within the limit of memory, and within all else that was asked for.
+        why: they do not fit, in words; empty if they do.
+    """
+
+    name: str
+    settings: dict[str, str]
+    step_seconds: float
+    peak_bytes: int
+    fits: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The settings that were tried, the index of the best, -1 if none fits, and the bytes that there are if known."""
+
+    candidates: tuple[Candidate, ...]
+    best: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change of the settings, in words: the bytes of the peak that it saves, and the seconds of a step it costs.
+
+    Either is below 0 where it is the other way round."""
+
+    change: str
+    saves_bytes: int
+    costs_seconds: float

@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from sherd.interchange.commands import run
 
             return run(args)
+        if "do" in args:  # a command that brings its own function
+            code: int = args.do(args)
+            return code
         if "doctor" in args and args.files:
             from sherd.doctor.flight import tell
 

@@ -1,1 +1,1 @@
-"""Does the doctor find what is wrong?"""
+"""What a step takes, and how it is shown."""

@@ -1,0 +1,301 @@
+"""Does the page say what the timeline holds, whatever its names are?"""
+
+import dataclasses
+import fnmatch
+import html
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import sherd
+from sherd.planning.report import page
+from sherd.planning.report.folded import KINDS, SPANS, branches, kinds_of, levels
+from sherd.planning.report.in_words import in_bytes, in_seconds
+from sherd.simulate.timeline import Candidate, Change, Lane, Peak, Search, Timeline, TimelineUnit
+from tests.planning.made_up import ADVICE, HOSTILE, search, timeline, units_of
+
+ROOT = Path(__file__).parents[2]
+REPORT = ROOT / "sherd" / "planning" / "report"
+CSS = (REPORT / "page.css").read_text()
+
+
+class Reader(HTMLParser):
+    """The words of a page, its tags, and the embedded data."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self._within = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._within.append(tag)
+
+    def handle_data(self, data):
+        if self._within and self._within[-1] == "script" and data.startswith("{"):
+            self.data = json.loads(data)
+        elif not (self._within and self._within[-1] in ("script", "style")):
+            self.words.append(data)
+
+    def handle_endtag(self, tag):
+        while self._within and self._within.pop() != tag:
+            pass
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def test_the_page_says_the_facts_the_peak_the_units_the_advice_and_the_best_settings():
+    shown, tried = timeline(), search()
+    text = Reader(page([shown], tried, ADVICE)).text
+    best = tried.candidates[tried.best]
+    for words in (
+        "llama-8b on 8 ranks",
+        "Predicted before it runs",
+        in_seconds(shown.seconds),
+        in_bytes(shown.peak.nbytes),
+        shown.peak.moment,
+        "tokens/s 12,300",
+        "layers.0 and 11 more",
+        "reshard the last block after forward 384 MiB 3.10 ms",
+        f"{best.name} best {in_seconds(best.step_seconds)} {in_bytes(best.peak_bytes)}",
+        "48 settings were tried; 29 fit",
+    ):
+        assert words in text
+    assert "Recorded while it ran" in Reader(page([timeline(is_predicted=False)])).text
+
+
+def test_each_kind_that_is_drawn_is_in_the_table_with_its_colour_though_it_takes_nothing_at_the_peak():
+    made = Reader(page([timeline()]))
+    for level, kind in enumerate(made.data["kinds"]):
+        assert f"<i class=key style='background:var(--k{level})'></i>{kind}" in page([timeline()])
+    assert "gradients 0 B 0.0%" in made.text
+
+
+def test_without_a_search_or_advice_their_sections_are_absent():
+    text = Reader(page([timeline()])).text
+    assert "Settings" not in text
+    assert "What to change first" not in text
+
+
+def hostile():
+    shown = timeline(3, title=HOSTILE, prefix=f"{HOSTILE}.")
+    peak = dataclasses.replace(shown.peak, moment=HOSTILE, by_kind={HOSTILE: shown.peak.nbytes})
+    changes = (Change(0.0, HOSTILE, -1, 1 << 30), *shown.changes)
+    tried = search()
+    first = Candidate(HOSTILE, {HOSTILE: HOSTILE}, 0.2, 1 << 20, True, HOSTILE)
+    tried = dataclasses.replace(tried, candidates=(first, *tried.candidates), best=0)
+    advice = [dataclasses.replace(ADVICE[0], change=HOSTILE)]
+    return dataclasses.replace(shown, peak=peak, changes=changes, facts={HOSTILE: HOSTILE}), tried, advice
+
+
+def test_no_name_becomes_markup():
+    shown, tried, advice = hostile()
+    made = Reader(page([shown], tried, advice))
+    plain = Reader(page([timeline(3)], search(), ADVICE[:1]))
+    assert not {"img"} & {tag for tag, _ in made.tags}
+    assert {tag for tag, _ in made.tags} == {tag for tag, _ in plain.tags}
+    assert {name for _, attrs in made.tags for name in attrs} == {name for _, attrs in plain.tags for name in attrs}
+    assert made.data["search"]["points"][0]["why"] == HOSTILE
+    assert HOSTILE in made.data["kinds"]
+    page([shown], tried, advice).encode("utf-8")  # a lone surrogate would fail
+
+
+def test_the_page_asks_for_nothing_and_forbids_any_script_but_its_own():
+    text = page([timeline()], search(), ADVICE)
+    assert not re.findall(r"(?:src|href)\s*=|url\(\s*['\"]?(?!#wait)|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "default-src 'none'" in text
+    assert re.search(r"script-src 'sha256-[\w+/]{43}='", text)
+
+
+def test_thousands_of_spans_take_under_two_megabytes_and_the_shortest_of_too_many_are_left_out():
+    shown = timeline(80, 4)
+    assert len(shown.spans) > 2000
+    assert len(page([shown], search(400)).encode()) < 400_000
+    spans = [dataclasses.replace(span, start=span.start / 17, end=span.end / 17) for span in shown.spans]
+    late = [
+        dataclasses.replace(
+            span, start=span.start + shown.seconds * turn / 17, end=span.end + shown.seconds * turn / 17
+        )
+        for turn in range(17)
+        for span in spans
+    ]
+    many = dataclasses.replace(shown, spans=tuple(late))
+    assert len(late) > SPANS
+    made = page([many, many])
+    assert len(made.encode()) < 2_000_000
+    assert "of the shortest spans are not drawn" in made
+    assert sum(len(lane["starts"]) for step in Reader(made).data["steps"] for lane in step["lanes"]) <= SPANS
+
+
+def test_two_timelines_share_their_scales_and_colours():
+    made = Reader(page([timeline(), timeline(slow=2.0, title="run 17", is_predicted=False)]))
+    first, second = made.data["steps"]
+    assert made.data["seconds"] == second["seconds"] > first["seconds"]
+    assert [lane["name"] for lane in first["lanes"]] == [lane["name"] for lane in second["lanes"]]
+    assert len(first["levels"]) == len(second["levels"]) == len(made.data["kinds"])
+
+
+def bytes_at(shown, time):
+    return sum(change.nbytes for change in shown.changes if change.time <= time)
+
+
+@pytest.mark.parametrize(("layers", "micro_batches"), [(1, 1), (12, 1), (80, 4)])
+def test_folding_keeps_the_peak_and_each_kept_moment_is_true(layers, micro_batches):
+    shown = timeline(layers, micro_batches)
+    found = levels(shown, kinds_of([shown]))
+    assert found.most == shown.peak.nbytes
+    assert found.times == sorted(found.times)
+    assert found.times[0] == 0
+    for number in range(0, len(found.times), 17):
+        assert sum(column[number] for column in found.of.values()) == bytes_at(shown, found.times[number])
+
+
+def test_after_a_short_peak_the_drawn_memory_falls_at_once_and_not_at_the_next_change():
+    changes = (
+        Change(0.0, "shards", -1, 5),
+        Change(0.1, "a", -1, 9),
+        Change(0.1000001, "a", -1, -9),
+        Change(0.9, "a", -1, 1),
+    )
+    shown = Timeline("t", True, (), (), changes, Peak(14, 0.1, "m", {}, {}), 1.0)
+    found = levels(shown, kinds_of([shown]))
+    assert list(zip(found.times, found.of["a"], strict=True)) == [(0.0, 0), (0.1, 9), (0.1000001, 0), (0.9, 1)]
+
+
+def test_kinds_beyond_the_colours_are_one():
+    changes = tuple(Change(0.0, f"kind {number}", -1, 100 + number) for number in range(KINDS + 3))
+    shown = Timeline("t", True, (), (), changes, Peak(1, 0.0, "m", {}, {}), 1.0)
+    kinds = kinds_of([shown])
+    assert len(kinds) == KINDS
+    assert levels(shown, kinds).of["other"] == [sum(100 + number for number in range(4))]
+
+
+def test_a_kind_that_only_goes_is_not_drawn_and_breaks_nothing():
+    changes = (Change(0.0, "a", -1, 8), Change(0.1, "b", -1, -4), Change(0.2, "a", -1, -9))
+    shown = Timeline("t", True, (), (), changes, Peak(8, 0.0, "m", {}, {}), 1.0)
+    assert levels(shown, kinds_of([shown])).of == {"a": [8, 8, 0]}
+    assert page([shown, timeline()])
+
+
+@pytest.mark.parametrize("units", [(), units_of(0), units_of(2)])
+def test_a_timeline_of_nothing_is_shown(units):
+    empty = Timeline("", False, units, (), (), Peak(0, 0.0, "", {}, {}), 1e-9)
+    assert "Units" in Reader(page([empty], Search((), -1, None))).text
+
+
+def unit(name, kind="Block", numel=1):
+    return TimelineUnit(name, kind, numel, 4 * numel, numel)
+
+
+def test_neighbours_that_are_alike_fold_with_all_that_is_below_them_and_others_do_not():
+    names = ["layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp", "layers.2", "layers.10", "layers.10.mlp"]
+    (root,) = branches([unit(""), *map(unit, names), unit("head", "Linear")])
+    assert [(each.unit.name, each.alike) for each in root.below] == [
+        ("layers.0", ("layers.1",)),
+        ("layers.2", ()),
+        ("layers.10", ()),
+        ("head", ()),
+    ]
+    assert [each.unit.name for each in root.below[0].below] == ["layers.0.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (in_bytes(0), "0 B"),
+        (in_bytes(1023), "1.00 KiB"),
+        (in_bytes(-1536), "-1.50 KiB"),
+        (in_bytes(1 << 30), "1.00 GiB"),
+        (in_bytes(999.6 * 2**20), "0.98 GiB"),
+        (in_seconds(0), "0.00 ms"),
+        (in_seconds(0.0125), "12.5 ms"),
+        (in_seconds(3.1e-6), "3.10 µs"),
+        (in_seconds(1234.5), "1,234 s"),
+    ],
+)
+def test_sizes_have_three_digits(words, expected):
+    assert words == expected
+
+
+# Colours
+
+
+def tokens(block):
+    return dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block))
+
+
+LIGHT, DARK = (tokens(block) for block in re.findall(r":root \{(.*?)\}", CSS, re.DOTALL))
+THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+
+
+def linear(color):
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def contrast(one, other):
+    """The ratio of WCAG 2."""
+    low, high = sorted(
+        sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(each), strict=True)) for each in (one, other)
+    )
+    return (high + 0.05) / (low + 0.05)
+
+
+# What red-blind and green-blind eyes see (Machado, Oliveira and Fernandes, 2009).
+EYES = {
+    "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "red-blind": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "green-blind": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+}
+
+
+def lab(color, eyes):
+    r, g, b = (min(max(sum(w * c for w, c in zip(row, linear(color), strict=True)), 0), 1) for row in EYES[eyes])
+    xyz = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505, 0.2126 * r + 0.7152 * g + 0.0722 * b
+    x, y, z = (
+        t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116
+        for t in (*xyz, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089)
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def difference(one, other, eyes):
+    return sum((a - b) ** 2 for a, b in zip(lab(one, eyes), lab(other, eyes), strict=True)) ** 0.5
+
+
+@THEMES
+def test_all_text_has_the_contrast_that_wcag_asks_for(theme):
+    fills = [theme[f"k{number}"] for number in range(KINDS)]
+    pairs = [(theme["paper"], theme[name]) for name in ("ink", "dim", "wait", "focus")]
+    pairs += [(theme["wash"], theme[name]) for name in ("ink", "dim")]
+    pairs += [(theme["paper"], fill) for fill in fills]  # labels on bars and bands are of the paper's colour
+    assert min(contrast(*pair) for pair in pairs) >= 4.5
+
+
+@THEMES
+@pytest.mark.parametrize("eyes", EYES)
+def test_colours_are_told_apart_by_colour_blind_readers(theme, eyes):
+    fills = [theme[f"k{number}"] for number in range(KINDS)]
+    assert min(difference(one, other, eyes) for i, one in enumerate(fills) for other in fills[i + 1 :]) > 15
+    assert min(difference(one, other, eyes) for one, other in itertools.pairwise(fills)) > 20
+
+
+def test_the_css_and_the_script_are_shipped():
+    text = (ROOT / "pyproject.toml").read_text()
+    patterns = re.findall(r'"([^"]+)"', re.search(r"^sherd = (\[.*\])$", text, re.MULTILINE)[1])
+    for name in ("page.css", "page.js"):
+        assert any(fnmatch.fnmatch(f"planning/report/{name}", pattern) for pattern in patterns)
+
+
+def test_each_lane_has_its_name_on_the_page():
+    assert {lane["name"] for lane in Reader(page([timeline()])).data["steps"][0]["lanes"]} == {
+        lane.value for lane in Lane
+    }
+    assert html.escape("a<b") in page([timeline(title="a<b")])
+    assert Path(sherd.__file__).is_relative_to(ROOT)
