@@ -326,7 +326,7 @@ def test_a_mask_is_thought_to_leave_everything_in():
 def test_a_model_that_fits_nowhere_is_read():
     model, tokens = made(lambda: (models.decoder(width=1 << 16, hidden=1 << 18)[0], models.tokens(64, 8192)))
     work = read_work(model, tokens, models.next_token)
-    assert sum(each.nbytes for each in work.parameters) > 2**40
+    assert sum(each.nbytes for each in work.parameters) > 2**39
     assert peak(work) > 2**42
     # Six operations for each parameter and token, and attention.
     assert work.flops > 6 * work.tokens * sum(each.numel for each in work.parameters if "blocks" in each.name)
