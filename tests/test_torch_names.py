@@ -258,6 +258,17 @@ def test_imagined_ranks__are_a_group_of_any_size_in_one_process_that_is_gone_aft
 # Memory
 
 
+def test_composed_on_meta__stands_for_operators_that_torchs_own_functions_call_on_meta_tensors():
+    def doubled(x, p, train):
+        return x * 2
+
+    x = torch.ones(2, device="meta", requires_grad=True)
+    with _torch.composed_on_meta({"dropout": doubled}):
+        assert type(nn.functional.dropout(x, 0.5).grad_fn).__name__ == "MulBackward0"
+        assert nn.functional.dropout(torch.ones(2), 0.0).tolist() == [1, 1]
+    assert nn.functional.dropout(x, 0.0) is x
+
+
 def test_fake_tensors__have_a_device_and_no_memory_and_are_saved_for_backward():
     saved = []
     with _torch.fake_tensors(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda each: each):
@@ -744,6 +755,21 @@ def test_no_torch_function__makes_results_of_a_subclass_plain():
     quiet = torch.ones(2).as_subclass(Quiet)
     assert type(quiet + 1) is type(quiet.view(1, 2)) is torch.Tensor
     assert type(quiet) is Quiet
+
+
+def test_torchdispatchmode__sees_operations_of_forward_and_backward():
+    class Seen(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    with Seen():
+        x.exp().sum().backward()
+    assert seen[0] == "aten.exp"
+    assert seen[-1] in ("aten.mul", "aten.detach")
+    assert {"aten.sum", "aten.mul"} <= set(seen)
 
 
 class Counted(torch.optim.SGD):

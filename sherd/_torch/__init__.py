@@ -66,6 +66,7 @@ from sherd._torch.dtensors import (
     swap_devices,
 )
 from sherd._torch.dynamo import (
+    composed_on_meta,
     dynamo_disabled,
     fake_tensors,
     not_traced,
@@ -101,6 +102,7 @@ from sherd._torch.saved_tensors import (
 )
 from sherd._torch.tensors import (
     NO_TORCH_FUNCTION,
+    TorchDispatchMode,
     attributes_of,
     give_attributes,
     gradients_of,
@@ -116,6 +118,7 @@ __all__ = [
     "DTensorSpec",
     "SavingHooks",
     "Store",
+    "TorchDispatchMode",
     "abort_groups",
     "adopt_timeout",
     "after_accumulation_hooks",
@@ -129,6 +132,7 @@ __all__ = [
     "backend_of",
     "become_view",
     "beneath_transforms",
+    "composed_on_meta",
     "concatenate_meshes",
     "device_of",
     "dispatches_itself",

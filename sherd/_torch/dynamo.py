@@ -1,9 +1,9 @@
-"""Private names of Dynamo and of the fake tensors it traces with."""
+"""Private names of Dynamo, of the fake tensors it traces with, and of operators on the meta device."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -49,3 +49,17 @@ def fake_tensors() -> contextlib.AbstractContextManager[object]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+@contextlib.contextmanager
+def composed_on_meta(functions: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+    """A context in which these functions, by the names of operators that torch composes of others, stand for them on
+    meta tensors.
+
+    Each device composes them in its own way, and meta in another. A mode for functions does not see those that torch's
+    own functions call. `torch.library` is public, but not how to take a registration back (2.3 to 2.13).
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in functions.items():
+            library.impl(name, function, "AutogradMeta")
+        yield

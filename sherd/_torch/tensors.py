@@ -6,11 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 
 from sherd._torch.writes import write_into
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """A `__torch_function__` that does nothing: results of a subclass with it are plain tensors. Private since 1.7."""
+
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""The base of classes that see each operation beneath autograd while they are entered. torch documents it, under a
+private module (2.0 to 2.13)."""
 
 
 def has_bytes(storage: torch.UntypedStorage) -> bool:

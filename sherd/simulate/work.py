@@ -41,18 +41,23 @@ class TensorKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """The forward of a module begins. `again`: activation checkpointing runs it once more, within backward."""
+    """The forward of a module begins. `again`: activation checkpointing runs it once more, within backward.
+
+    `inputs`: the tensors that it was given, as far as they were allocated.
+    """
 
     module: int
     again: bool = False
+    inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The forward of a module ends."""
+    """The forward of a module ends. `outputs`: the tensors that it returns."""
 
     module: int
     again: bool = False
+    outputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory is taken for a tensor. Views take none; gradients of parameters are told by `Gradient`."""
+    """Memory is taken for a tensor. Views take none; a gradient is a temporary until `Gradient`."""
 
     tensor: int
     nbytes: int
@@ -110,7 +115,11 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Autograd has made the gradient of a parameter, whole, and hands it over. It was not allocated by `Allocate`."""
+    """Autograd has made the gradient of a parameter, whole, and hands it over.
+
+    From now on its memory is whoever's this is handed to. Until now it was a temporary's, which was released just
+    before.
+    """
 
     parameter: int
 

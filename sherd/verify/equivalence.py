@@ -48,12 +48,21 @@ PORTION = 64 * 2**20  # bytes of tensors that rank 0 sends at once
 
 def own_loss(model: nn.Module, batch: object) -> Tensor:
     """Returns the `loss` in the model's output if there is one, else the mean square of all that it puts out."""
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    output = output_of(model, batch)
+    loss = loss_in(output)
     return torch.cat([each.float().flatten() for each in tensors_in(output)]).square().mean() if loss is None else loss
+
+
+def output_of(model: nn.Module, batch: object) -> object:
+    """Returns what `model` makes of `batch`; one that is a tuple, list or dict is given as arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_in(output: object) -> Tensor | None:
+    """Returns the `loss` in a model's output, if there is one."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,0 +1,150 @@
+"""The model that is planned, named by a word: a Python factory, a Hugging Face config, or a config of `sherd train`."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sherd.engine.run.structures import tensors_in
+from sherd.planning.reading import Loss
+from sherd.train.config import SECTIONS, Config, InputError, read_tree
+from sherd.train.experts import Experts
+from sherd.train.extras import install
+from sherd.train.parallel import on_meta
+from sherd.verify.equivalence import loss_in, output_of
+
+__all__ = ["Planned", "model_from", "own_or_usual_loss"]
+
+HINT = "name a factory as package.module:function or file.py:function, or give a config.json or a config of sherd train"
+
+
+def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Returns the `loss` in the model's output if there is one; of tokens the cross-entropy of its logits, as `sherd
+    train` takes it; else the sum of its outputs, in float32."""
+    output = output_of(model, batch)
+    loss = loss_in(output)
+    if loss is not None:
+        return loss
+    (tokens, *_), outputs = tensors_in(batch), [each for each in tensors_in(output) if each.is_floating_point()]
+    del output
+    if tokens.is_floating_point() or outputs[0].dim() <= tokens.dim():
+        return torch.stack([each.float().sum() for each in outputs]).sum()
+    logits = outputs.pop(0).float().flatten(0, -2)
+    return F.cross_entropy(logits, tokens.flatten(), reduction="none").mean()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model on the meta device, and what a step of it is made of.
+
+    Attributes:
+        batch: makes a batch of so many samples and tokens in each; a batch of the factory's own is as it is.
+        context: the tokens of a sample that the model is meant for; None: not known.
+        config: that of `sherd train`, if it was given.
+    """
+
+    model: nn.Module
+    batch: Callable[[int, int], Any]
+    loss: Loss = own_or_usual_loss
+    context: int | None = None
+    config: Config | None = None
+
+
+def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
+    """Returns the model that `spec` names, plain and on the meta device.
+
+    Args:
+        spec: `package.module:function` or `path/file.py:function`, which is called without arguments and returns a
+            module, (module, batch) or (module, batch, loss), with the loss of (module, batch); or the path of a Hugging
+            Face config.json, of a causal LM; or that of a config of `sherd train`.
+        dtype: what parameters are cast to, as in mixed precision; None: that of the model, or of the config's
+            `run.precision`.
+
+    Raises:
+        InputError: there is no such model, or it cannot be made. The message is one line.
+    """
+    file, colon, function = spec.rpartition(":")
+    if colon and function.isidentifier():
+        planned = _from_factory(spec, file, function)
+    elif not Path(spec).is_file():
+        raise InputError(f"{spec} is no file; {HINT}")
+    else:
+        tree = read_tree(spec)
+        planned = _hugging_face(spec) if "model_type" in tree else _trained(spec, tree)
+    config = planned.config
+    if dtype is None and config and config.run.precision == "bf16":
+        dtype = torch.bfloat16
+    for parameter in planned.model.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)  # buffers stay, as under a MixedPrecisionPolicy
+    return planned
+
+
+def _from_factory(spec: str, file: str, function: str) -> Planned:
+    is_file = file.endswith(".py")
+    if is_file and not Path(file).is_file():
+        raise InputError(f"{file} is no file; {HINT}")
+    sys.path.insert(0, str(Path(file).parent) if is_file else "")  # what lies beside it can be imported
+    try:
+        with torch.device("meta"):
+            names = runpy.run_path(file) if is_file else vars(importlib.import_module(file))
+            made = names[function]()
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec} raised {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        del sys.path[0]
+    model, *rest = made if isinstance(made, tuple) else (made,)
+    if not isinstance(model, nn.Module) or len(rest) > 2 or not all(callable(each) for each in rest[1:]):
+        what = type(made).__name__
+        raise InputError(f"{spec} returned {what}; return a module, (module, batch) or (module, batch, loss)")
+    batch = (lambda *_: rest[0]) if rest else _tokens
+    return Planned(model, batch, *rest[1:])
+
+
+def _hugging_face(path: str) -> Planned:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise InputError(f"{path} needs transformers: {install('hf')}") from error
+    try:
+        config = AutoConfig.from_pretrained(path)
+        config.use_cache = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise InputError(f"{path} makes no causal LM of transformers: {_first_line(error)}") from error
+    return Planned(model, _tokens, context=getattr(config, "max_position_embeddings", None))
+
+
+def _trained(path: str, tree: Any) -> Planned:
+    if path.endswith(".json") and not tree.keys() & SECTIONS.keys():
+        raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train")
+    config = Config.of(tree)
+    model = on_meta(config)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.exchange = _even
+    return Planned(model, _tokens, context=config.data.context, config=config)
+
+
+def _even(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Lets all experts have equal shares of the rows."""
+    share, rest = divmod(len(rows), len(counts))
+    return rows, torch.tensor([share + (at < rest) for at in range(len(counts))], device="cpu"), lambda rows: rows
+
+
+def _tokens(samples: int, length: int) -> tuple[Tensor]:
+    return (torch.zeros(samples, length, dtype=torch.int64, device="meta"),)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

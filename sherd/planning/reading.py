@@ -1,0 +1,118 @@
+"""Read the work of a training step from a model: one forward and backward on the meta device, in which nothing is
+allocated and nothing computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sherd.engine.run.structures import tensors_in
+from sherd.planning.operations import kernels_of
+from sherd.planning.recording import Recording
+from sherd.simulate.work import Module, Parameter, Work
+from sherd.train.config import InputError
+from sherd.verify.equivalence import own_loss
+
+__all__ = ["Loss", "read_work"]
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""Of a model and a batch, a scalar: the loss."""
+
+
+def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: str = "cuda") -> Work:
+    """Returns the work of one micro-batch: what forward and backward of `loss(model, batch)` do, in order.
+
+    Memory is exact up to what a kernel takes for itself while it runs, which no operation of torch shows.
+
+    Args:
+        model: plain, on the meta device, its floating-point parameters in the dtype that forward computes in.
+        batch: tensors on the meta device, in whatever containers.
+        loss: the loss of (model, batch). By default the `loss` in the model's output, else the mean square of the
+            output; a batch that is a tuple, list or dict is given as arguments.
+        device_type: the type of device whose kernels are taken: "cpu", or any other for CUDA's.
+
+    Raises:
+        InputError: a parameter, buffer or tensor of the batch has values, or forward or backward needs them.
+    """
+    given = tensors_in(batch)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *(("the batch", each) for each in given)):
+        if not tensor.is_meta:
+            raise InputError(f"{name} is on {tensor.device}, and not on meta; make it under torch.device('meta')")
+    modules = list(model.named_modules())
+    recording = Recording(list(model.parameters()), list(model.buffers()), given)
+    handles = [*_call_hooks(modules, recording), *_gradient_hooks(model, recording)]
+    try:
+        with torch.device("meta"), kernels_of(device_type), recording:
+            with torch.enable_grad():
+                value = loss(model, batch)
+            recording.end_forward(value)
+            with torch.no_grad():  # what runs with gradients in backward is a forward that runs again
+                value.backward()
+            del value
+    except Exception as error:
+        name, kind = "the loss", ""
+        if recording.failed_in is not None:
+            name, module = modules[recording.failed_in]
+            name, kind = name or "the model", f" ({type(module).__name__})"
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InputError(f"{name}{kind} does not run without values: {said}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    tokens = [each.numel() for each in given if not each.is_floating_point() and each.dim() > 1]
+    return Work(
+        *_parts(model),
+        tuple(recording.finished()),
+        samples=given[0].shape[0] if given and given[0].dim() else 1,
+        tokens=tokens[0] if tokens else 0,
+    )
+
+
+def _parts(model: nn.Module) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]:
+    """Returns the model's modules and parameters, as in `Work`."""
+    number = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    modules = tuple(
+        Module(name, type(each).__name__, number[name.rpartition(".")[0]] if name else None)
+        for name, each in model.named_modules()
+    )
+    parameters = tuple(
+        Parameter(
+            name,
+            number[name.rpartition(".")[0]],
+            tuple(each.shape),
+            str(each.dtype).removeprefix("torch."),
+            each.nbytes,
+            each.requires_grad,
+        )
+        for name, each in model.named_parameters()
+    )
+    return modules, parameters
+
+
+def _call_hooks(modules: Sequence[tuple[str, nn.Module]], recording: Recording) -> Iterator[RemovableHandle]:
+    def enter(number: int, module: nn.Module, args: object, kwargs: object) -> None:
+        recording.enter(number, tensors_in((args, kwargs)))
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        recording.leave(tensors_in(output, in_any_object=True))
+
+    for number, (_, module) in enumerate(modules):
+        yield module.register_forward_pre_hook(partial(enter, number), prepend=True, with_kwargs=True)
+        # A forward that is broken off, as when it runs again no further than is needed, ends too.
+        yield module.register_forward_hook(leave, always_call=True)
+
+
+def _gradient_hooks(model: nn.Module, recording: Recording) -> Iterator[RemovableHandle]:
+    def hand_over(number: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "autograd has just accumulated it"
+        recording.hand_over(number, parameter.grad)
+        parameter.grad = None
+
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(partial(hand_over, number))

@@ -1,0 +1,185 @@
+"""Other work made of work that was read: with activation checkpointing, or for another number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from sherd.simulate.work import (
+    Allocate,
+    EndForward,
+    Enter,
+    Event,
+    Gradient,
+    Leave,
+    Op,
+    Passed,
+    Reached,
+    Release,
+    TensorKind,
+    Work,
+)
+
+__all__ = ["checkpointed", "scaled"]
+
+_KEPT = (TensorKind.ACTIVATION, TensorKind.LOGITS)
+
+
+def checkpointed(work: Work, modules: Collection[int]) -> Work:
+    """Returns `work` with activation checkpointing of `modules`, as `torch.utils.checkpoint` does it without reentry.
+
+    The inputs of such a module are kept. What its forward keeps for backward is freed at the end of forward, its
+    outputs apart. Backward runs the forward again when it comes to the module's first operation. It stops early as
+    torch does: once all that is kept is there, in front of the next operation that makes a tensor. Modules inside of
+    one of `modules` are not checkpointed once more.
+
+    Torch frees what a checkpointed forward keeps bit by bit, and here it is freed at the end. The peak of a step is not
+    there: backward has all of it again, and gradients. Torch also makes an output again that the module itself
+    saves, as ReLU does; here outputs are thought to be saved by what reads them.
+    """
+    numbers = count(1 + max((event.tensor for event in work.events if isinstance(event, Allocate)), default=-1))
+    inserted: dict[int, list[Event]] = {}  # in front of the event at a position
+    renamed: dict[int, int] = {}
+    held: dict[int, int] = {}  # inputs that are kept for longer -> the position at which they are released
+    for span in _spans(work.events, frozenset(modules)):
+        again, new = span.again(numbers)
+        inserted.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
+        inserted.setdefault(span.reached, []).extend(again)
+        renamed |= new
+        for tensor in span.inputs:
+            if span.released[tensor] < span.is_over:
+                held[tensor] = max(held.get(tensor, 0), span.is_over)
+    for tensor, position in held.items():
+        inserted.setdefault(position, []).append(Release(tensor))
+    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, held)))
+
+
+def _rewritten(
+    events: Sequence[Event], inserted: dict[int, list[Event]], renamed: dict[int, int], held: Collection[int]
+) -> Iterator[Event]:
+    """Yields `events` with what is inserted. Held tensors are released by that, and renamed ones by their new names."""
+    for position, event in enumerate(events):
+        yield from inserted.get(position, ())
+        if isinstance(event, Release):
+            if event.tensor not in held:
+                yield Release(renamed.get(event.tensor, event.tensor))
+        elif isinstance(event, Allocate) and event.tensor in held and event.kind is TensorKind.TEMPORARY:
+            yield replace(event, kind=TensorKind.ACTIVATION)
+        else:
+            yield event
+
+
+@dataclass
+class _Span:
+    """A forward of a checkpointed module: its events, and the positions of what matters to it.
+
+    Attributes:
+        end: the position behind its Leave.
+        reached: that of the first event of its backward.
+        freed: the tensors that it keeps for backward, and does not return.
+        inputs: the tensors that it was given.
+        released: the position at which each tensor of the step is released.
+    """
+
+    events: Sequence[Event]
+    end: int
+    reached: int
+    freed: list[int]
+    inputs: tuple[int, ...]
+    released: dict[int, int]
+
+    @property
+    def is_over(self) -> int:
+        """The position at which backward has released all that the forward had kept."""
+        return max((self.released[tensor] for tensor in self.freed), default=self.reached)
+
+    def again(self, numbers: Iterator[int]) -> tuple[list[Event], dict[int, int]]:
+        """Returns its forward run again, up to where all that is kept is there, and the new numbers of that."""
+        again, new, alive, calls = list[Event](), dict[int, int](), set[int](), list[int]()
+        missing = set(self.freed)
+        for event in self.events:
+            match event:
+                case Allocate(tensor):
+                    if not missing:
+                        break
+                    new[tensor] = next(numbers)
+                    alive.add(tensor)
+                    missing.discard(tensor)
+                    again.append(replace(event, tensor=new[tensor]))
+                case Release(tensor):
+                    if tensor in alive:
+                        alive.remove(tensor)
+                        again.append(Release(new[tensor]))
+                case Enter(module, _, inputs):
+                    calls.append(module)
+                    again.append(Enter(module, True, tuple(new.get(each, each) for each in inputs)))
+                case Leave(module, _, outputs):
+                    calls.pop()
+                    again.append(Leave(module, True, tuple(new.get(each, each) for each in outputs)))
+                case _:
+                    again.append(event)
+        again += [Release(new[tensor]) for tensor in alive.difference(self.freed)]
+        again += [Leave(module, again=True) for module in reversed(calls)]
+        return again, {tensor: new[tensor] for tensor in self.freed}
+
+
+def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]:
+    """Yields each forward of one of `modules` that is inside of no other."""
+    released = {event.tensor: at for at, event in enumerate(events) if isinstance(event, Release)}
+    end_forward = next(at for at, event in enumerate(events) if isinstance(event, EndForward))
+    backwards = _backwards(events, end_forward, modules)
+    start, inside = 0, None
+    for at, event in enumerate(events[:end_forward]):
+        if inside is None and isinstance(event, Enter) and event.module in modules:
+            start, inside = at, event.module
+        elif isinstance(event, Leave) and event.module == inside:
+            inside = None
+            if not backwards.get(event.module):
+                continue  # backward never comes here
+            reached = backwards[event.module].pop()  # the last call comes first in backward
+            enter, forward = events[start], events[start : at + 1]
+            assert isinstance(enter, Enter)
+            freed = [
+                each.tensor
+                for each in forward
+                if isinstance(each, Allocate)
+                and each.kind in _KEPT
+                and at < released[each.tensor]
+                and each.tensor not in event.outputs
+            ]
+            yield _Span(forward, at + 1, reached, freed, enter.inputs, released)
+
+
+def _backwards(events: Sequence[Event], end_forward: int, modules: Collection[int]) -> dict[int, list[int]]:
+    """Returns of each of `modules` the positions at which its backwards begin to compute."""
+    found: dict[int, list[int]] = {}
+    waiting: list[int] = []
+    for at, event in enumerate(events[end_forward:], end_forward):
+        if isinstance(event, Reached) and event.module in modules:
+            waiting.append(event.module)
+        elif isinstance(event, (Allocate, Op, Gradient, Passed)):
+            for module in waiting:
+                found.setdefault(module, []).append(at)
+            waiting.clear()
+    return found
+
+
+def scaled(work: Work, factor: float) -> Work:
+    """Returns `work` for `factor` times as many samples, by a rule of three.
+
+    All scales, but for gradients of parameters, and other temporaries of backward that are as large as a parameter. So
+    the bytes of operations are too many where weights are most of what they read: reading the model anew is exact.
+    """
+    sizes = {parameter.nbytes for parameter in work.parameters if parameter.is_trainable}
+    in_backward, events = False, list[Event]()
+    for event in work.events:
+        in_backward = in_backward or isinstance(event, EndForward)
+        if isinstance(event, Op):
+            event = replace(event, flops=round(event.flops * factor), nbytes=round(event.nbytes * factor))
+        elif isinstance(event, Allocate) and not (
+            in_backward and event.kind is TensorKind.TEMPORARY and event.nbytes in sizes
+        ):
+            event = replace(event, nbytes=round(event.nbytes * factor))
+        events.append(event)
+    return replace(work, events=tuple(events), samples=round(work.samples * factor), tokens=round(work.tokens * factor))

@@ -1,0 +1,193 @@
+"""Does a word name a model, and is a wrong one told in a line?"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from sherd.planning.models import model_from, own_or_usual_loss
+from sherd.planning.reading import read_work
+from sherd.simulate.work import Op
+from sherd.train.config import InputError
+from tests.planning import models
+from tests.planning.played import made
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+FACTORIES = """
+import torch
+from torch import nn
+from beside import WIDTH
+
+def module():
+    return nn.Sequential(nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50))
+
+def pair():
+    return nn.Linear(WIDTH, 3), torch.zeros(5, WIDTH)
+
+def triple():
+    return *pair(), lambda model, batch: model(batch).exp().sum()
+
+def fails():
+    raise KeyError("no such\\nfield")
+
+def leaves():
+    raise SystemExit(3)
+
+def other():
+    return [1]
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(name, content):
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(tmp_path / name)
+
+    write("beside.py", "WIDTH = 8")
+    return write
+
+
+def work_of(planned, samples=2, context=16):
+    return read_work(planned.model, planned.batch(samples, context), planned.loss)
+
+
+def names(work):
+    return [event.name for event in work.events if isinstance(event, Op)]
+
+
+def test_a_factory_in_a_file_makes_a_module_of_tokens(written):
+    planned = model_from(written("factories.py", FACTORIES) + ":module")
+    assert all(each.is_meta for each in planned.model.parameters())
+    work = work_of(planned)
+    assert (work.samples, work.tokens) == (2, 32)
+    assert "aten.nll_loss_forward" in names(work)
+
+
+def test_a_factory_may_bring_a_batch_and_a_loss(written):
+    file = written("factories.py", FACTORIES)
+    pair, triple = (work_of(model_from(f"{file}:{name}")) for name in ("pair", "triple"))
+    assert (pair.samples, pair.tokens) == (5, 0)
+    assert "aten.exp" not in names(pair)
+    assert "aten.exp" in names(triple)
+
+
+def test_a_factory_in_a_package():
+    planned = model_from("tests.planning.models:perceptron")
+    assert work_of(planned).samples == 32
+
+
+def test_a_hugging_face_config_makes_a_causal_lm_that_downloads_nothing(written, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    planned = model_from(written("config.json", LLAMA), torch.bfloat16)
+    assert type(planned.model).__name__ == "LlamaForCausalLM"
+    assert planned.context == 64
+    assert {each.dtype for each in planned.model.parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in planned.model.buffers()} == {torch.float32}
+    assert work_of(planned).tokens == 32
+
+
+def test_tied_weights_stay_tied_in_another_dtype(written):
+    tied = model_from(written("config.json", {**LLAMA, "tie_word_embeddings": True}), torch.bfloat16).model
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_config_of_sherd_train_makes_its_model_in_its_precision(written, precision):
+    tree = {"model": {"layers": 2, "width": 64, "hidden": 96}, "data": {"context": 48}, "run": {"precision": precision}}
+    planned = model_from(written("train.json", tree))
+    assert (planned.context, planned.config.model.layers) == (48, 2)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert {each.dtype for each in planned.model.parameters()} == {dtype}
+    as_toml = "[model]\nlayers = 2\nwidth = 64\nhidden = 96\n[data]\ncontext = 48\n"
+    again = model_from(written("train.toml", f'{as_toml}[run]\nprecision = "{precision}"\n'))
+    assert work_of(again) == work_of(planned)
+
+
+def test_experts_have_equal_shares(written):
+    def read(experts, top_k, hidden):
+        tree = {"layers": 1, "width": 64, "hidden": hidden, "experts": experts, "top_k": top_k}
+        return work_of(model_from(written("train.json", {"model": tree})), 3, 5)
+
+    (five,) = {read(5, top_k, 96).flops - read(5, top_k, 64).flops for top_k in (2,)}
+    # Of each of 15 tokens and 2 experts: three matrices, forward and twice backward.
+    assert five == 2 * 3 * 3 * 15 * 2 * 64 * 32
+
+
+def test_hugging_face_configs_of_sherd_train(written):
+    path = written("config.json", LLAMA)
+    planned = model_from(written("train.json", {"model": {"hf": path}, "data": {"context": 64}}))
+    assert work_of(planned).flops == work_of(model_from(path)).flops
+
+
+def test_the_loss_is_the_models_own_the_cross_entropy_of_tokens_or_a_sum():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return {"loss": super().forward(x).exp().mean()}
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    own, plain = Own(4, 4), nn.Linear(4, 4)
+    assert own_or_usual_loss(own, x) == own(x)["loss"]
+    assert own_or_usual_loss(plain, (x,)) == plain(x).sum()
+    model, tokens = models.decoder()
+    model.reset_parameters(0)
+    expected = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(own_or_usual_loss(model, tokens), expected)
+
+
+WRONG = {
+    "nowhere.json": "is no file; name a factory as",
+    "nowhere": "is no file; name a factory as",
+    "nowhere.py:make": r"nowhere\.py is no file; name a factory as",
+    "no.such.package:make": "raised ModuleNotFoundError: No module named 'no'",
+    "factories.py:missing": "factories.py:missing raised KeyError: 'missing'",
+    "factories.py:fails": "raised KeyError: 'no such",
+    "factories.py:leaves": "raised SystemExit: 3",
+    "factories.py:other": "returned list; return a module",
+    "broken.py:make": "raised SyntaxError: ",
+    "untyped.json": "has neither a model_type, as Hugging Face configs have, nor sections of sherd train",
+    "unknown.json": "makes no causal LM of transformers: .*sherd-own",
+    "encoder.json": "makes no causal LM of transformers: .*",
+    "bad.json": "does not parse",
+    "list.json": "holds no sections",
+    "section.json": "unknown section modle; did you mean model",
+    "field.json": "unknown field model.layer; did you mean model.layers",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_names_no_model_is_told_in_a_line(written, tmp_path, name):
+    written("factories.py", FACTORIES)
+    written("broken.py", "def make(:")
+    written("untyped.json", {"hidden_size": 64})
+    written("unknown.json", {"model_type": "sherd-own"})
+    written("encoder.json", {"model_type": "t5"})
+    written("bad.json", "{")
+    written("list.json", [1])
+    written("section.json", {"modle": {}, "run": {}})
+    written("field.json", {"model": {"layer": 3}})
+    spec = name if name.startswith("no.such") else str(tmp_path / name)
+    with pytest.raises(InputError, match=WRONG[name]) as error:
+        model_from(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_a_factory_that_leaves_the_meta_device_is_told(written):
+    source = "import torch\ndef make():\n    return torch.nn.Linear(3, 3, device='cpu'), torch.zeros(2, 3)"
+    planned = model_from(written("factory.py", source) + ":make")
+    with pytest.raises(InputError, match="weight is on cpu, and not on meta"):
+        work_of(planned)
+
+
+def test_made_models_have_no_values():
+    assert made(lambda: nn.Linear(2, 2)).weight.is_meta

@@ -1,0 +1,332 @@
+"""Is what is read from a model on the meta device what a real step on the CPU then takes?"""
+
+import pytest
+import torch
+from torch import nn
+
+from sherd.planning.operations import kernels_of
+from sherd.planning.reading import read_work
+from sherd.simulate.work import (
+    Allocate,
+    EndForward,
+    Enter,
+    Gradient,
+    Leave,
+    Op,
+    OpKind,
+    Passed,
+    Reached,
+    Release,
+    TensorKind,
+    Use,
+)
+from sherd.train.config import InputError
+from tests.planning import models
+from tests.planning.played import flops, heights, made, measured, peak, read
+
+
+@pytest.mark.parametrize("name", models.ALL)
+def test_memory_and_operations_are_those_of_a_real_step(name):
+    build, loss = models.ALL[name]
+    work = read(build, loss)
+    assert (peak(work), flops(work)) == measured(build, loss)
+
+
+@pytest.mark.parametrize("name", models.ALL)
+def test_events_are_in_order(name):
+    work = read(*models.ALL[name])
+    alive, calls, gradients, is_forward = set(), [], [], True
+    reached, passed = [], []
+    for event in work.events:
+        match event:
+            case Allocate(tensor):
+                assert tensor not in alive
+                alive.add(tensor)
+            case Release(tensor):
+                alive.remove(tensor)
+            case Enter(module, again):
+                assert again is not is_forward
+                assert set(event.inputs) <= alive
+                calls.append(module)
+            case Leave(module, again):
+                assert calls.pop() == module
+                assert again is not is_forward
+                assert set(event.outputs) <= alive
+            case Use(parameter):
+                assert is_forward or calls
+            case EndForward():
+                assert not calls
+                is_forward = False
+            case Gradient(parameter):
+                gradients.append(parameter)
+            case Reached(module):
+                parent = work.modules[module].parent
+                assert parent is None or parent in reached or work.modules[parent].kind == "ModuleList"
+                reached.append(module)
+            case Passed(module):
+                assert module in reached
+                children = [at for at in reached if work.modules[at].parent == module]
+                assert set(children) <= set(passed)
+                passed.append(module)
+    assert not alive
+    assert sorted(reached) == sorted(passed)
+    assert sorted(gradients) == [at for at, each in enumerate(work.parameters) if each.is_trainable]
+
+
+def positions(work, *wanted):
+    return [work.events.index(each) for each in wanted]
+
+
+def test_a_module_is_passed_after_its_gradients_and_before_the_module_in_front_is_reached():
+    work = read(models.decoder, models.next_token)
+    first, second = (at for at, each in enumerate(work.modules) if each.name in ("blocks.0", "blocks.1"))
+    last = max(at for at, each in enumerate(work.parameters) if each.name.startswith("blocks.1."))
+    order = positions(work, Reached(second), Gradient(last), Passed(second), Reached(first), Passed(first))
+    assert order == sorted(order)
+
+
+def test_each_use_of_a_tied_weight_is_told_and_its_gradient_once():
+    work = read(models.tied_decoder, models.next_token)
+    (weight,) = (at for at, each in enumerate(work.parameters) if each.name == "embedding.weight")
+    assert work.events.count(Use(weight)) == 2
+    assert work.events.count(Gradient(weight)) == 1
+
+
+def test_modules_and_parameters_stand_in_the_order_of_registration():
+    model, batch = made(models.tied_decoder)
+    work = read_work(model, batch, models.next_token)
+    assert [each.name for each in work.modules] == [name for name, _ in model.named_modules()]
+    assert [work.modules[each.parent or 0].name for each in work.modules[1:]] == [
+        name.rpartition(".")[0] for name, _ in list(model.named_modules())[1:]
+    ]
+    assert [(each.name, each.shape, each.nbytes) for each in work.parameters] == [
+        (name, tuple(each.shape), each.nbytes) for name, each in model.named_parameters()
+    ]
+    assert [work.modules[each.module].name for each in work.parameters] == [
+        name.rpartition(".")[0] for name, _ in model.named_parameters()
+    ]
+    assert (work.samples, work.tokens) == (2, 48)
+
+
+def of_kind(work, kind):
+    return [event.nbytes for event in work.events if isinstance(event, Allocate) and event.kind is kind]
+
+
+def test_logits_are_told_from_other_activations():
+    # The hidden layers have the width of the vocabulary too.
+    work = read(lambda: models.decoder(hidden=models.VOCABULARY), models.next_token)
+    logits = 2 * 24 * models.VOCABULARY * 4
+    # Its values, their logarithms; in backward the gradients of these.
+    assert of_kind(work, TensorKind.LOGITS) == [logits] * 4
+    assert of_kind(work, TensorKind.INPUT) == [2 * 24 * 8]
+
+
+def test_half_precision_logits_and_their_float32_copies_are_logits():
+    logits = 2 * 24 * models.VOCABULARY * 2
+    work = read(models.bfloat16_decoder, models.next_token)
+    assert sorted(of_kind(work, TensorKind.LOGITS)) == [logits] * 2 + [2 * logits] * 4
+
+
+def test_activations_are_what_is_alive_when_backward_begins():
+    work = read(models.perceptron, models.sum_of_all)
+    end = work.events.index(EndForward())
+    kinds = {event.tensor: event.kind for event in work.events if isinstance(event, Allocate)}
+    alive = {event.tensor for event in work.events[:end] if isinstance(event, Allocate)}
+    alive -= {event.tensor for event in work.events[:end] if isinstance(event, Release)}
+    activations = {tensor for tensor, kind in kinds.items() if kind is TensorKind.ACTIVATION}
+    assert activations == {tensor for tensor in alive if kinds[tensor] is not TensorKind.INPUT}
+
+
+def test_a_loss_in_the_output_is_taken_by_default():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False))
+        tokens = models.tokens(vocabulary=64)
+    names = [
+        event.name
+        for event in read_work(model, {"input_ids": tokens, "labels": tokens}).events
+        if isinstance(event, Op)
+    ]
+    assert "aten.nll_loss_forward" in names
+
+
+def test_kinds_of_operations():
+    work = read(models.llama, models.next_token)
+    kinds = {event.name: event.kind for event in work.events if isinstance(event, Op)}
+    assert kinds["aten.mm"] is OpKind.MATMUL
+    assert kinds["aten._scaled_dot_product_flash_attention_for_cpu"] is OpKind.ATTENTION
+    assert kinds["aten.embedding"] is kinds["aten.embedding_dense_backward"] is OpKind.LOOKUP
+    assert kinds["aten.mean"] is kinds["aten._log_softmax"] is OpKind.REDUCTION
+    assert kinds["aten._to_copy"] is OpKind.COPY if "aten._to_copy" in kinds else True
+    assert kinds["aten.mul"] is kinds["aten.silu"] is OpKind.POINTWISE
+
+
+def test_an_operation_reads_and_writes_each_tensor_once():
+    work = read(lambda: (nn.Linear(4, 8, bias=False), torch.zeros(2, 4)), models.sum_of_all)
+    (forward, *_) = [event for event in work.events if isinstance(event, Op)]
+    assert (forward.name, forward.flops, forward.nbytes) == ("aten.mm", 2 * 2 * 4 * 8, 4 * (2 * 4 + 4 * 8 + 2 * 8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.bfloat16, "flash"), (torch.float32, "efficient")],
+)
+def test_on_an_accelerator_attention_and_dropout_take_its_kernels(dtype, kernel):
+    with torch.device("meta"):
+        attention = nn.MultiheadAttention(32, 2, batch_first=True, dtype=dtype)
+        model = nn.Sequential(nn.Dropout(0.1), nn.RMSNorm(32, dtype=dtype))
+        x = torch.zeros(2, 16, 32, dtype=dtype)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.rest = attention, model
+
+        def forward(self, x):
+            return self.rest(self.attention(x, x, x, need_weights=False)[0])
+
+    work = read_work(Both(), x)
+    names = [event.name for event in work.events if isinstance(event, Op)]
+    assert f"aten._scaled_dot_product_{kernel}_attention" in names
+    assert f"aten._scaled_dot_product_{kernel}_attention_backward" in names
+    assert "aten.native_dropout" in names
+    assert "aten.native_layer_norm" in names
+    assert not {"aten.bmm", "aten._softmax", "aten._safe_softmax", "aten.bernoulli_"} & set(names)
+
+
+def test_experts_side_by_side_are_counted():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 32, 48, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            ends = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+            return torch.nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+    model, x = made(lambda: (Experts(), torch.zeros(8, 32, dtype=torch.bfloat16, requires_grad=True)))
+    assert flops(read_work(model, x)) == 3 * 2 * 8 * 32 * 48
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_fewer_heads_of_keys_take_the_fused_kernel_only_if_asked(is_grouped):
+    class Attending(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x[:, :1], x[:, :1], enable_gqa=is_grouped)
+
+    def build():
+        return nn.Sequential(nn.Linear(16, 16), Attending()), torch.zeros(2, 4, 8, 16)
+
+    work = read(build, models.sum_of_all)
+    assert peak(work) == pytest.approx(measured(build, models.sum_of_all)[0], rel=0.01)
+    names = {event.name for event in work.events if isinstance(event, Op)}
+    assert ("aten._scaled_dot_product_flash_attention_for_cpu" in names) == is_grouped
+
+
+def test_the_model_is_as_it_was():
+    model, batch = made(models.decoder)
+    read_work(model, batch, models.next_token)
+    assert all(each.grad is None and not each._post_accumulate_grad_hooks for each in model.parameters())
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+class Deciding(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Wrong(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :1])
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no gradient\nhere")
+
+
+class FailingLater(nn.Module):
+    def forward(self, x):
+        return WrongBackward.apply(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Deciding, r"1 \(Deciding\) does not run without values: .*meta"),
+        (lambda: Wrong(4, 4), r"1 \(Wrong\) does not run without values: .*reduction dim"),
+        (FailingLater, r"1 \(FailingLater\) does not run without values: no gradient$"),
+    ],
+)
+def test_a_model_that_does_not_trace_is_told_with_the_module(module, said):
+    model, x = made(lambda: (nn.Sequential(nn.Linear(4, 4), module(), nn.Linear(4, 4)), torch.zeros(2, 4)))
+    try:
+        raise KeyError("an error that the caller handles")
+    except KeyError:
+        with pytest.raises(InputError, match=said) as error:
+            read_work(model, x)
+    assert "\n" not in str(error.value)
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def test_a_loss_that_does_not_trace_is_told():
+    model, x = made(lambda: (nn.Linear(4, 4), torch.zeros(2, 4)))
+    with pytest.raises(InputError, match=r"^the loss does not run without values: "):
+        read_work(model, x, lambda model, batch: torch.zeros(()) * model(batch).sum().item())
+
+
+def test_a_model_with_values_is_refused():
+    with pytest.raises(InputError, match=r"weight is on cpu, and not on meta; make it under torch\.device\('meta'\)"):
+        read_work(nn.Linear(4, 4), torch.zeros(2, 4, device="meta"))
+    with pytest.raises(InputError, match="the batch is on cpu"):
+        read_work(made(lambda: nn.Linear(4, 4)), torch.zeros(2, 4))
+
+
+def test_tensors_with_values_take_their_own_kernels():
+    query = torch.randn(1, 2, 4, 8)
+    expected = nn.functional.scaled_dot_product_attention(query, query, query), nn.functional.rms_norm(query, [8])
+    for device_type in ("cpu", "cuda"):
+        with kernels_of(device_type):
+            attended = nn.functional.scaled_dot_product_attention(query, query, query)
+            normed = nn.functional.rms_norm(query, [8])
+        torch.testing.assert_close((attended, normed), expected, rtol=0, atol=0)
+
+
+class Growing(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            twice = torch.empty(0)
+            torch.mul(x, 2, out=twice)
+        return x * twice
+
+
+def test_memory_that_is_resized_in_place_is_followed():
+    work = read(lambda: (nn.Sequential(nn.Linear(4, 4), Growing()), torch.zeros(2, 4)), models.sum_of_all)
+    assert of_kind(work, TensorKind.ACTIVATION) == [2 * 4 * 4, 4]  # what was resized, and the loss
+    assert min(heights(work)) == 0
+
+
+class Undecided(nn.Module):
+    def forward(self, x, mask):
+        return x if mask.all() else x.masked_fill(mask, 0)
+
+
+def test_a_mask_is_thought_to_leave_everything_in():
+    model, batch = made(lambda: (Undecided(), (torch.zeros(2, 4, requires_grad=True), torch.zeros(2, 4) == 0)))
+    assert "aten.masked_fill" not in [event.name for event in read_work(model, batch).events if isinstance(event, Op)]
+
+
+def test_a_model_that_fits_nowhere_is_read():
+    model, tokens = made(lambda: (models.decoder(width=1 << 16, hidden=1 << 18)[0], models.tokens(64, 8192)))
+    work = read_work(model, tokens, models.next_token)
+    assert sum(each.nbytes for each in work.parameters) > 2**39
+    assert peak(work) > 2**42
+    # Six operations for each parameter and token, and attention.
+    assert work.flops > 6 * work.tokens * sum(each.numel for each in work.parameters if "blocks" in each.name)
