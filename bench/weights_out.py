@@ -46,17 +46,22 @@ def row_of(transport: str, laps: dict[str, list[Lap]]) -> Row:
 
 
 def laps_of(mesh: DeviceMesh, transport: str, quick: bool, num_rounds: int) -> dict[str, list[Lap]]:
-    """On a rank: laps of the all-gathers, of sherd under two layouts, and of FSDP2."""
+    """On a rank: laps of the all-gathers, of sherd under two layouts, and of FSDP2. All models have been trained, as
+    those whose weights go out have: sherd's shards lie in one buffer from then on."""
+    workload = gpt(1, 8, num_blocks=2 if quick else 12)
+    batch = [each.to(mesh.device_type) for each in workload.batch(0)]
     policy = sherd.CommPolicy(transport=transport)
     readers: dict[str, Callable[[], None]] = {}
     for system, placement in ((SHERD, None), (FLAT, sherd.Flat())):
-        model = gpt(1, 1, num_blocks=2 if quick else 12).build().to(mesh.device_type)
+        model = workload.build().to(mesh.device_type)
         total = num_bytes(model)
         for unit in (*model.blocks, model):
             sherd.fully_shard(unit, mesh=mesh, placement=placement, comm_policy=policy)
+        model(*batch).backward()
         readers[system.name] = partial(read, model)
-    torchs = gpt(1, 1, num_blocks=2 if quick else 12).build().to(mesh.device_type)
-    readers[FSDP2.name] = partial(read_by_torch, FSDP2.distribute(torchs, mesh))
+    torchs = FSDP2.distribute(workload.build().to(mesh.device_type), mesh)
+    torchs(*batch).backward()
+    readers[FSDP2.name] = partial(read_by_torch, torchs)
     readers[BARE] = bare_gathers(mesh, policy, total // 4)
     device = torch.device(mesh.device_type)
 

@@ -32,9 +32,9 @@ def iter_full_parameters(
             engine.load_weights([(name, weight)])
 
     Parameters are gathered in buckets, and the next bucket is gathered while the loop works on this one. Beside the
-    shards that takes two buckets, the largest parameter, and what this rank sends of one bucket. A tensor is the
-    caller's own: it is not written again, and lives as long as it is held. A tied parameter comes once, under its first
-    name. Names are those of the plain model, without the parts that wrappers add.
+    shards that takes two buckets (three over gloo), the largest parameter, and what this rank sends of one bucket. A
+    tensor is the caller's own: it is not written again, and lives as long as it is held. A tied parameter comes once,
+    under its first name. Names are those of the plain model, without the parts that wrappers add.
 
     The loop may end early on all ranks, behind the same tensor. If it ends on one rank alone, the others raise
     `CommError` after the timeout of the process group, at the latest. Inside the loop ranks may talk over groups of

@@ -1,13 +1,18 @@
 """The tensors of a model, gathered one bucket after the other for a reader: while it has one, the next is gathered.
 
+The next bucket takes the memory of the one before this one, so it starts when the reader has let go of that:
+
 gather       | bucket 0 | bucket 1 |          | bucket 2 |
 reader                  | tensors of bucket 0 | tensors of bucket 1 | ...
+
+Over gloo, which works in the background, it takes a third one's, and starts before this one is waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -16,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd.checkpoint.model_tensors import ModelTensors
 from sherd.checkpoint.relayout import full_of
-from sherd.engine.between.gathering import Gathering, Line, Memory, gathers_itself, line_of, way_of
+from sherd.engine.between.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
 from sherd.engine.run.at_rest import require_at_rest
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.unit import Unit
@@ -81,6 +86,7 @@ class FullTensors:
         over = (runtime_over(unit) for unit in self._units)
         self._runtimes = list({id(each): each for each in over if each is not None}.values())
         self._versions = self._versions_now()
+        self._goes_by_itself = any(goes_by_itself(unit.mesh) for unit in self._units)
 
     def _versions_now(self) -> list[int]:
         return [weights.group.version for unit in self._units for weights in unit.weights]
@@ -95,34 +101,50 @@ class FullTensors:
             CommError: a rank has died, or does not read on.
         """
         memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
-        buckets = iter(in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes))
-        ahead = self._started(next(buckets, None), memory)
+        names_of = in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes)
+        buckets = (self._bucket(each, memory) for each in names_of)
+        here, ahead = None, self._started(next(buckets, None))
+        following = next(buckets, None)  # it is laid out while the one before is gathered
+        is_held = False
         try:
             while ahead is not None:
                 here, ahead = ahead, None
+                self._require_unwritten()
+                found = here.tensors() if shown else iter(())
+                if not self._goes_by_itself:
+                    here.wait()
+                    if is_held and not here.is_single:
+                        yield from islice(found, 1)  # then the reader holds this tensor, and not the one before
+                ahead = self._started(following)
+                following = next(buckets, None)
                 here.wait()
-                ahead = self._started(next(buckets, None), memory)
-                if shown:
-                    yield from here.tensors()
-        finally:
-            if ahead is not None:  # the reader has stopped: other ranks may have stopped as well, or not
-                ahead.wait()
+                yield from found
+                is_held = here.ends_in_place
+        finally:  # an error, or the reader has stopped: other ranks may have stopped as well, or not
+            for bucket in (here, ahead):
+                if bucket is not None:
+                    bucket.wait()
 
-    def _started(self, names: Sequence[str] | None, memory: Memory) -> _Bucket | None:
-        if names is None:
+    def _bucket(self, names: Sequence[str], memory: Memory) -> _Bucket:
+        dtypes = {name: self.described[name].dtype for name in names}
+        return _Bucket({name: self._tensors[name] for name in names}, self._records, dtypes, memory)
+
+    def _started(self, bucket: _Bucket | None) -> _Bucket | None:
+        if bucket is None:
             return None
         if any(unit.lent is not None for unit in self._units) or not all(each.is_idle for each in self._runtimes):
             for unit in self._units:
                 require_at_rest(unit, self._call)
+        self._require_unwritten()
+        bucket.start()
+        return bucket
+
+    def _require_unwritten(self) -> None:
         if self._versions_now() != self._versions:
             raise StateError(
                 f"{self._call}: parameters were written while they were read out, so the reader would get some from "
                 "before and some from after; step the optimizer when the loop has ended"
             )
-        dtypes = {name: self.described[name].dtype for name in names}
-        bucket = _Bucket({name: self._tensors[name] for name in names}, self._records, dtypes, memory)
-        bucket.start()
-        return bucket
 
 
 class _Bucket:
@@ -136,6 +158,7 @@ class _Bucket:
         memory: Memory,
     ) -> None:
         self._tensors, self._records, self._dtypes, self._memory = tensors, records, dtypes, memory
+        self._last = list(tensors)[-1]
         together: dict[object, list[str]] = {}
         for name in tensors:
             record = records.get(name)
@@ -148,14 +171,11 @@ class _Bucket:
             ways.setdefault(way_of(line), []).append(line)
             self._places |= {name: (line, index) for index, name in enumerate(members)}
         lines = [line for of_way in ways.values() for line in of_way]
+        self._in_place = [line for line in lines if line.lands_in_place]
         self._later = [line for line in lines if not line.lands_in_place]
-        self._give_memory([line for line in lines if line.lands_in_place])
-        rows = {
-            id(line): each
-            for line, each in self._taken(self._later, [line.packing.gathered_numel for line in self._later])
-        }
-        self._gatherings = [Gathering(of_way, rows.get(id(of_way[0]))) for of_way in ways.values()]
+        self._gatherings = [Gathering(of_way) for of_way in ways.values()]
         self._whole: dict[str, torch.Tensor] = {}
+        self._is_here = False
 
     def _taken(self, lines: Sequence[Line], numels: Sequence[int]) -> list[tuple[Line, torch.Tensor]]:
         if not lines:
@@ -167,19 +187,39 @@ class _Bucket:
         for line, unsharded in self._taken(lines, [line.packing.unsharded_numel for line in lines]):
             line.unsharded = unsharded
 
-    def start(self) -> None:
-        """Start its collectives."""
-        for gathering in self._gatherings:
-            gathering.start()
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one tensor."""
+        return len(self._tensors) == 1
 
+    @property
+    def ends_in_place(self) -> bool:
+        """Whether its last tensor lies where it was gathered. While a reader holds that, the memory of the bucket is
+        not free for the next but one."""
+        place = self._places.get(self._last)
+        return place is not None and place[0].lands_in_place
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Take memory, and start its collectives."""
+        self._give_memory(self._in_place)
+        rows = dict(self._taken(self._later, [line.packing.gathered_numel for line in self._later]))
+        for gathering in self._gatherings:
+            gathering.start(rows)
+
+    @torch.no_grad()
     def wait(self) -> None:
-        """Wait for its collectives, and gather what other axes shard, too: all ranks must do that, read or not."""
+        """Wait for its collectives, and gather what other axes shard, too: all ranks must do that, read or not. May be
+        called again."""
+        if self._is_here:
+            return
         for gathering in self._gatherings:
             gathering.wait()
         self._give_memory(self._later)
         for gathering in self._gatherings:
             gathering.copy_out()
         self._gatherings.clear()
+        self._is_here = True
         for name, tensor in self._tensors.items():
             record = self._records.get(name)
             if name in self._places:
@@ -192,14 +232,14 @@ class _Bucket:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all of them by name."""
-        last = list(self._tensors)[-1]
         for name, tensor in self._tensors.items():
             if name in self._whole:
                 yield name, self._whole.pop(name)
             elif name not in self._places:
                 yield name, tensor.detach().to(self._dtypes[name], copy=True)
-            elif name == last and len(self._tensors) > 1:
-                # The reader's variable holds it while the next but one bucket is made, and would hold all of this one.
+            elif name == self._last and not self.is_single and not self.ends_in_place:
+                # The reader's variable holds it while the next bucket is copied out of its rows, and would hold all of
+                # what was copied out here.
                 yield name, self._part(name).clone()
             else:
                 yield name, self._part(name)

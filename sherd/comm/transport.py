@@ -41,6 +41,18 @@ class Pending(Protocol):
         ...
 
 
+class _Several:
+    """Collectives that are waited for together."""
+
+    def __init__(self, begun: Sequence[Pending]) -> None:
+        self._begun = begun
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for pending in self._begun:
+            pending.wait()
+
+
 class Transport(ABC):
     """The collectives of one process group. All ranks of the group call the same ones in the same order.
 
@@ -93,6 +105,18 @@ class Transport(ABC):
         """Fill each of `targets`, 1-D, with every rank's tensor of the same place in `shard_buffers`. These are equally
         long on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} gathers one buffer at a time")
+
+    def all_gather_several(
+        self,
+        rows: Sequence[torch.Tensor],
+        shard_buffers: Sequence[torch.Tensor],
+        sizes: Sequence[Sequence[int]],
+        async_op: bool,
+    ) -> Pending | None:
+        """Make the all-gathers of `rows[i]`, `shard_buffers[i]` and `sizes[i]` for each i."""
+        begun = [self.all_gather(*each, async_op) for each in zip(rows, shard_buffers, sizes, strict=True)]
+        under_way = [pending for pending in begun if pending is not None]
+        return _Several(under_way) if under_way else None
 
     @abstractmethod
     def reduce_scatter(

@@ -27,6 +27,21 @@ __all__ = ["Planned", "model_from", "own_or_usual_loss"]
 HINT = "name a factory as package.module:function or file.py:function, or give a config.json or a config of sherd train"
 
 
+def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Returns the `loss` in the model's output if there is one; of tokens the cross-entropy of its logits, as `sherd
+    train` takes it; else the sum of its outputs, in float32."""
+    output = output_of(model, batch)
+    loss = loss_in(output)
+    if loss is not None:
+        return loss
+    (tokens, *_), outputs = tensors_in(batch), [each for each in tensors_in(output) if each.is_floating_point()]
+    del output
+    if tokens.is_floating_point() or outputs[0].dim() <= tokens.dim():
+        return torch.stack([each.float().sum() for each in outputs]).sum()
+    logits = outputs.pop(0).float().flatten(0, -2)
+    return F.cross_entropy(logits, tokens.flatten(), reduction="none").mean()
+
+
 @dataclass(frozen=True)
 class Planned:
     """A model on the meta device, and what a step of it is made of.
@@ -39,7 +54,7 @@ class Planned:
 
     model: nn.Module
     batch: Callable[[int, int], Any]
-    loss: Loss
+    loss: Loss = own_or_usual_loss
     context: int | None = None
     config: Config | None = None
 
@@ -75,28 +90,24 @@ def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
 
 
 def _from_factory(spec: str, file: str, function: str) -> Planned:
-    sys.path.insert(0, str(Path(file).parent) if file.endswith(".py") else "")
+    is_file = file.endswith(".py")
+    if is_file and not Path(file).is_file():
+        raise InputError(f"{file} is no file; {HINT}")
+    sys.path.insert(0, str(Path(file).parent) if is_file else "")  # what lies beside it can be imported
     try:
         with torch.device("meta"):
-            if not file.endswith(".py"):
-                make = getattr(importlib.import_module(file), function)
-            elif Path(file).is_file():
-                make = runpy.run_path(file)[function]
-            else:
-                raise InputError(f"{file} is no file; {HINT}")
-            made = make()
-    except InputError:
-        raise
+            names = runpy.run_path(file) if is_file else vars(importlib.import_module(file))
+            made = names[function]()
     except (Exception, SystemExit) as error:
         raise InputError(f"{spec} raised {type(error).__name__}: {_first_line(error)}") from error
     finally:
         del sys.path[0]
     model, *rest = made if isinstance(made, tuple) else (made,)
-    if not isinstance(model, nn.Module) or len(rest) > 2 or (rest[1:] and not callable(rest[1])):
+    if not isinstance(model, nn.Module) or len(rest) > 2 or not all(callable(each) for each in rest[1:]):
         what = type(made).__name__
         raise InputError(f"{spec} returned {what}; return a module, (module, batch) or (module, batch, loss)")
-    batch = rest[0] if rest else None
-    return Planned(model, (lambda *_: batch) if rest else _tokens, rest[1] if len(rest) > 1 else own_or_usual_loss)
+    batch = (lambda *_: rest[0]) if rest else _tokens
+    return Planned(model, batch, *rest[1:])
 
 
 def _hugging_face(path: str) -> Planned:
@@ -111,7 +122,7 @@ def _hugging_face(path: str) -> Planned:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise InputError(f"{path} makes no causal LM of transformers: {_first_line(error)}") from error
-    return Planned(model, _tokens, own_or_usual_loss, getattr(config, "max_position_embeddings", None))
+    return Planned(model, _tokens, context=getattr(config, "max_position_embeddings", None))
 
 
 def _trained(path: str, tree: Any) -> Planned:
@@ -122,7 +133,7 @@ def _trained(path: str, tree: Any) -> Planned:
     for module in model.modules():
         if isinstance(module, Experts):
             module.exchange = _even
-    return Planned(model, _tokens, own_or_usual_loss, config.data.context, config)
+    return Planned(model, _tokens, context=config.data.context, config=config)
 
 
 def _even(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
@@ -133,21 +144,6 @@ def _even(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tenso
 
 def _tokens(samples: int, length: int) -> tuple[Tensor]:
     return (torch.zeros(samples, length, dtype=torch.int64, device="meta"),)
-
-
-def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Returns the `loss` in the model's output if there is one; of tokens the cross-entropy of its logits, as `sherd
-    train` takes it; else the sum of its outputs, in float32."""
-    output = output_of(model, batch)
-    loss = loss_in(output)
-    if loss is not None:
-        return loss
-    (tokens, *_), outputs = tensors_in(batch), [each for each in tensors_in(output) if each.is_floating_point()]
-    del output
-    if tokens.is_floating_point() or outputs[0].dim() <= tokens.dim():
-        return torch.stack([each.float().sum() for each in outputs]).sum()
-    logits = outputs.pop(0).float().flatten(0, -2)
-    return F.cross_entropy(logits, tokens.flatten(), reduction="none").mean()
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 from sherd.simulate.work import (
@@ -43,10 +43,10 @@ def checkpointed(work: Work, modules: Collection[int]) -> Work:
     renamed: dict[int, int] = {}
     held: dict[int, int] = {}  # inputs that are kept for longer -> the position at which they are released
     for span in _spans(work.events, frozenset(modules)):
-        again = span.again(numbers)
+        again, new = span.again(numbers)
         inserted.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
-        inserted.setdefault(span.reached, []).extend(again.events)
-        renamed |= again.renamed
+        inserted.setdefault(span.reached, []).extend(again)
+        renamed |= new
         for tensor in span.inputs:
             if span.released[tensor] < span.is_over:
                 held[tensor] = max(held.get(tensor, 0), span.is_over)
@@ -68,14 +68,6 @@ def _rewritten(
             yield replace(event, kind=TensorKind.ACTIVATION)
         else:
             yield event
-
-
-@dataclass
-class _Again:
-    """A forward that is run again: its events, and the new numbers of the tensors that are kept until backward."""
-
-    events: list[Event] = field(default_factory=list)
-    renamed: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -102,36 +94,34 @@ class _Span:
         """The position at which backward has released all that the forward had kept."""
         return max((self.released[tensor] for tensor in self.freed), default=self.reached)
 
-    def again(self, numbers: Iterator[int]) -> _Again:
-        """Returns its forward run again, up to where all that is kept is there."""
-        again, new, alive, calls = _Again(), dict[int, int](), set[int](), list[int]()
+    def again(self, numbers: Iterator[int]) -> tuple[list[Event], dict[int, int]]:
+        """Returns its forward run again, up to where all that is kept is there, and the new numbers of that."""
+        again, new, alive, calls = list[Event](), dict[int, int](), set[int](), list[int]()
         missing = set(self.freed)
         for event in self.events:
-            if isinstance(event, Allocate):
-                if not missing:
-                    break
-                new[event.tensor] = next(numbers)
-                alive.add(event.tensor)
-                missing.discard(event.tensor)
-                again.events.append(replace(event, tensor=new[event.tensor]))
-            elif isinstance(event, Release):
-                if event.tensor in alive:
-                    alive.remove(event.tensor)
-                    again.events.append(Release(new[event.tensor]))
-            elif isinstance(event, Enter):
-                calls.append(event.module)
-                inputs = tuple(new.get(each, each) for each in event.inputs)
-                again.events.append(Enter(event.module, again=True, inputs=inputs))
-            elif isinstance(event, Leave):
-                calls.pop()
-                outputs = tuple(new.get(each, each) for each in event.outputs)
-                again.events.append(Leave(event.module, again=True, outputs=outputs))
-            else:
-                again.events.append(event)
-        again.renamed = {tensor: new[tensor] for tensor in self.freed}
-        again.events += [Release(new[tensor]) for tensor in alive.difference(self.freed)]
-        again.events += [Leave(module, again=True) for module in reversed(calls)]
-        return again
+            match event:
+                case Allocate(tensor):
+                    if not missing:
+                        break
+                    new[tensor] = next(numbers)
+                    alive.add(tensor)
+                    missing.discard(tensor)
+                    again.append(replace(event, tensor=new[tensor]))
+                case Release(tensor):
+                    if tensor in alive:
+                        alive.remove(tensor)
+                        again.append(Release(new[tensor]))
+                case Enter(module, _, inputs):
+                    calls.append(module)
+                    again.append(Enter(module, True, tuple(new.get(each, each) for each in inputs)))
+                case Leave(module, _, outputs):
+                    calls.pop()
+                    again.append(Leave(module, True, tuple(new.get(each, each) for each in outputs)))
+                case _:
+                    again.append(event)
+        again += [Release(new[tensor]) for tensor in alive.difference(self.freed)]
+        again += [Leave(module, again=True) for module in reversed(calls)]
+        return again, {tensor: new[tensor] for tensor in self.freed}
 
 
 def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]:

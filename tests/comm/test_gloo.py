@@ -86,6 +86,27 @@ def test_every_rank_gathers_every_part_bit_by_bit(world, size, async_op):
     assert world(size).run(gathers_every_split, async_op) == [110] * size
 
 
+def gathers_several(async_op: bool, ahead: int) -> int:
+    gloo, rank, size = Gloo(dist.group.WORLD, ahead), dist.get_rank(), dist.get_world_size()
+    for dtype in GATHERED:
+        sizes = list(splits(size))
+        given = [[numbers(each, numel, dtype) for each, numel in enumerate(of_ranks)] for of_ranks in sizes]
+        rows = [torch.zeros(sum(of_ranks), dtype=dtype) for of_ranks in sizes]
+        own = [each[rank] for each in given]
+        own[0] = rows[0][5 * rank : 5 * rank + 5].copy_(own[0])  # one that is there
+        finish(gloo.all_gather_several(rows, own, sizes, async_op), async_op)
+        for found, parts_of in zip(rows, given, strict=True):
+            assert torch.equal(bits(found), bits(torch.cat(parts_of))), dtype
+    return len(sizes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("ahead", [0, 8 << 20])
+def test_several_gathers_at_once_small_and_large(world, size, async_op, ahead):
+    assert world(size).run(gathers_several, async_op, ahead) == [11] * size
+
+
 def gathers_in_place(numel: int) -> bool:
     gloo, rank, size = Gloo(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
     sizes = [numel + each for each in range(size)]

@@ -321,3 +321,12 @@ class Undecided(nn.Module):
 def test_a_mask_is_thought_to_leave_everything_in():
     model, batch = made(lambda: (Undecided(), (torch.zeros(2, 4, requires_grad=True), torch.zeros(2, 4) == 0)))
     assert "aten.masked_fill" not in [event.name for event in read_work(model, batch).events if isinstance(event, Op)]
+
+
+def test_a_model_that_fits_nowhere_is_read():
+    model, tokens = made(lambda: (models.decoder(width=1 << 16, hidden=1 << 18)[0], models.tokens(64, 8192)))
+    work = read_work(model, tokens, models.next_token)
+    assert sum(each.nbytes for each in work.parameters) > 2**39
+    assert peak(work) > 2**42
+    # Six operations for each parameter and token, and attention.
+    assert work.flops > 6 * work.tokens * sum(each.numel for each in work.parameters if "blocks" in each.name)

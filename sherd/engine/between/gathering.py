@@ -7,31 +7,39 @@ else                              shards ──copied──▶ own part of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
 from sherd._torch import storage_uses
 from sherd.comm import pages
 from sherd.comm.buffers import Buffer
+from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
 from sherd.engine.moves.buffer_views import CopyOut, copy_out
-from sherd.engine.state.group import is_large
 from sherd.engine.state.offload import fetch_into
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent, aligned
-from sherd.layout.packing import pack
+from sherd.layout.packing import Packing, pack
+from sherd.layout.placement import Cut
 
 _ALIGNED = 64
 """Tensors in one buffer begin at multiples of as many bytes."""
+
+_MOST_KEPT = 4
+"""In units of the usual size: three buckets, and what is copied out of their rows."""
+
+_ALONE_BYTES = 1 << 20
+"""Without streams and shared memory, unsharded tensors of at least this size are gathered straight into place."""
 
 
 class Memory:
     """The memory that parameters are gathered into. Each tensor belongs to whoever holds it.
 
     In host memory a buffer is used again once nobody holds a tensor in it: mapping memory anew takes as long as
-    filling it. Buffers have `usual_bytes`, or more if they must, and twice as many bytes are kept.
+    filling it. Buffers have `usual_bytes`, or as many as they must, or a power of two of bytes if that is less.
     """
 
     def __init__(self, usual_bytes: int) -> None:
@@ -53,18 +61,24 @@ class Memory:
     def _buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        size = min(1 << (nbytes - 1).bit_length(), max(nbytes, self._usual_bytes))
         free = [buffer for buffer, own_uses in self._buffers if storage_uses(buffer.address) == own_uses]
-        fitting = [buffer for buffer in free if buffer.nbytes >= nbytes]
+        fitting = [buffer for buffer in free if buffer.nbytes >= size]
         if fitting:
             return min(fitting, key=lambda buffer: buffer.nbytes).tensor
-        nbytes = max(nbytes, self._usual_bytes)
-        if sum(buffer.nbytes for buffer, _ in self._buffers) + nbytes > 2 * self._usual_bytes:
+        if sum(buffer.nbytes for buffer, _ in self._buffers) + size > _MOST_KEPT * self._usual_bytes:
             self._buffers = [each for each in self._buffers if each[0] not in free]
-        pages.prepare(nbytes)
-        buffer = Buffer(nbytes, torch.uint8, device)
+        pages.prepare(size)
+        buffer = Buffer(size, torch.uint8, device)
         pages.advise(buffer.tensor.untyped_storage())
         self._buffers.append((buffer, storage_uses(buffer.address)))
         return buffer.tensor
+
+
+@lru_cache(maxsize=256)
+def _packing(cuts: tuple[Cut, ...], num_ranks: int) -> Packing:
+    """Returns the packing of `cuts`. Blocks are alike, and models are read again and again."""
+    return pack(cuts, num_ranks)
 
 
 class Line:
@@ -74,7 +88,7 @@ class Line:
         self.records = records
         self.mesh = mesh = records[0].mesh
         self.dtype = dtype
-        self.packing = pack([record.cut for record in records], mesh.num_pieces)
+        self.packing = _packing(tuple(record.cut for record in records), mesh.num_pieces)
         self.unsharded: torch.Tensor | None = None
 
     @property
@@ -117,45 +131,37 @@ class Line:
 
 
 class Gathering:
-    """One collective, which gathers `lines` of one `way_of`: one line, unless ranks share memory. All ranks of the axes
-    that they are cut over make it, start it and wait for it in the same order.
-
-    `rows`: memory for `gathered_numel` elements of a line that does not land in place.
+    """Lines of one `way_of`, gathered together. All ranks of the axes that they are cut over make it, start it and wait
+    for it in the same order.
     """
 
-    def __init__(self, lines: Sequence[Line], rows: torch.Tensor | None) -> None:
+    def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
         self._mesh = lines[0].mesh
-        self._rows = rows
+        self._rows: dict[Line, torch.Tensor] = {}
         self._handoff: Handoff | None = None
 
-    def start(self) -> None:
-        """Start the collective, behind all that compute was given until now."""
+    def start(self, rows: Mapping[Line, torch.Tensor]) -> None:
+        """Start the collectives, behind all that compute was given until now. `rows`: for each line that does not land
+        in place, memory for its `gathered_numel` elements."""
+        self._rows = {line: rows[line] for line in self._lines if line in rows}
         lane = streams_for(self._mesh.device).gather
         lane.follow_compute()
         self._handoff = lane.run(self._send)
 
-    @torch.no_grad()
     def _send(self, async_op: bool) -> Pending | None:
-        transport, (line, *more) = self._mesh.shard_transport, self._lines
-        if more or (self._rows is None and not line.packing.direct):
+        transport = self._mesh.shard_transport
+        if self._lines[0].goes_onto:
             onto = _Onto(self._lines)
             return transport.all_gather_onto(onto.copy_into_place, onto.own_pieces(), onto.sizes, async_op)
-        rows = line.unsharded if self._rows is None else self._rows
+        rows, shards, sizes = zip(*(_sent(line, self._rows_of(line)) for line in self._lines), strict=True)
+        return transport.all_gather_several(rows, shards, sizes, async_op)
+
+    def _rows_of(self, line: Line) -> torch.Tensor:
+        rows = self._rows.get(line, line.unsharded)
         assert rows is not None, "it is gathered into one of them"
-        return self._gather_rows(line, rows[: line.packing.gathered_numel], async_op)
+        return rows[: line.packing.gathered_numel]
 
-    def _gather_rows(self, line: Line, rows: torch.Tensor, async_op: bool) -> Pending | None:
-        mesh, starts, sizes = self._mesh, line.packing.starts, Sizes(line.packing.shard_numels)
-        shard = _filled(rows[starts[mesh.piece] :][: sizes[mesh.piece]], line)
-        together = sizes.together(mesh.num_owners)
-        if mesh.shards_replicas:
-            pieces, piece = mesh.pieces_of(mesh.shard_rank), shard
-            shard = rows[starts[pieces.start] :][: together[mesh.shard_rank]]
-            mesh.fetch_transport.all_gather(shard, piece, sizes.of(pieces), False)
-        return mesh.shard_transport.all_gather(rows, shard, together, async_op)
-
-    @torch.no_grad()
     def wait(self) -> None:
         """Order compute after the collective. The shards may be written again then. Raises CommError."""
         assert self._handoff is not None, "it was started"
@@ -163,11 +169,9 @@ class Gathering:
         if any(record.local.device != self._mesh.device for line in self._lines for record in line.records):
             self._handoff.wait_on_host()  # the host may write to shards in its memory as soon as this returns
 
-    @torch.no_grad()
     def copy_out(self) -> None:
-        """Fill the unsharded buffer of a line that did not land in place."""
-        line, rows = self._lines[0], self._rows
-        if rows is not None:
+        """Fill the unsharded buffers of lines that did not land in place."""
+        for line, rows in self._rows.items():
             assert line.unsharded is not None, "memory was given"
             copy_out(line.packing, line.unsharded)(rows)
 
@@ -197,14 +201,28 @@ class _Onto:
             start += size
 
 
+def _sent(line: Line, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sizes]:
+    """Returns what an all-gather over the sharding axis takes: `rows`, this rank's part, and the sizes of all parts."""
+    mesh, starts, sizes = line.mesh, line.packing.starts, Sizes(line.packing.shard_numels)
+    shard = _filled(rows[starts[mesh.piece] :][: sizes[mesh.piece]], line)
+    together = sizes.together(mesh.num_owners)
+    if mesh.shards_replicas:
+        pieces, piece = mesh.pieces_of(mesh.shard_rank), shard
+        shard = rows[starts[pieces.start] :][: together[mesh.shard_rank]]
+        mesh.fetch_transport.all_gather(shard, piece, sizes.of(pieces), False)
+    return rows, shard, together
+
+
 def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
     """Returns what this rank sends: `piece`, its place in the rows, filled with the shards; or a shard that is all of
     it, from where it lies."""
     shards = line.shards()
     here = all(shard.device == piece.device for shard in shards)
-    if here and len(shards) == 1 and shards[0].numel() == piece.numel() and shards[0].dtype == piece.dtype:
-        return shards[0]
-    places = [piece[extent.start : extent.stop] for extent in line.held()]
+    held = line.held()
+    sent = _as_they_lie(shards, held, piece)
+    if sent is not None:
+        return sent
+    places = [piece[extent.start : extent.stop] for extent in held]
     if here:
         torch._foreach_copy_(places, shards)
     else:
@@ -213,10 +231,29 @@ def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
     return piece
 
 
+def _as_they_lie(shards: Sequence[torch.Tensor], held: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
+    """Returns the memory of `shards` as a tensor like `piece`, if each shard lies there at its extent of `held`; else
+    None. There may be anything in between."""
+    filled = [(shard, extent) for shard, extent in zip(shards, held, strict=True) if extent.numel]
+    if not filled:
+        return None
+    first, start = filled[0][0], filled[0][0].storage_offset() - filled[0][1].start
+    storage, numel = first.untyped_storage(), piece.numel()
+    if start < 0 or (start + numel) * first.element_size() > storage.nbytes():
+        return None
+    for shard, extent in filled:
+        is_like = shard.dtype == piece.dtype and shard.device == piece.device
+        if not is_like or shard.untyped_storage()._cdata != storage._cdata:
+            return None
+        if shard.storage_offset() - extent.start != start:
+            return None
+    return first.as_strided((numel,), (1,), start)
+
+
 def way_of(line: Line) -> object:
     """Returns the key that lines have in common which one `Gathering` takes."""
     mesh = line.mesh
-    return (mesh.shard_transport, mesh.num_pieces, mesh.piece, line.dtype) if line.goes_onto else line
+    return (mesh.shard_transport, line.goes_onto and (mesh.num_pieces, mesh.piece, line.dtype))
 
 
 def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
@@ -224,12 +261,17 @@ def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
     mesh = record.mesh
     # Units have meshes of their own, over the same groups.
     ways = mesh.shard_transport, mesh.fetch_transport if mesh.shards_replicas else None, mesh.num_pieces, mesh.piece
-    # Without shared memory the host would copy a large one out of the rows, which takes longer than a collective.
-    copies = streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
-    alone = id(record) if copies and is_large(record.shape.numel(), dtype) else None
+    # Without shared memory the host would copy it out of the rows, which takes longer than messages of its own.
+    alone = id(record) if goes_by_itself(mesh) and record.shape.numel() * dtype.itemsize >= _ALONE_BYTES else None
     # Tensors cut into runs fit one line only if one plan has cut them.
     plan = (id(record.owner), record.plan_id) if record.cut.in_line else alone
     return ways, dtype, plan
+
+
+def goes_by_itself(mesh: DataMesh) -> bool:
+    """Returns whether a collective goes on while the host works: not where ranks share memory and copy by themselves.
+    With streams it does, too, but there the host need not think of it."""
+    return streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
 
 
 def gathers_itself(record: ShardedParameter) -> bool:

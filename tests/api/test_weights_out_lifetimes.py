@@ -1,0 +1,175 @@
+"""Do tensors of `iter_full_parameters` stay the reader's own, however it goes through them, with buckets so large that
+they go straight into place?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import sherd
+from sherd.errors import CommError, StateError
+from tests.api.test_weights_out import assert_same, plain
+
+BUCKET = 11 << 20
+"""Two layers, which is more than gloo's transport takes for small."""
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    """Five layers of 5 MiB; the rows of some do not divide by two ranks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Linear(1024, 1280 + index % 2) if index % 2 else nn.Linear(1281, 1024) for index in range(5))
+    )
+
+
+def sharded(transport: str, placement: object = None, seed: int = 0, mesh: DeviceMesh | None = None) -> nn.Sequential:
+    model, policy = layers(seed), sherd.CommPolicy(transport=transport)
+    for unit in (*model, model):
+        sherd.fully_shard(unit, placement=placement, comm_policy=policy, mesh=mesh)
+    return model
+
+
+every_transport = pytest.mark.parametrize("transport", ["auto", "gloo", "torch"])
+every_placement = pytest.mark.parametrize("placement", [None, sherd.Flat()])
+
+
+def keep_all(transport: str, placement: object) -> None:
+    model = sharded(transport, placement)
+    for _ in range(2):
+        assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
+    half = list(sherd.iter_full_parameters(model, BUCKET // 2, torch.bfloat16))
+    assert_same(half, plain(layers(), torch.bfloat16))
+    kept = []
+    for number, (name, value) in enumerate(sherd.iter_full_parameters(model, BUCKET)):
+        if number % 3 == 0:
+            kept.append((name, value))
+        else:
+            value.fill_(7)  # it is the reader's: nobody else sees it
+    assert_same(kept, plain(layers())[::3])
+    assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
+
+
+@every_transport
+@every_placement
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_may_be_kept(num_ranks, placement, transport, world):
+    world(num_ranks).run(keep_all, transport, placement)
+
+
+def read_after_training(transport: str, placement: object) -> None:
+    """Shards lie in one buffer once a model has run, and are sent from there."""
+    model = sharded(transport, placement)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for layer in model:
+            layer(torch.ones(2, layer.in_features)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = list(sherd.iter_full_parameters(model, BUCKET))
+        with sherd.unsharded(model, writeback=False):
+            assert_same(found, plain(model))
+
+
+@every_transport
+@every_placement
+def test_a_trained_model_is_read(placement, transport, world):
+    world(2).run(read_after_training, transport, placement)
+
+
+def memories(values: Iterator[tuple[str, torch.Tensor]]) -> set[int]:
+    return {value.untyped_storage().data_ptr() for _, value in values if value.nbytes > 1 << 20}
+
+
+def count_buffers(transport: str, most: int) -> None:
+    model = sharded(transport)
+    found = memories(sherd.iter_full_parameters(model, BUCKET))
+    assert len(found) <= most, len(found)
+    kept = [value for _, value in sherd.iter_full_parameters(model, BUCKET)]
+    assert len({value.untyped_storage().data_ptr() for value in kept}) >= 3
+
+
+@pytest.mark.parametrize(("transport", "most"), [("auto", 2), ("gloo", 3), ("torch", 3)])
+def test_buffers_of_a_reader_that_keeps_nothing_are_used_again(transport, most, world):
+    world(2).run(count_buffers, transport, most)
+
+
+def read_and_raise(model: nn.Module, at: int) -> None:
+    for number, _ in enumerate(sherd.iter_full_parameters(model, BUCKET)):
+        if number == at:
+            raise KeyError("the reader of all ranks")
+
+
+def stop(transport: str, at: int) -> None:
+    model = sharded(transport)
+    for number, _ in enumerate(sherd.iter_full_parameters(model, BUCKET)):
+        if number == at:
+            break
+    with pytest.raises(KeyError):
+        read_and_raise(model, at)
+    never_begun = sherd.iter_full_parameters(model, BUCKET)
+    del never_begun
+    assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
+
+
+@every_transport
+@pytest.mark.parametrize("at", [0, 1, 5, 9])
+def test_all_ranks_may_stop_or_raise_behind_any_tensor(at, transport, world):
+    world(2).run(stop, transport, at)
+
+
+def read_two_at_once(transport: str) -> None:
+    first, second = sharded(transport), sharded(transport, sherd.Flat(), seed=1)
+    both = zip(sherd.iter_full_parameters(first, BUCKET), sherd.iter_full_parameters(second, BUCKET // 2), strict=True)
+    ones, others = zip(*both, strict=True)
+    assert_same(list(ones), plain(layers()))
+    assert_same(list(others), plain(layers(1)))
+
+
+@every_transport
+def test_two_models_are_read_at_once(transport, world):
+    world(2).run(read_two_at_once, transport)
+
+
+def leave_alone(transport: str) -> None:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    model = sharded(transport, mesh=mesh)
+    reading = sherd.iter_full_parameters(model, BUCKET // 2)
+    next(reading)
+    if dist.get_rank() == 1:
+        reading.close()
+    else:
+        with pytest.raises(CommError, match="all-gather"):
+            list(reading)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_rank_that_stops_alone_is_waited_for_no_longer_than_the_timeout(transport, world):
+    world(2).run(leave_alone, transport)
+
+
+def write_meanwhile(transport: str) -> None:
+    model = sharded(transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0](torch.ones(2, 1281)).sum().backward()
+    for num_read in (1, 8):  # in the first bucket, and in the last but one
+        reading = sherd.iter_full_parameters(model, BUCKET)
+        for _ in range(num_read):
+            next(reading)
+        optimizer.step()
+        with pytest.raises(StateError, match="written while they were read"):
+            list(reading)
+    with sherd.unsharded(model, writeback=False):
+        expected = [(name, value.clone()) for name, value in plain(model)]
+    assert_same(list(sherd.iter_full_parameters(model, BUCKET)), expected)
+
+
+@every_transport
+def test_no_bucket_is_shown_that_an_optimizer_may_have_written(transport, world):
+    world(2).run(write_meanwhile, transport)
