@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -107,3 +108,20 @@ def _moved(spec: UnitSpec, numbers: Sequence[int]) -> UnitSpec:
     )
     companions = tuple(numbers[unit] for unit in spec.companions)
     return replace(spec, companions=companions, forward_prefetch=ahead, backward_prefetch=behind)
+
+
+def with_fewer_blocks(model: nn.Module, num_blocks: int) -> tuple[nn.Module, int] | None:
+    """Returns a copy of `model` on the meta device that has only the first `num_blocks` of its blocks and runs as it
+    does, and how many blocks `model` has. None unless they are one list of one kind, and more."""
+    lists = list(repeated_blocks(model).values())
+    if len(lists) != 1 or len(lists[0]) <= num_blocks or len({_kind(block) for block in lists[0]}) > 1:
+        return None
+    short = copy.deepcopy(model)
+    like = thin_out(short)
+    if len(like) != len(lists[0]) - 1:
+        return None  # blocks share parameters
+    short = copy.deepcopy(model)
+    ((name, blocks),) = repeated_blocks(short).items()
+    around = short.get_submodule(name)
+    around._modules = dict(list(around._modules.items())[:num_blocks])
+    return short, len(blocks)

@@ -16,15 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sherd._torch import imagined_ranks
 from sherd.api.auto_shard import auto_shard
 from sherd.api.blocks import repeated_blocks
+from sherd.api.fully_shard import fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.layout.runs import Flat
-from sherd.planning.blocks import thin_out, with_blocks
+from sherd.planning.blocks import thin_out, with_blocks, with_fewer_blocks
 from sherd.planning.reading import Loss, read_work
 from sherd.planning.sharding import sharded_of
-from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
+from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import op_seconds
 from sherd.simulate.predict import Prediction, predict
+from sherd.simulate.search import Outcome
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import Optimizer, Sharded
 from sherd.simulate.stretches import Part, parts_of
@@ -33,6 +35,16 @@ from sherd.simulate.work import Work
 
 Shards = Callable[..., nn.Module]
 """A function that shards a model as `auto_shard` does, with the arguments of `fully_shard`."""
+
+
+def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
+    """Shard `model` by `auto_shard`; one in which that finds no units is one unit."""
+    says = ("_no_split_modules", "_fsdp_plan")
+    describes_itself = any(getattr(each, name, None) for each in model.modules() for name in says)
+    if describes_itself or repeated_blocks(model):
+        return auto_shard(model, **fully_shard_args)
+    sharded: nn.Module = fully_shard(model, **fully_shard_args)
+    return sharded
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Training:
         compute_dtype: forward and backward compute in it (mixed precision, with gradients reduced in float32); None:
             in that of the parameters.
         shard: makes the units.
+        samples: a batch of so many is one that the model runs with.
     """
 
     model: nn.Module
@@ -54,13 +67,14 @@ class Training:
     loss: Loss
     optimizer: Optimizer
     compute_dtype: torch.dtype | None = None
-    shard: Shards = auto_shard
+    shard: Shards = auto_units
+    samples: int = 1
 
 
 class Planner:
     """Predicts steps of `training` on `cluster`. This process must not be in a process group.
 
-    With `is_rough`, the model is read with one sample only, and its work scaled for more: for a search.
+    With `is_rough`, the model is read with one batch only, and its work scaled for others: for a search.
     """
 
     def __init__(self, training: Training, cluster: Cluster, is_rough: bool = False) -> None:
@@ -91,9 +105,9 @@ class Planner:
         )
 
     def _read_once(self, micro_batch: int) -> Work:
-        if self._is_rough and micro_batch > 1:
-            return scaled(self._read(1), micro_batch)
         training = self.training
+        if self._is_rough and micro_batch != training.samples:
+            return scaled(self._read(training.samples), micro_batch / training.samples)
         model = copy.deepcopy(training.model)
         for parameter in model.parameters() if training.compute_dtype is not None else ():
             parameter.data = parameter.data.to(training.compute_dtype)  # buffers stay, as under a MixedPrecisionPolicy
@@ -113,14 +127,9 @@ class Planner:
         return parts_of(self._work(*work_key), self._sharded(*sharded_key), lambda op: op_seconds(op, device))
 
     def _shard_once(self, mesh: Mesh, placement: str, reshard: bool, prefetch: int) -> Sharded:
-        work, training = self._read(1), self.training
-        arguments: dict[str, Any] = {"prefetch_policy": PrefetchPolicy(prefetch, prefetch)}
-        if placement == "flat":
-            arguments["placement"] = Flat()
-        if not reshard:
-            arguments["reshard_after_forward"] = False
-        if training.compute_dtype is not None:
-            arguments["mp_policy"] = MixedPrecisionPolicy(training.compute_dtype, torch.float32)
+        work, training = self._read(self.training.samples), self.training
+        settings = Settings(mesh, placement, reshard, prefetch=prefetch)
+        arguments = fully_shard_args(settings, training.compute_dtype)
         streams = use_streams(RecordingStreams()) if self.cluster.device.overlaps else nullcontext()
         with imagined_ranks(mesh.num_ranks), streams:
             arguments["mesh"] = _device_mesh(mesh)
@@ -131,6 +140,47 @@ class Planner:
             if whole is None:
                 whole = sharded_of(training.shard(copy.deepcopy(training.model), **arguments), work, training.optimizer)
         return whole
+
+
+FEW, MORE = 4, 8
+"""Of many equal blocks a rough prediction plays so many, and adds the difference for each of the others."""
+
+
+class RoughPlanner:
+    """Predicts the seconds and bytes of steps in less time, for a search: of models with many equal blocks by models
+    with fewer, and of several samples by what one takes."""
+
+    def __init__(self, training: Training, cluster: Cluster) -> None:
+        few, more = (with_fewer_blocks(training.model, number) for number in (FEW, MORE))
+        models = [training.model] if few is None or more is None else [few[0], more[0]]
+        self._planners = [Planner(replace(training, model=model), cluster, is_rough=True) for model in models]
+        self._num_more = (few[1] - FEW) / (MORE - FEW) if few is not None and more is not None else 0.0
+
+    def outcome(self, settings: Settings) -> Outcome:
+        """Returns what a step takes under `settings`. Raises as `Planner.predict` does."""
+        predictions = [planner.predict(settings) for planner in self._planners]
+        first, last = predictions[0], predictions[-1]
+        seconds, nbytes = first.timeline.seconds, first.driver_bytes
+        return Outcome(
+            seconds + self._num_more * (last.timeline.seconds - seconds),
+            nbytes + round(self._num_more * (last.driver_bytes - nbytes)),
+        )
+
+
+def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Returns the arguments of `fully_shard`, besides `mesh`, that `settings` stand for."""
+    arguments: dict[str, Any] = {}
+    if settings.prefetch != 1:
+        arguments["prefetch_policy"] = PrefetchPolicy(settings.prefetch, settings.prefetch)
+    if settings.placement == "flat":
+        arguments["placement"] = Flat()
+    if not settings.reshard:
+        arguments["reshard_after_forward"] = False
+    if settings.offload:
+        arguments["offload_policy"] = CPUOffloadPolicy()
+    if compute_dtype is not None:
+        arguments["mp_policy"] = MixedPrecisionPolicy(compute_dtype, torch.float32)
+    return arguments
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -94,6 +94,13 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
     )
 
 
+def bytes_in(text: str, where: str) -> int:
+    """Returns the bytes in a text as "80 GiB". Raises ClusterError, which names `where` it was read."""
+    found = _value(where, text, BYTES)
+    assert isinstance(found, int), "bytes are whole"
+    return found
+
+
 def _tree(path: Path) -> dict[str, object]:
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

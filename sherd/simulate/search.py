@@ -15,23 +15,10 @@ from sherd.simulate.settings import Settings, Space
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The seconds of a step under some settings, and the bytes that it takes of a device; `host_bytes` of its host."""
+    """The seconds of a step under some settings, and the bytes that it takes of a device."""
 
     seconds: float
     nbytes: int
-    host_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The bytes that there are, on a device and for it on its host."""
-
-    nbytes: int
-    host_bytes: int
-
-    def lacks(self, outcome: Outcome) -> int:
-        """Returns the bytes that `outcome` takes beyond the limit; 0 if it fits."""
-        return max(0, outcome.nbytes - self.nbytes) + max(0, outcome.host_bytes - self.host_bytes)
 
 
 @dataclass(frozen=True)
@@ -42,54 +29,75 @@ class Found:
         outcomes: of all settings that were tried.
         ranking: those that fit, fastest first; if none does, all, the one that lacks least first.
         fits: whether the first one of `ranking` does.
+        limit: the bytes of a device.
     """
 
     outcomes: dict[Settings, Outcome]
     ranking: tuple[Settings, ...]
     fits: bool
+    limit: int
 
     @property
     def best(self) -> Settings:
         """The first one of the ranking."""
         return self.ranking[0]
 
-    def reasons(self) -> Iterator[tuple[str, Settings, Outcome]]:
-        """Yields for each choice of the best settings its name, and the best ones that choose otherwise in it alone."""
+    def others(self) -> Iterator[tuple[str, Settings, Outcome]]:
+        """Yields for each choice of the best settings its name, and the best settings that choose otherwise in it
+        alone, of those that were tried."""
+        by_merit = sorted(self.outcomes, key=lambda each: merit(self.outcomes[each], self.limit))
         for name in self.best.in_words():
-            others = [each for each in self.ranking if each.differing(self.best) in ([name], _WITH.get(name))]
-            others += [each for each in self.outcomes if each.differing(self.best) in ([name], _WITH.get(name))]
-            if others:
-                yield name, others[0], self.outcomes[others[0]]
+            alone = [each for each in by_merit if each.differing(self.best) in ([name], _TOGETHER.get(name))]
+            if alone:
+                yield name, alone[0], self.outcomes[alone[0]]
 
 
-_WITH = {"micro_batch": ["micro_batch", "micro_batches"]}
+_TOGETHER = {"micro_batch": ["micro_batch", "micro_batches"]}
 """Choices that are made together."""
 
 
-def search(
-    evaluate: Callable[[Settings], Outcome], space: Space, beginnings: Iterable[Settings], limit: Limit
-) -> Found:
+def merit(outcome: Outcome, limit: int) -> tuple[int, float, int]:
+    """Returns a key by which better outcomes come first: what fits before what does not, then the faster."""
+    return max(0, outcome.nbytes - limit), outcome.seconds, outcome.nbytes
+
+
+def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: Iterable[Settings], limit: int) -> Found:
     """Returns the settings that were tried, best first. `evaluate` is called once for each.
 
     Args:
         evaluate: tells what a step takes.
         space: the choices that there are.
         beginnings: the settings that are tried first.
-        limit: the memory that there is.
+        limit: the bytes of a device.
     """
     outcomes: dict[Settings, Outcome] = {}
 
-    def merit(settings: Settings) -> tuple[int, float, int]:
+    def tried(settings: Settings) -> tuple[int, float, int]:
         if settings not in outcomes:
             outcomes[settings] = evaluate(settings)
-        outcome = outcomes[settings]
-        return limit.lacks(outcome), outcome.seconds, outcome.nbytes
+        return merit(outcomes[settings], limit)
 
     for settings in beginnings:
         better: Settings | None = settings
         while better is not None:
             settings = better
-            nearest = min(space.neighbours(settings), key=merit)
-            better = nearest if merit(nearest) < merit(settings) else None
-    fitting = [settings for settings, outcome in outcomes.items() if not limit.lacks(outcome)]
-    return Found(outcomes, tuple(sorted(fitting or outcomes, key=merit)), bool(fitting))
+            nearest = min(space.neighbours(settings), key=tried, default=settings)
+            better = nearest if tried(nearest) < tried(settings) else None
+    fitting = [settings for settings, outcome in outcomes.items() if outcome.nbytes <= limit]
+    return Found(outcomes, tuple(sorted(fitting or outcomes, key=tried)), bool(fitting), limit)
+
+
+def cheapest_changes(
+    evaluate: Callable[[Settings], Outcome], space: Space, settings: Settings, limit: int, num: int = 3
+) -> list[tuple[Settings, Outcome]]:
+    """Returns the `num` changes of one choice of `settings` that fit, the fastest first. Where no single one does, the
+    settings that a search from here has found, if these fit."""
+    changed = {each: evaluate(each) for each in space.neighbours(settings) if each != settings}
+    best_of: dict[tuple[str, ...], Settings] = {}
+    for each in sorted(changed, key=lambda each: changed[each].seconds):
+        if changed[each].nbytes <= limit:
+            best_of.setdefault(tuple(each.differing(settings)), each)
+    if best_of:
+        return [(each, changed[each]) for each in list(best_of.values())[:num]]
+    found = search(evaluate, space, [settings], limit)
+    return [(found.best, found.outcomes[found.best])] if found.fits else []

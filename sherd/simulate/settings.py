@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,43 +89,41 @@ def _words(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All settings of a training of `batch` samples in each step on `num_ranks` ranks. `most_samples` at once."""
+    """The settings that may be chosen for a training of `batch` samples in each step on `num_ranks` ranks, which are
+    `per_node` to a node. `fixed`: names of settings that are as they are. `most_samples`: in one forward of a rank."""
 
     num_ranks: int
     batch: int
     per_node: int
+    fixed: frozenset[str] = frozenset()
     most_samples: int = 64
-    has_host_memory: bool = True
 
     def meshes(self) -> Iterator[Mesh]:
-        """Yields the meshes that sharding may use: all ranks, or whole nodes, or parts of a node, as replicas."""
-        for shard in _divisors(self.num_ranks):
+        """Yields the meshes of all ranks, as replicas that are whole nodes, or equal parts of one."""
+        for shard in divisors(self.num_ranks):
             if shard == self.num_ranks or shard % self.per_node == 0 or self.per_node % shard == 0:
                 yield Mesh(shard, self.num_ranks // shard)
 
-    def micro_batches(self, mesh: Mesh) -> Iterator[tuple[int, int]]:
-        """Yields the samples in one forward, and the forwards in one step. None if ranks do not divide the batch."""
-        each, rest = divmod(self.batch, mesh.num_ranks)
-        if rest == 0:
-            yield from ((size, each // size) for size in _divisors(each) if size <= self.most_samples)
-
     def neighbours(self, settings: Settings) -> Iterator[Settings]:
         """Yields the settings that differ from `settings` in one choice."""
-        for mesh in self.meshes():
-            yield replace(settings, mesh=mesh)
-        for size, times in self.micro_batches(settings.mesh):
-            yield replace(settings, micro_batch=size, micro_batches=times)
-        for placement in ("shard", "flat"):
-            yield replace(settings, placement=placement)
-        for reshard in (True, False):
-            yield replace(settings, reshard=reshard)
-        for checkpointing in (True, False):
-            yield replace(settings, checkpointing=checkpointing)
-        for offload in (True, False) if self.has_host_memory else ():
-            yield replace(settings, offload=offload)
-        for prefetch in (0, 1, 2):
-            yield replace(settings, prefetch=prefetch)
+        for name, values in self._choices():
+            if name not in self.fixed:
+                yield from (replace(settings, **{name: value}) for value in values)
+        if "micro_batch" not in self.fixed:
+            each = self.batch // self.num_ranks
+            for size in divisors(each):
+                if size <= self.most_samples:
+                    yield replace(settings, micro_batch=size, micro_batches=each // size)
+
+    def _choices(self) -> Iterator[tuple[str, Iterable[Any]]]:
+        yield "mesh", self.meshes()
+        yield "placement", ("shard", "flat")
+        yield "reshard", (True, False)
+        yield "checkpointing", (True, False)
+        yield "offload", (True, False)
+        yield "prefetch", (0, 1, 2)
 
 
-def _divisors(number: int) -> Iterator[int]:
+def divisors(number: int) -> Iterator[int]:
+    """Yields the whole numbers that divide `number`."""
     return (each for each in range(1, number + 1) if number % each == 0)

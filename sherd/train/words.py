@@ -14,6 +14,7 @@ from typing import NoReturn, get_type_hints
 from sherd import __version__
 from sherd.doctor.words import add_doctor
 from sherd.interchange.words import add_interchange
+from sherd.planning.command import add_plan
 from sherd.planning.report.command import add_report
 from sherd.train.axes import axes_of
 from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add_uses(commands)
     add_doctor(commands)
     add_interchange(commands)
+    add_plan(commands)
     add_report(commands)
     p = commands.add_parser(
         "train",

@@ -1,0 +1,195 @@
+"""The command `sherd plan`. Loads torch only once its words can be used."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sherd.errors import SherdError
+from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
+from sherd.simulate.sharded import OPTIMIZERS
+from sherd.train.codes import BAD_INPUT, NO_ROOM
+from sherd.train.config import Config, InputError
+
+if TYPE_CHECKING:
+    from sherd.planning.models import Planned
+    from sherd.planning.plan import Plan
+
+__all__ = ["add_plan"]
+
+ABOUT = "tell what training a model takes: memory, time, price, and which settings are the fastest that fit"
+DOES_NOT_FIT = 1
+CODES = (
+    f"exit code: 0, it fits; {DOES_NOT_FIT}, it does not; {BAD_INPUT}, it cannot be planned; {NO_ROOM}, a file "
+    "cannot be written"
+)
+YES_OR_NO = {"yes": True, "no": False}
+DTYPES = {"bf16": "bfloat16", "fp32": None}
+
+
+def add_plan(commands: Any) -> None:
+    """Add the command to `commands`, the sub-parsers of `sherd`."""
+    p = commands.add_parser("plan", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
+    p.set_defaults(do=run)
+    p.add_argument(
+        "model",
+        metavar="MODEL",
+        help="package.module:function or file.py:function that returns a module, (module, batch) or (module, batch, "
+        "loss); a config.json of Hugging Face; or a config of sherd train",
+    )
+    p.add_argument("--cluster", default="h100", metavar="NAME", help=f"{', '.join(shipped_clusters())}, or a file")
+    p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
+    p.add_argument("--mesh", metavar="AXES", help="as in replicate=2,dp=8, and no other; unless told, the best one")
+    p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
+    p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
+    p.add_argument("--precision", choices=DTYPES, help="of forward and backward; bf16 unless a config tells")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw-fused", help="adamw-fused unless told")
+    p.add_argument("--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, all that it has')
+    chosen = p.add_argument_group("settings that are chosen unless told")
+    chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")
+    chosen.add_argument("--placement", choices=("shard", "flat"), help="how parameters are cut")
+    chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
+    chosen.add_argument("--checkpointing", choices=YES_OR_NO, help="keep only inputs of blocks for backward")
+    chosen.add_argument("--offload", choices=YES_OR_NO, help="keep shards and optimizer state in host memory")
+    chosen.add_argument("--prefetch", type=int, metavar="N", help="units gathered ahead")
+    p.add_argument("--json", action="store_true", help="print one line of JSON")
+    p.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML")
+    p.add_argument("--timeline", type=Path, metavar="FILE", help="write the step for sherd report and sherd compare")
+    p.add_argument("--write", type=Path, metavar="FILE", help="write a config for sherd train, if MODEL is one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; returns the exit code. Raises InputError, also for what others raise."""
+    try:
+        made, model = _plan(args)
+    except InputError:
+        raise
+    except SherdError as error:
+        raise InputError(" ".join(str(error).split())) from error
+    print(json.dumps(_as_json(made)) if args.json else str(made), end="\n" if args.json else "")
+    try:
+        _write(args, made, model)
+    except OSError as error:
+        print(f"sherd plan: {error.filename}: {error.strerror}", file=sys.stderr)
+        return NO_ROOM
+    return 0 if made.fits else DOES_NOT_FIT
+
+
+def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
+    cluster = read_cluster(args.cluster)
+    limit = None if args.limit is None else bytes_in(args.limit, "--limit")
+    mesh = _mesh(args, cluster.devices_per_node)
+    import torch
+
+    from sherd.planning.models import model_from
+    from sherd.planning.plan import planned
+    from sherd.planning.planner import Training
+
+    model = model_from(args.model, torch.float32)
+    config = model.config
+    if args.write is not None and config is None:
+        raise InputError("--write needs a MODEL that is a config of sherd train")
+    for name in ("context", "samples", "ranks"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InputError(f"--{name} {getattr(args, name)}: expected at least 1")
+    context = args.context or model.context or 2048
+    precision = args.precision or (config.run.precision if config else "bf16")
+    dtype = None if DTYPES[precision] is None else torch.bfloat16
+    num_ranks = mesh if isinstance(mesh, int) else mesh[0] * mesh[1]
+    samples = args.samples or (config.optimizer.batch if config else num_ranks)
+    training = Training(
+        model.model, lambda size: model.batch(size, context), model.loss, OPTIMIZERS[args.optimizer], dtype
+    )
+    return planned(training, cluster, mesh, samples, limit, _given(args), f"{Path(args.model).name}"), model
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that are told."""
+    words = {name: getattr(args, name) for name in ("placement", "prefetch", "micro_batch")}
+    flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "checkpointing", "offload")}
+    return {name: value for name, value in (words | flags).items() if value is not None}
+
+
+def _mesh(args: argparse.Namespace, per_node: int) -> int | tuple[int, int]:
+    if args.mesh is None:
+        return per_node if args.ranks is None else int(args.ranks)
+    sizes: dict[str, int] = {}
+    for word in args.mesh.split(","):
+        name, equals, size = word.partition("=")
+        if name not in ("replicate", "dp") or not equals or not size.isdecimal() or int(size) < 1 or name in sizes:
+            raise InputError(f"--mesh {args.mesh}: {word!r} is no axis that is planned; expected replicate=N,dp=N")
+        sizes[name] = int(size)
+    found = sizes.get("replicate", 1), sizes.get("dp", 1)
+    if args.ranks not in (None, found[0] * found[1]):
+        raise InputError(f"--mesh {args.mesh} has {found[0] * found[1]} ranks, and --ranks is {args.ranks}")
+    return found
+
+
+# What is written
+
+
+def _as_json(made: Plan) -> dict[str, Any]:
+    prediction, peak = made.prediction, made.prediction.timeline.peak
+    return {
+        "fits": made.fits,
+        "settings": asdict(made.settings),
+        "step_seconds": prediction.timeline.seconds,
+        "exposed_seconds": prediction.timeline.exposed,
+        "tokens_per_second": prediction.tokens_per_second,
+        "samples_per_second": prediction.samples_per_second,
+        "mfu": prediction.mfu,
+        "peak": {"nbytes": peak.nbytes, "moment": peak.moment, "by_kind": peak.by_kind},
+        "reserved_bytes": prediction.reserved_bytes,
+        "driver_bytes": prediction.driver_bytes,
+        "limit_bytes": made.limit,
+        "sent_bytes": prediction.sent,
+        "cost_per_million_tokens": prediction.cost_per_million_tokens,
+        "advice": [
+            {"change": each.change, "saves_bytes": each.saves_bytes, "costs_seconds": each.costs_seconds}
+            for each in made.advice
+        ],
+    }
+
+
+def _write(args: argparse.Namespace, made: Plan, model: Planned) -> None:
+    if args.report is not None:
+        from sherd.planning.report.page import page
+
+        args.report.write_text(page([made.timeline], made.search, made.advice), encoding="utf-8")
+    if args.timeline is not None:
+        from sherd.planning.files import to_json
+
+        args.timeline.write_text(to_json(made.timeline), encoding="utf-8")
+    if args.write is not None:
+        from sherd.train.fields import toml
+
+        assert model.config is not None, "it was required"
+        args.write.write_text(toml(configured(model.config, made)), encoding="utf-8")
+
+
+def configured(config: Config, made: Plan) -> Config:
+    """Returns `config` with the settings of a plan."""
+    settings, tree = made.settings, config.tree()
+    mesh = settings.mesh
+    axes = [f"{name}={size}" for name, size in (("replicate", mesh.replicate), ("dp", mesh.shard)) if size > 1]
+    tree["shard"] |= {
+        "strategy": "auto",
+        "placement": settings.placement,
+        "reshard": "auto" if settings.reshard else "never",
+        "offload": settings.offload,
+    }
+    tree["run"] |= {
+        "mesh": ",".join(axes),
+        "ranks": mesh.num_ranks,
+        "checkpointing": settings.checkpointing,
+        "precision": "fp32" if made.compute_dtype is None else "bf16",
+    }
+    tree["optimizer"] |= {
+        "micro_batch": settings.micro_batch,
+        "batch": settings.micro_batch * settings.micro_batches * mesh.num_ranks,
+    }
+    return Config.of(tree)

@@ -1,0 +1,94 @@
+"""A plan in words: lines of text, facts for a report, advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sherd.planning.report.in_words import in_bytes, in_seconds
+from sherd.simulate.predict import Prediction
+from sherd.simulate.search import Found, Outcome
+from sherd.simulate.settings import Settings
+from sherd.simulate.timeline import Advice
+
+
+def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str, str]:
+    """Returns the figures of a plan by their names, in words."""
+    cost = prediction.cost_per_million_tokens
+    cluster = prediction.cluster
+    return {
+        "cluster": f"{prediction.mesh.num_ranks} x {cluster.device.name}",
+        "settings": str(settings),
+        "reserved": in_bytes(prediction.reserved_bytes),
+        "of the device": f"{in_bytes(prediction.driver_bytes)} of {in_bytes(limit)}",
+        **({"tokens/s": f"{prediction.tokens_per_second:,.0f}"} if prediction.tokens_per_second else {}),
+        "samples/s": f"{prediction.samples_per_second:,.4g}",
+        "MFU": f"{prediction.mfu:.1%}",
+        **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
+        **({f"{cluster.currency} per million tokens": f"{cost:.3g}"} if cost is not None else {}),
+    }
+
+
+def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: Outcome) -> Advice:
+    """Returns the change from `settings` to `other` as advice."""
+    words = other.in_words()
+    names = [name for name in settings.differing(other) if name != "micro_batches"]
+    change = " and ".join(words[name] for name in names)
+    return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
+
+
+def lines_of(
+    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice]
+) -> Iterator[str]:
+    """Yields the lines of a plan."""
+    timeline, facts = prediction.timeline, facts_of(prediction, settings, limit)
+    yield f"{timeline.title}: {facts['cluster']}"
+    yield f"settings    {facts['settings']}"
+    yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {_speed(facts)}"
+    waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in timeline.exposed.items()]
+    yield f"waits       {', '.join(waits) or 'none'}"
+    sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
+    yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
+    if prediction.cost_per_million_tokens is not None:
+        yield f"cost        {prediction.cost_per_million_tokens:.3g} {prediction.cluster.currency} per million tokens"
+    yield ""
+    peak = timeline.peak
+    yield f"memory of a rank at the peak, {peak.moment}"
+    for kind, nbytes in peak.by_kind.items():
+        if nbytes >= peak.nbytes / 1000:
+            yield f"  {kind:22} {in_bytes(nbytes):>10}"
+    yield f"  {'alive':22} {in_bytes(peak.nbytes):>10}"
+    yield f"  {'reserved':22} {in_bytes(prediction.reserved_bytes):>10}"
+    lacks = prediction.driver_bytes - limit
+    verdict = f"too much by {in_bytes(lacks)}" if lacks > 0 else f"of {in_bytes(limit)}"
+    yield f"  {'with the driver':22} {in_bytes(prediction.driver_bytes):>10}   {verdict}"
+    if advice:
+        yield "\nwhat would fit"
+        yield from (
+            f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {_costs(each.costs_seconds)}" for each in advice
+        )
+    elif lacks > 0:
+        yield "\nno settings that were tried fit; take more ranks, or fewer tokens in a sample"
+    if found is not None and found.fits:
+        yield "\nwhy, and what the next best would be"
+        yield from _reasons(found)
+
+
+def _speed(facts: dict[str, str]) -> str:
+    return f"{facts['tokens/s']} tokens/s" if "tokens/s" in facts else f"{facts['samples/s']} samples/s"
+
+
+def _costs(seconds: float) -> str:
+    return f"{in_seconds(abs(seconds))} {'longer' if seconds >= 0 else 'shorter'}"
+
+
+def _reasons(found: Found) -> Iterator[str]:
+    best = found.outcomes[found.best]
+    chosen = found.best.in_words()
+    for name, other, outcome in found.others():
+        more = outcome.nbytes - best.nbytes
+        if outcome.nbytes > found.limit:
+            said = f"not fit, by {in_bytes(outcome.nbytes - found.limit)}"
+        else:
+            said = f"{_costs(outcome.seconds - best.seconds)}, {in_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+            said = f"take {said}"
+        yield f"  {chosen[name]}: {other.in_words()[name]} would {said}"

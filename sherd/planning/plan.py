@@ -1,0 +1,255 @@
+"""`sherd.plan`: what a training takes on a cluster, and the settings that it should have, said before it runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from sherd.errors import ModuleError, PolicyError
+from sherd.planning.in_words import advice_of, facts_of, lines_of
+from sherd.planning.models import own_or_usual_loss
+from sherd.planning.planner import Planner, RoughPlanner, Shards, Training, auto_units, fully_shard_args
+from sherd.planning.reading import Loss
+from sherd.requirements import require_int
+from sherd.simulate.cluster import Cluster
+from sherd.simulate.cluster_file import read_cluster
+from sherd.simulate.predict import Prediction
+from sherd.simulate.search import Found, cheapest_changes, search
+from sherd.simulate.settings import NAMES, Mesh, Settings, Space
+from sherd.simulate.sharded import OPTIMIZERS, Optimizer
+from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
+
+__all__ = ["Plan", "plan", "planned"]
+
+
+RETRIED = 4
+"""So many settings that a search has found are predicted exactly, until one fits."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a training, and what a step of it takes. `print` it for a page of text.
+
+    Attributes:
+        settings: as given, and else as chosen.
+        prediction: of a step, on one rank.
+        limit: the bytes of a device.
+        found: the search; None if all settings were given.
+        advice: where `settings` do not fit, the cheapest changes that would.
+        compute_dtype: forward and backward compute in it; None: that of the parameters.
+    """
+
+    settings: Settings
+    prediction: Prediction
+    limit: int
+    found: Found | None
+    advice: tuple[Advice, ...]
+    compute_dtype: torch.dtype | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the training fits into the memory of a device."""
+        return self.prediction.driver_bytes <= self.limit
+
+    @property
+    def timeline(self) -> Timeline:
+        """The predicted step, for `sherd report`."""
+        return replace(self.prediction.timeline, facts=facts_of(self.prediction, self.settings, self.limit))
+
+    @property
+    def search(self) -> Search | None:
+        """All settings that were tried, for a report."""
+        if self.found is None:
+            return None
+        ranking = (*self.found.ranking, *(each for each in self.found.outcomes if each not in self.found.ranking))
+        outcomes = self.found.outcomes
+        candidates = tuple(
+            Candidate(
+                str(each),
+                each.in_words(),
+                outcomes[each].seconds,
+                outcomes[each].nbytes,
+                outcomes[each].nbytes <= self.limit,
+                "" if outcomes[each].nbytes <= self.limit else "it takes more memory than there is",
+            )
+            for each in ranking
+        )
+        return Search(candidates, 0 if self.found.fits else -1, self.limit)
+
+    @property
+    def fully_shard_args(self) -> dict[str, Any]:
+        """The arguments of `auto_shard` or `fully_shard`, besides `mesh`, that make the sharding as it was planned."""
+        return fully_shard_args(self.settings, self.compute_dtype)
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of(self.prediction, self.settings, self.limit, self.found, self.advice)) + "\n"
+
+
+def plan(
+    model: nn.Module,
+    mesh: int | tuple[int, int],
+    batch: Any,
+    *,
+    cluster: str | Path | Cluster = "h100",
+    samples: int | None = None,
+    loss: Loss | None = None,
+    compute_dtype: torch.dtype | None = torch.bfloat16,
+    optimizer: str | Optimizer = "adamw-fused",
+    memory_limit: int | None = None,
+    shard: Shards = auto_units,
+    **settings: Any,
+) -> Plan:
+    """Returns what a step of `model` takes on `cluster`, under the fastest settings that fit its memory.
+
+        print(sherd.plan(model, 64, tokens, cluster="h100", checkpointing=True))
+
+    The model is read on the meta device and sharded over ranks that do not exist: nothing is computed or sent. The
+    schedule that would run it is played on a clock and a memory meter. This process must not be in a process group.
+
+    Args:
+        model: on any device; what it holds is not read. It is not changed.
+        mesh: the number of ranks, of which any mesh is tried; or (replicas, shards), for this mesh alone.
+        batch: of one forward: tensors in whatever containers, whose first dim is samples. Values are not read.
+        cluster: the name of one that is shipped, the path of a cluster file, or a `Cluster`.
+        samples: of a step, over all ranks. None: those of `batch` on each rank.
+        loss: of (model, batch). None: the `loss` in the model's output, for tokens the cross-entropy of its logits,
+            else the sum of its outputs.
+        compute_dtype: forward and backward compute in it, and gradients are reduced in float32 (mixed precision); None:
+            parameters are computed with as they are.
+        optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum", or a record of another one.
+        memory_limit: the bytes of a device that the training may take; None: all that the cluster's devices have.
+        shard: makes the units, of the model and arguments of `fully_shard`. By default those of `auto_shard`; a model
+            that does not describe or repeat any is one unit.
+        settings: those that are not to be chosen: `placement` ("shard" or "flat"), `reshard`, `checkpointing`,
+            `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
+
+    Raises:
+        PolicyError: an argument that cannot be, as a batch that ranks do not divide.
+        ClusterError: the cluster's file is wrong.
+        InputError: the model does not run without values; the message names the module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModuleError(f"plan expects a module, got {type(model).__name__}")
+    first = _first_dim(batch)
+    training = Training(
+        on_meta(model),
+        lambda size: _resized(batch, first, size),
+        loss or own_or_usual_loss,
+        _optimizer(optimizer),
+        compute_dtype,
+        shard,
+        first,
+    )
+    found = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
+    num_ranks = mesh if isinstance(mesh, int) else mesh[0] * mesh[1]
+    return planned(training, found, mesh, first * num_ranks if samples is None else samples, memory_limit, settings)
+
+
+def planned(
+    training: Training,
+    cluster: Cluster,
+    mesh: int | tuple[int, int],
+    samples: int,
+    memory_limit: int | None,
+    given: Mapping[str, Any],
+    title: str = "",
+) -> Plan:
+    """Returns the plan of `training`; see `plan`."""
+    axes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    for each in axes:
+        require_int("plan(mesh={})", each, 1)
+    shape = Mesh(axes[-1], axes[0] if len(axes) > 1 else 1)
+    require_int("plan(samples={})", samples, 1)
+    each, rest = divmod(samples, shape.num_ranks)
+    if rest:
+        raise PolicyError(f"plan(samples={samples}): {shape.num_ranks} ranks do not divide it; take a multiple")
+    fixed = {*given, *(["mesh"] if len(axes) > 1 else [])}
+    beginning = _settings(shape, each, given)
+    limit = cluster.device.memory if memory_limit is None else memory_limit
+    require_int("plan(memory_limit={})", limit, 1)
+    space = Space(shape.num_ranks, samples, cluster.devices_per_node, frozenset(fixed))
+    evaluate = RoughPlanner(training, cluster).outcome
+    found = None
+    if fixed < {*NAMES, "micro_batch"} - {"micro_batches"}:
+        saving = replace(beginning, **({"checkpointing": True} | dict(given)))
+        found = search(evaluate, space, dict.fromkeys((saving, beginning)), limit)
+    planner = Planner(training, cluster)
+    title = title or f"{type(training.model).__name__} on {shape.num_ranks} ranks"
+    tried = {}
+    for settings in [beginning] if found is None else found.ranking[: RETRIED if found.fits else 1]:
+        tried[settings] = planner.predict(settings, title)
+        if tried[settings].driver_bytes <= limit:
+            break
+    settings = min(tried, key=lambda each: max(limit, tried[each].driver_bytes))
+    prediction = tried[settings]
+    advice = []
+    if prediction.driver_bytes > limit:
+        anything = replace(space, fixed=frozenset({"micro_batches"}))
+        changes = cheapest_changes(evaluate, anything, settings, limit)
+        advice = [advice_of(settings, evaluate(settings), other, outcome) for other, outcome in changes]
+    return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
+
+
+def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
+    """Returns the settings that are given, and the usual ones besides. `samples`: of a rank in a step."""
+    choosable = set(NAMES) - {"mesh", "micro_batches"}
+    for name in given:
+        if name not in choosable:
+            raise PolicyError(f"plan has no setting {name!r}; expected one of {', '.join(sorted(choosable))}")
+    for name in ("reshard", "checkpointing", "offload"):
+        if not isinstance(given.get(name, True), bool):
+            raise PolicyError(f"plan({name}={given[name]!r}): expected True or False")
+    if given.get("placement", "shard") not in ("shard", "flat"):
+        raise PolicyError(f"plan(placement={given['placement']!r}): expected 'shard' or 'flat'")
+    require_int("plan(prefetch={})", given.get("prefetch", 1), 0)
+    size = given.get("micro_batch", 1)
+    require_int("plan(micro_batch={})", size, 1)
+    if samples % size:
+        raise PolicyError(f"plan(micro_batch={size}): it does not divide the {samples} samples of a rank in a step")
+    return replace(Settings(mesh, micro_batches=samples // size), **given)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Returns a copy of `model` on the meta device. Nothing that it holds is read."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {
+        key: nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
+        if isinstance(each, nn.Parameter)
+        else torch.empty_like(each, device="meta")
+        for key, each in tensors.items()
+    }
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
+
+
+def _first_dim(batch: Any) -> int:
+    sizes: list[int] = []
+    tree_map_only(torch.Tensor, lambda each: sizes.append(each.shape[0]) if each.dim() else None, batch)
+    if not sizes:
+        raise PolicyError("plan(batch=...): expected tensors whose first dim is samples")
+    return sizes[0]
+
+
+def _resized(batch: Any, first: int, size: int) -> Any:
+    """Returns `batch` on the meta device, with `size` samples in the place of `first`."""
+
+    def resized(each: torch.Tensor) -> torch.Tensor:
+        shape = (size, *each.shape[1:]) if each.dim() and each.shape[0] == first else each.shape
+        return torch.empty(shape, dtype=each.dtype, device="meta")
+
+    return tree_map_only(torch.Tensor, resized, batch)
+
+
+def _optimizer(optimizer: str | Optimizer) -> Optimizer:
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if optimizer not in OPTIMIZERS:
+        raise PolicyError(f"plan(optimizer={optimizer!r}): expected one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer]

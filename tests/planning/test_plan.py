@@ -1,0 +1,168 @@
+"""Does a plan say what a training takes, choose settings that run, and refuse what cannot be planned?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sherd
+from sherd._torch import imagined_ranks
+from sherd.errors import ClusterError, ModuleError, PolicyError
+from sherd.memory.report import memory_report
+from sherd.planning.plan import plan
+from sherd.planning.planner import FEW, MORE, Planner, RoughPlanner, Training
+from sherd.schedule.moments import MemoryKind
+from sherd.simulate.cluster_file import read_cluster
+from sherd.simulate.settings import Mesh, Settings
+from sherd.simulate.sharded import OPTIMIZERS
+from sherd.train.config import InputError, Model
+from sherd.train.models import Decoder
+from tests.planning.models import next_token
+
+GIB = 1 << 30
+ENGINE = {kind.value for kind in MemoryKind} - {MemoryKind.OPTIMIZER.value}
+
+
+def decoder(layers=6, width=256):
+    with torch.device("meta"):
+        return Decoder(Model(layers=layers, width=width, heads=4, kv_heads=4, hidden=2 * width, tied=False))
+
+
+def tokens(samples=2, length=64):
+    return torch.zeros(samples, length, dtype=torch.int64)
+
+
+def given(**settings):
+    """All settings, so that nothing is searched."""
+    usual = {"placement": "shard", "reshard": True, "checkpointing": False, "offload": False, "prefetch": 1}
+    return {**usual, "micro_batch": 2, **settings}
+
+
+def mesh_of(replicate, shard):
+    if replicate == 1:
+        return init_device_mesh("cpu", (shard,))
+    return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def made(model=None, mesh=(1, 8), length=64, **options):
+    return plan(model or decoder(), mesh, tokens(length=length), **{"loss": next_token, **given(), **options})
+
+
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4)])
+@pytest.mark.parametrize("placement", ["shard", "flat"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_engines_buffers_are_those_that_the_memory_report_predicts(mesh, placement, reshard):
+    # On a CPU both play the schedule without streams. The report guesses in which order gradients arrive, on the safe
+    # side.
+    found = made(mesh=mesh, placement=placement, reshard=reshard, cluster="laptop", compute_dtype=None)
+    with imagined_ranks(8):
+        model = decoder()
+        device_mesh = mesh_of(*mesh)
+        sherd.auto_shard(model, mesh=device_mesh, **found.fully_shard_args)
+        report = memory_report(model)
+    held = most = 0
+    for change in found.timeline.changes:
+        held += change.nbytes if change.kind in ENGINE else 0
+        most = max(most, held)
+    assert most <= report.predicted_peak <= 1.02 * most
+
+
+def test_checkpointing_and_offload_and_smaller_batches_take_less():
+    usual = made(decoder(width=1024), length=2048)
+    for settings in ({"checkpointing": True}, {"offload": True}, {"micro_batch": 1}):
+        other = made(decoder(width=1024), length=2048, **settings)
+        assert other.prediction.timeline.peak.nbytes < usual.prediction.timeline.peak.nbytes, settings
+    assert usual.prediction.timeline.peak.by_kind["shards"] > 0
+    assert "shards" not in made(offload=True).prediction.timeline.peak.by_kind
+
+
+def test_what_is_chosen_fits_and_shards():
+    model, limit = decoder(width=1024), 3 * GIB
+    found = plan(model, 8, tokens(4, 2048), loss=next_token, samples=64, memory_limit=limit)
+    assert found.fits
+    assert found.prediction.driver_bytes <= limit
+    assert found.settings.micro_batch * found.settings.micro_batches == 8
+    mesh = found.settings.mesh
+    with imagined_ranks(mesh.num_ranks):
+        device_mesh = mesh_of(mesh.replicate, mesh.shard)
+        sherd.auto_shard(decoder(), mesh=device_mesh, **found.fully_shard_args)
+    roomy = plan(model, 8, tokens(4, 2048), loss=next_token, samples=64)
+    assert roomy.prediction.timeline.seconds <= found.prediction.timeline.seconds
+    assert str(found).count("\n") > 10
+    assert found.search.best == 0
+    assert found.search.candidates[0].fits
+
+
+def test_what_does_not_fit_gets_advice_that_fits():
+    usual = made(decoder(width=1024))
+    limit = usual.prediction.driver_bytes - (100 << 20)
+    found = made(decoder(width=1024), memory_limit=limit)
+    assert not found.fits
+    assert 1 <= len(found.advice) <= 3
+    assert all(usual.prediction.driver_bytes - each.saves_bytes <= limit for each in found.advice)
+    assert [each.costs_seconds for each in found.advice] == sorted(each.costs_seconds for each in found.advice)
+    assert "what would fit" in str(found)
+    assert "too much by" in str(found)
+
+
+def test_a_limit_that_nothing_fits_is_told():
+    assert "no settings that were tried fit" in str(made(memory_limit=1))
+
+
+@pytest.mark.parametrize("settings", [Settings(Mesh(8)), Settings(Mesh(4, 2), checkpointing=True, micro_batch=4)])
+def test_a_rough_prediction_is_close(settings):
+    training = Training(decoder(20), lambda size: tokens(size).to("meta"), next_token, OPTIMIZERS["adamw-fused"])
+    assert FEW < MORE < 20
+    exact = Planner(training, read_cluster("h100")).predict(settings)
+    rough = RoughPlanner(training, read_cluster("h100")).outcome(settings)
+    assert rough.seconds == pytest.approx(exact.timeline.seconds, rel=0.02)
+    # What is reserved is a multiple of 2 MiB in each pool.
+    assert rough.nbytes == pytest.approx(exact.driver_bytes, rel=0.02, abs=16 << 20)
+
+
+def test_a_real_model_is_neither_read_nor_changed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    found = plan(model, (1, 2), torch.randn(4, 8), **given(micro_batch=4))
+    assert found.prediction.samples_per_second > 0
+    assert found.prediction.tokens_per_second == 0
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert not hasattr(model, "unshard")
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum().item() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"model": nn.Linear}, ModuleError, "got type"),
+        ({"mesh": 0}, PolicyError, "mesh"),
+        ({"mesh": (2, 0)}, PolicyError, "mesh"),
+        ({"samples": 9}, PolicyError, "8 ranks do not divide it"),
+        ({"micro_batch": 3}, PolicyError, "does not divide the 2 samples"),
+        ({"placement": "rows"}, PolicyError, "expected 'shard' or 'flat'"),
+        ({"offload": "yes"}, PolicyError, "expected True or False"),
+        ({"prefetch": -1}, PolicyError, "prefetch"),
+        ({"depth": 2}, PolicyError, "no setting 'depth'"),
+        ({"optimizer": "lion"}, PolicyError, "adamw-fused"),
+        ({"memory_limit": 0}, PolicyError, "memory_limit"),
+        ({"cluster": "h1000"}, ClusterError, "did you mean"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_words(options, error, says):
+    with pytest.raises(error, match=says):
+        made(**options)
+
+
+def test_a_batch_without_samples_and_a_model_that_reads_values_are_refused():
+    with pytest.raises(PolicyError, match="first dim is samples"):
+        plan(decoder(), 8, [1, 2])
+    with pytest.raises(InputError, match="LooksAtValues"):
+        plan(LooksAtValues(), (1, 2), torch.randn(2, 8), **given())

@@ -1,0 +1,109 @@
+"""Does `sherd plan` print what it finds, write what runs, and refuse in one line?"""
+
+import json
+
+import pytest
+
+from sherd.planning.files import from_json
+from sherd.train.cli import main
+from sherd.train.config import Config, read_tree
+
+CONFIG = """
+[model]
+layers = 2
+width = 64
+[data]
+context = 32
+[optimizer]
+batch = 8
+[run]
+steps = 2
+precision = "fp32"
+"""
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+FACTORY = "from torch import nn\ndef make():\n    return nn.Linear(4, 4)\ndef fails():\n    raise ValueError('no')\n"
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "train.toml").write_text(CONFIG)
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "made.py").write_text(FACTORY)
+    (tmp_path / "cluster.toml").write_text('name = "x"\ndevices_per_node = "8"\n')
+    return tmp_path
+
+
+def said(capsys, *words):
+    code = main(["plan", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_config_is_planned_and_what_is_written_runs(files, capsys):
+    wanted = files / "chosen.toml"
+    words = (files / "train.toml", "--cluster", "laptop", "--ranks", 2, "--write", wanted)
+    code, out, _ = said(capsys, *words, "--report", files / "p.html", "--timeline", files / "t.json")
+    assert code == 0
+    assert out.startswith("train.toml: 2 x ")
+    config = Config.of(read_tree(str(wanted)))
+    assert (config.run.ranks, config.optimizer.batch, config.model.width) == (2, 8, 64)
+    assert main(["train", "--config", str(wanted), "--dry-run", "--nproc", "2"]) == 0
+    assert from_json((files / "t.json").read_text()).is_predicted
+    assert "<h2>What is alive at the peak</h2>" in (files / "p.html").read_text()
+
+
+def test_a_hugging_face_config_is_planned_as_json(files, capsys):
+    code, out, _ = said(capsys, files / "llama.json", "--mesh", "replicate=2,dp=4", "--checkpointing", "yes", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["fits"]
+    assert found["settings"]["mesh"] == {"shard": 4, "replicate": 2}
+    assert found["settings"]["checkpointing"]
+    assert sum(found["peak"]["by_kind"].values()) == found["peak"]["nbytes"] <= found["driver_bytes"]
+
+
+def test_what_does_not_fit_ends_with_1(files, capsys):
+    code, out, _ = said(capsys, files / "llama.json", "--limit", "1 MiB")
+    assert code == 1
+    assert "too much by" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nothing.json"], "is no file"),
+        (["made.py:fails"], "raised ValueError: no"),
+        (["made.py:make"], "the model (Linear) does not run without values"),
+        (["llama.json", "--cluster", "cluster.toml"], "cluster.toml: device.name is missing"),
+        (["llama.json", "--limit", "80"], "expected bytes"),
+        (["llama.json", "--ranks", "0"], "--ranks 0: expected at least 1"),
+        (["llama.json", "--mesh", "dp=2,dp=2"], "is no axis"),
+        (["llama.json", "--mesh", "tp=2"], "is no axis"),
+        (["llama.json", "--mesh", "dp=2", "--ranks", "4"], "has 2 ranks, and --ranks is 4"),
+        (["llama.json", "--samples", "3"], "8 ranks do not divide it"),
+        (["llama.json", "--write", "x.toml"], "needs a MODEL that is a config of sherd train"),
+        (["llama.json", "--placement", "rows"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_one_line(files, capsys, monkeypatch, words, says):
+    monkeypatch.chdir(files)
+    code, out, err = said(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("sherd plan: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_a_file_that_cannot_be_written_is_told(files, capsys):
+    code, _, err = said(capsys, files / "llama.json", "--report", files / "none" / "p.html")
+    assert code != 0
+    assert "No such file or directory" in err

@@ -1,0 +1,102 @@
+"""Does the search find the fastest settings that fit, and say why, and what would fit where none does?"""
+
+from dataclasses import replace
+
+import pytest
+
+from sherd.simulate.search import Outcome, cheapest_changes, search
+from sherd.simulate.settings import NAMES, Mesh, Settings, Space
+
+SPACE = Space(num_ranks=16, batch=64, per_node=8)
+
+
+def outcome(settings):
+    """A step that is slower the less memory it takes, in each choice by itself."""
+    seconds, nbytes = 10.0, 100
+    seconds += 0.5 * (settings.placement == "shard")
+    seconds += 1.0 * settings.reshard
+    nbytes -= 20 * settings.reshard
+    seconds += 3.0 * settings.checkpointing
+    nbytes -= 30 * settings.checkpointing
+    seconds += 8.0 * settings.offload
+    nbytes -= 25 * settings.offload
+    nbytes += 5 * settings.prefetch
+    seconds += 0.2 * (settings.prefetch == 0)
+    nbytes += 10 * settings.micro_batch
+    seconds += 2.0 / settings.micro_batch
+    nbytes += 200 // settings.mesh.shard
+    seconds += 0.1 * settings.mesh.shard / 16
+    return Outcome(seconds, nbytes)
+
+
+def everything():
+    for mesh in SPACE.meshes():
+        for size in (1, 2, 4):
+            for placement in ("shard", "flat"):
+                for flags in range(8):
+                    for prefetch in (0, 1, 2):
+                        reshard, checkpointing, offload = (bool(flags >> bit & 1) for bit in range(3))
+                        yield Settings(mesh, placement, reshard, checkpointing, offload, prefetch, size, 4 // size)
+
+
+BEGINNINGS = [Settings(Mesh(16), checkpointing=checkpointing, micro_batches=4) for checkpointing in (True, False)]
+
+
+@pytest.mark.parametrize("limit", [1000, 150, 110, 90, 70])
+def test_what_is_found_fits_and_is_about_the_fastest_of_all_that_do(limit):
+    found = search(outcome, SPACE, BEGINNINGS, limit)
+    best = min((outcome(each) for each in everything() if outcome(each).nbytes <= limit), key=lambda each: each.seconds)
+    assert found.fits
+    assert outcome(found.best).seconds <= 1.05 * best.seconds
+    assert len(found.outcomes) < len(list(everything())) / 3
+
+
+def test_where_nothing_fits_what_lacks_least_comes_first():
+    found = search(outcome, SPACE, BEGINNINGS, 1)
+    assert not found.fits
+    assert outcome(found.best).nbytes == min(outcome(each).nbytes for each in everything())
+    assert cheapest_changes(outcome, SPACE, BEGINNINGS[1], 1) == []
+
+
+def test_settings_that_are_given_stay():
+    space = replace(SPACE, fixed=frozenset({"checkpointing", "mesh", "micro_batch"}))
+    found = search(outcome, space, BEGINNINGS[:1], 1000)
+    assert {(each.mesh, each.checkpointing, each.micro_batch) for each in found.outcomes} == {(Mesh(16), True, 1)}
+    assert (found.best.placement, found.best.reshard) == ("flat", False)
+
+
+def test_each_choice_is_compared_with_the_best_other_one():
+    found = search(outcome, SPACE, BEGINNINGS, 110)
+    others = list(found.others())
+    assert [name for name, _, _ in others] == [name for name in NAMES if name in dict.fromkeys(n for n, _, _ in others)]
+    for name, other, its in others:
+        assert getattr(other, name) != getattr(found.best, name)
+        assert its == outcome(other)
+        assert its.nbytes > 110 or its.seconds >= outcome(found.best).seconds
+
+
+def test_the_cheapest_changes_fit_and_come_in_order():
+    settings = Settings(Mesh(16), reshard=False, micro_batches=4)
+    assert outcome(settings).nbytes > 110
+    changes = cheapest_changes(outcome, SPACE, settings, 110)
+    assert [each.seconds for _, each in changes] == sorted(each.seconds for _, each in changes)
+    assert all(its.nbytes <= 110 for _, its in changes)
+    assert [settings.differing(each) for each, _ in changes] == [["reshard"], ["checkpointing"], ["offload"]]
+
+
+def test_where_no_single_change_is_enough_several_are_told_together():
+    settings = Settings(Mesh(16), reshard=False, micro_batches=4)
+    ((change, its),) = cheapest_changes(outcome, SPACE, settings, 70)
+    assert its.nbytes <= 70
+    assert len(settings.differing(change)) > 1
+
+
+def test_meshes_are_parts_of_nodes_or_whole_nodes():
+    sizes = [mesh.shard for mesh in Space(48, 48, 8).meshes()]
+    assert sizes == [1, 2, 4, 8, 16, 24, 48]
+    assert all(mesh.num_ranks == 48 for mesh in Space(48, 48, 8).meshes())
+
+
+def test_micro_batches_add_up_to_the_batch():
+    sizes = {(each.micro_batch, each.micro_batches) for each in SPACE.neighbours(BEGINNINGS[0])}
+    assert sizes == {(1, 4), (2, 2), (4, 1)}
