@@ -40,6 +40,7 @@ from sherd.grad_scaler import ShardedGradScaler
 from sherd.layout.runs import Blocks, Flat, Owned
 from sherd.memory.report import memory_report, track_memory
 from sherd.optim import flatten_optimizer
+from sherd.planning.plan import Plan, plan
 from sherd.policy import (
     AllGather,
     Comm,
@@ -85,6 +86,7 @@ __all__ = [
     "OptimStateKeyType",
     "Owned",
     "Placements",
+    "Plan",
     "PrefetchPolicy",
     "RaggedDTensor",
     "ReduceScatter",
@@ -113,6 +115,7 @@ __all__ = [
     "join",
     "load",
     "memory_report",
+    "plan",
     "refresh",
     "register_fsdp_forward_method",
     "replicate",

@@ -19,6 +19,7 @@
     ├── CheckpointError RuntimeError  a checkpoint that cannot be written or read
     │   └── NoCheckpointError FileNotFoundError  a folder without a whole checkpoint
     ├── ClusterError    ValueError    a cluster file that cannot be read, or that holds something wrong
+    ├── InputError      ValueError    what a user gave to the `sherd` command or to `plan` cannot be used
     ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
         └── RanksDifferError          ranks have changed a model in different ways
@@ -36,6 +37,7 @@ __all__ = [
     "CommError",
     "EquivalenceError",
     "GradientError",
+    "InputError",
     "MeshError",
     "ModuleError",
     "NoCheckpointError",
@@ -141,6 +143,13 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 class ClusterError(SherdError, ValueError):
     """A cluster file that cannot be read, or that holds something wrong. The message is one line."""
+
+    names_rank = False
+
+
+class InputError(SherdError, ValueError):
+    """Something that a user gave to the `sherd` command or to `plan`, and that cannot be used. The message is one line:
+    the command prints it and exits with 2."""
 
     names_rank = False
 

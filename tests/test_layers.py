@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # `sherd` is the package's own __init__, `_public` the public names.
 RULE = """
 errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage < engine
-< checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < _public, sherd
-< interop, train, doctor, interchange, planning, __main__
+< checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < planning < _public, sherd
+< interop, train, doctor, interchange, __main__
 """
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "build")

@@ -16,8 +16,8 @@ from enum import Enum
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from sherd.errors import InputError
 from sherd.simulate.timeline import Search, Timeline
-from sherd.train.config import InputError
 
 __all__ = ["from_json", "search_from_json", "to_json"]
 

@@ -89,6 +89,6 @@ def _reasons(found: Found) -> Iterator[str]:
         if outcome.nbytes > found.limit:
             said = f"not fit, by {in_bytes(outcome.nbytes - found.limit)}"
         else:
-            said = f"{_costs(outcome.seconds - best.seconds)}, {in_bytes(abs(more))} {'more' if more > 0 else 'less'}"
-            said = f"take {said}"
+            longer = _costs(outcome.seconds - best.seconds)
+            said = f"take {longer}, {in_bytes(abs(more))} {'more' if more > 0 else 'less'}"
         yield f"  {chosen[name]}: {other.in_words()[name]} would {said}"

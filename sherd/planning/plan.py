@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from sherd.errors import ModuleError, PolicyError
+from sherd.engine.run.structures import map_tensors, tensors_in
+from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.planning.in_words import advice_of, facts_of, lines_of
-from sherd.planning.models import own_or_usual_loss
 from sherd.planning.planner import Planner, RoughPlanner, Shards, Training, auto_units, fully_shard_args
-from sherd.planning.reading import Loss
+from sherd.planning.reading import Loss, own_or_usual_loss
 from sherd.requirements import require_int
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
@@ -133,6 +133,7 @@ def plan(
     Raises:
         PolicyError: an argument that cannot be, as a batch that ranks do not divide.
         ClusterError: the cluster's file is wrong.
+        StateError: this process is in a process group.
         InputError: the model does not run without values; the message names the module.
     """
     if not isinstance(model, nn.Module):
@@ -162,6 +163,8 @@ def planned(
     title: str = "",
 ) -> Plan:
     """Returns the plan of `training`; see `plan`."""
+    if dist.is_initialized():
+        raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
     axes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     for each in axes:
         require_int("plan(mesh={})", each, 1)
@@ -230,8 +233,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def _first_dim(batch: Any) -> int:
-    sizes: list[int] = []
-    tree_map_only(torch.Tensor, lambda each: sizes.append(each.shape[0]) if each.dim() else None, batch)
+    sizes = [each.shape[0] for each in tensors_in(batch) if each.dim()]
     if not sizes:
         raise PolicyError("plan(batch=...): expected tensors whose first dim is samples")
     return sizes[0]
@@ -244,7 +246,7 @@ def _resized(batch: Any, first: int, size: int) -> Any:
         shape = (size, *each.shape[1:]) if each.dim() and each.shape[0] == first else each.shape
         return torch.empty(shape, dtype=each.dtype, device="meta")
 
-    return tree_map_only(torch.Tensor, resized, batch)
+    return map_tensors(resized, batch)
 
 
 def _optimizer(optimizer: str | Optimizer) -> Optimizer:

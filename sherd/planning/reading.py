@@ -8,17 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sherd.engine.run.structures import tensors_in
+from sherd.errors import InputError
 from sherd.planning.operations import kernels_of
 from sherd.planning.recording import Recording
 from sherd.simulate.work import Module, Parameter, Work
-from sherd.train.config import InputError
-from sherd.verify.equivalence import own_loss
+from sherd.verify.equivalence import loss_in, output_of, own_loss
 
-__all__ = ["Loss", "read_work"]
+__all__ = ["Loss", "own_or_usual_loss", "read_work"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Of a model and a batch, a scalar: the loss."""
@@ -71,6 +72,21 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
         samples=given[0].shape[0] if given and given[0].dim() else 1,
         tokens=tokens[0] if tokens else 0,
     )
+
+
+def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Returns the `loss` in the model's output if there is one; of tokens the cross-entropy of its logits, as `sherd
+    train` takes it; else the sum of its outputs, in float32."""
+    output = output_of(model, batch)
+    loss = loss_in(output)
+    if loss is not None:
+        return loss
+    (tokens, *_), outputs = tensors_in(batch), [each for each in tensors_in(output) if each.is_floating_point()]
+    del output
+    if tokens.is_floating_point() or outputs[0].dim() <= tokens.dim():
+        return torch.stack([each.float().sum() for each in outputs]).sum()
+    logits = outputs.pop(0).float().flatten(0, -2)
+    return F.cross_entropy(logits, tokens.flatten(), reduction="none").mean()
 
 
 def _parts(model: nn.Module) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]:

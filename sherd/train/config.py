@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from sherd.errors import SherdError
+from sherd.errors import InputError
 from sherd.train.extras import install
 
 __all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run", "Shard", "Split"]
@@ -35,13 +35,6 @@ FREE = (
 )
 """Fields that do not decide the losses, up to rounding; nor does any of `[shard]`."""
 Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
-
-
-class InputError(SherdError, ValueError):
-    """Raised for something a user gave that cannot be used. The message is one line: `sherd train` prints it and exits
-    with 2."""
-
-    names_rank = False
 
 
 def _field(default: T, about: str, rule: str = "", holds: Callable[[T], bool] = lambda _: True) -> T:

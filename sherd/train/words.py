@@ -14,12 +14,12 @@ from typing import NoReturn, get_type_hints
 from sherd import __version__
 from sherd.doctor.words import add_doctor
 from sherd.interchange.words import add_interchange
-from sherd.planning.command import add_plan
-from sherd.planning.report.command import add_report
 from sherd.train.axes import axes_of
 from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
 from sherd.train.folder import is_free, last_run
+from sherd.train.plan_command import add_plan
+from sherd.train.report_command import add_report
 from sherd.train.saved import Checkpoint, NoCheckpoint, newest, newest_in, place_in
 from sherd.train.text import Corpus, read_corpus
 from sherd.train.uses import add_uses

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from sherd.planning.models import model_from, own_or_usual_loss
 from sherd.planning.reading import read_work
 from sherd.simulate.work import Op
 from sherd.train.config import InputError
+from sherd.train.planned_model import model_from, own_or_usual_loss
 from tests.planning import models
 from tests.planning.played import made
 

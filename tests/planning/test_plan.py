@@ -1,5 +1,8 @@
 """Does a plan say what a training takes, choose settings that run, and refuse what cannot be planned?"""
 
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd._torch import imagined_ranks
-from sherd.errors import ClusterError, ModuleError, PolicyError
+from sherd.errors import ClusterError, ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report
 from sherd.planning.plan import plan
 from sherd.planning.planner import FEW, MORE, Planner, RoughPlanner, Training
@@ -159,6 +162,17 @@ class LooksAtValues(nn.Module):
 def test_what_cannot_be_planned_is_refused_in_words(options, error, says):
     with pytest.raises(error, match=says):
         made(**options)
+
+
+def test_a_process_of_a_group_cannot_plan():
+    with imagined_ranks(2), pytest.raises(StateError, match="before init_process_group"):
+        made()
+
+
+def test_the_program_of_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    program = page[page.index("    import torch") :].split("\n\nSettings that")[0]
+    exec(compile(textwrap.dedent(program), "docs/planning.md", "exec"), {})
 
 
 def test_a_batch_without_samples_and_a_model_that_reads_values_are_refused():

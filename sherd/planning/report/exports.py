@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sherd.errors import InputError
 from sherd.planning.report.folded import exposed_wait, is_exposed, kinds_of, levels
 from sherd.planning.report.in_words import in_bytes, in_seconds
 from sherd.simulate.timeline import Lane, Timeline
-from sherd.train.config import InputError
-from sherd.train.extras import install
 
 __all__ = ["perfetto", "picture"]
 
@@ -45,14 +44,13 @@ def picture(timeline: Timeline, path: Path) -> None:
     """Draw memory and lanes over the step into `path`: PNG, SVG or PDF, by its suffix.
 
     Raises:
-        InputError: another suffix, or matplotlib is missing.
+        InputError: another suffix.
+        ImportError: matplotlib is missing.
     """
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path}: the name of a picture ends in one of {', '.join(SUFFIXES)}")
-    try:
-        from matplotlib import rc_context
-    except ImportError:
-        raise InputError(f"a picture needs matplotlib: {install('viz')}") from None
+    from matplotlib import rc_context
+
     with rc_context({"text.parse_math": False}):  # a $ in a name is a $
         _draw(timeline, path)
 

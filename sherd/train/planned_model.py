@@ -11,35 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sherd.engine.run.structures import tensors_in
-from sherd.planning.reading import Loss
+from sherd.planning.reading import Loss, own_or_usual_loss
 from sherd.train.config import SECTIONS, Config, InputError, read_tree
 from sherd.train.experts import Experts
 from sherd.train.extras import install
 from sherd.train.parallel import on_meta
-from sherd.verify.equivalence import loss_in, output_of
 
-__all__ = ["Planned", "model_from", "own_or_usual_loss"]
+__all__ = ["Planned", "model_from"]
 
 HINT = "name a factory as package.module:function or file.py:function, or give a config.json or a config of sherd train"
-
-
-def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Returns the `loss` in the model's output if there is one; of tokens the cross-entropy of its logits, as `sherd
-    train` takes it; else the sum of its outputs, in float32."""
-    output = output_of(model, batch)
-    loss = loss_in(output)
-    if loss is not None:
-        return loss
-    (tokens, *_), outputs = tensors_in(batch), [each for each in tensors_in(output) if each.is_floating_point()]
-    del output
-    if tokens.is_floating_point() or outputs[0].dim() <= tokens.dim():
-        return torch.stack([each.float().sum() for each in outputs]).sum()
-    logits = outputs.pop(0).float().flatten(0, -2)
-    return F.cross_entropy(logits, tokens.flatten(), reduction="none").mean()
 
 
 @dataclass(frozen=True)

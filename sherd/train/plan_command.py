@@ -16,8 +16,8 @@ from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import Config, InputError
 
 if TYPE_CHECKING:
-    from sherd.planning.models import Planned
     from sherd.planning.plan import Plan
+    from sherd.train.planned_model import Planned
 
 __all__ = ["add_plan"]
 
@@ -85,9 +85,9 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     mesh = _mesh(args, cluster.devices_per_node)
     import torch
 
-    from sherd.planning.models import model_from
     from sherd.planning.plan import planned
     from sherd.planning.planner import Training
+    from sherd.train.planned_model import model_from
 
     model = model_from(args.model, torch.float32)
     config = model.config

@@ -13,6 +13,7 @@ from sherd.planning.report.exports import perfetto, picture
 from sherd.planning.report.page import page
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import InputError
+from sherd.train.extras import install
 
 __all__ = ["add_report"]
 
@@ -54,6 +55,8 @@ def report(args: argparse.Namespace) -> int:
             args.perfetto.write_text(json.dumps(perfetto(timeline)), encoding="utf-8")
         if out:
             out.write_text(page([timeline]), encoding="utf-8")
+    except ImportError:
+        raise InputError(f"a picture needs matplotlib: {install('viz')}") from None
     except OSError as error:
         print(f"sherd report: {error.filename}: {error.strerror}", file=sys.stderr)
         return NO_ROOM
