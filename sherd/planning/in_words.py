@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sherd.planning.report.in_words import in_bytes, in_seconds
+from sherd.simulate.goodput import Faults, goodput
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Found, Outcome
 from sherd.simulate.settings import Settings
@@ -50,6 +51,10 @@ def lines_of(
     yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
     if prediction.cost_per_million_tokens is not None:
         yield f"cost        {prediction.cost_per_million_tokens:.3g} {prediction.cluster.currency} per million tokens"
+    if prediction.cluster.device.overlaps:
+        left = goodput(prediction.mesh.num_ranks, Faults())
+        when = in_seconds(left.interval) if left.interval < 120 else f"{left.interval / 60:,.0f} minutes"
+        yield f"long runs   {left.share:.1%} of this speed, with jitter, failures and a checkpoint every {when}"
     yield ""
     peak = timeline.peak
     yield f"memory of a rank at the peak, {peak.moment}"

@@ -164,6 +164,13 @@ def test_what_cannot_be_planned_is_refused_in_words(options, error, says):
         made(**options)
 
 
+def test_many_ranks_are_planned_as_fast_as_few_and_always_alike():
+    first, second = (str(made(mesh=(1024, 128), placement="flat")) for _ in range(2))
+    assert first == second
+    assert first.startswith("Decoder on 131072 ranks: 131072 x NVIDIA H100")
+    assert "of this speed, with jitter, failures and a checkpoint every" in first
+
+
 def test_a_process_of_a_group_cannot_plan():
     with imagined_ranks(2), pytest.raises(StateError, match="before init_process_group"):
         made()
