@@ -1,7 +1,7 @@
 """`python -m bench.published`: predicts the trainings of bench/published.toml, and writes docs/predictions.md.
 
-`--looked-at` prints the rows that are not held out, and writes nothing; ids of rows print these alone. `--render` writes
-the page from the predictions in bench/published.json.
+`--looked-at` prints the rows that are not held out, and writes nothing; ids of rows print these alone. `--render`
+writes the page from the predictions in bench/published.json.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Predicted:
 
 
 Found = Mapping[str, Sequence[Predicted]]
-"""By the id of a row: one prediction; with selective checkpointing two, with none and with full, which it is between."""
+"""By the id of a row: one prediction; with selective checkpointing two, one without checkpointing and one with all."""
 
 
 def read_rows(tree: Mapping[str, Any]) -> list[Row]:
@@ -221,16 +221,20 @@ KINDS: dict[str, Kind] = {
     "offload": lambda row: row.offload,
     "sequences up to 4,096": lambda row: row.sequence <= 4096,
     "sequences from 8,192": lambda row: row.sequence >= 8192,
-    "reserved": lambda row: row.memory_is == "reserved" and row.memory is not None,
-    "active": lambda row: row.memory_is == "active",
+    "up to 4,096 tokens in a micro-batch": lambda row: row.micro_batch * row.sequence <= 4096,
     "below 1 B parameters": lambda row: row.model.endswith("m"),
+}
+KINDS_OF_MEMORY: dict[str, Kind] = {
+    **KINDS,
+    "reserved": lambda row: row.memory_is == "reserved",
+    "active": lambda row: row.memory_is == "active",
 }
 
 
-def distribution(compared: Sequence[Compared]) -> str:
+def distribution(compared: Sequence[Compared], kinds: Mapping[str, Kind] = KINDS) -> str:
     """Returns a table of the errors: for each kind of row how many there are, median, quartiles and worst."""
     lines = []
-    for name, is_meant in KINDS.items():
+    for name, is_meant in kinds.items():
         meant = [each for each in compared if is_meant(each.row)]
         if not meant or (len(meant) == len(compared) and name != "all"):
             continue
@@ -290,7 +294,7 @@ def sections(tree: Mapping[str, Any], found: Found) -> str:
     exact = [row for row in rows if row.checkpointing != "selective"]
     selective = [row for row in rows if row.checkpointing == "selective"]
     parts = ["### Throughput\n", distribution(throughputs(exact, found)), "\n### Memory\n"]
-    parts += [distribution(memories(exact, found)), "\n### Selective checkpointing\n"]
+    parts += [distribution(memories(exact, found), KINDS_OF_MEMORY), "\n### Selective checkpointing\n"]
     for name, compared in (("throughput", throughputs(selective, found)), ("memory", memories(selective, found))):
         inside = sum(each.error == 0 for each in compared)
         outside = ", ".join(f"{_percent(each.error)} ({each.row.id})" for each in compared if each.error)
