@@ -1,0 +1,354 @@
+"""`python -m bench.published`: predicts the trainings of bench/published.toml, and writes docs/predictions.md.
+
+`--looked-at` prints the rows that are not held out, and writes nothing; ids of rows print these alone. `--render`
+writes the page from the predictions in bench/published.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sherd.planning.planner import Planner, Training
+from sherd.planning.reading import own_or_usual_loss
+from sherd.simulate.cluster import Cluster, Link
+from sherd.simulate.cluster_file import read_cluster
+from sherd.simulate.settings import Mesh, Settings
+from sherd.simulate.sharded import OPTIMIZERS
+from sherd.train.config import read_tree
+
+from .table import markdown
+
+ROOT = Path(__file__).parent.parent
+DATA, PREDICTIONS, PAGE = ROOT / "bench/published.toml", ROOT / "bench/published.json", ROOT / "docs/predictions.md"
+MARKS = "<!-- published -->\n", "<!-- /published -->\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published training: the fields of bench/published.toml.
+
+    Attributes:
+        place: where in the source.
+        sharding: "FSDP1" (flat parameters), "FSDP2" or "HSDP".
+        checkpointing: "none", "full" or "selective".
+        parameters: the dtype that the optimizer steps. Forward and backward compute in bfloat16.
+        tokens: per second and GPU.
+        mfu: in percent.
+        memory: the peak in GiB, of what `memory_is` says: "reserved" or "active".
+    """
+
+    id: str
+    source: str
+    place: str
+    model: str
+    cluster: str
+    sharding: str
+    shard: int
+    sequence: int
+    micro_batch: int
+    checkpointing: str
+    held_out: bool
+    replicate: int = 1
+    micro_batches: int = 1
+    compile: bool = False
+    offload: bool = False
+    parameters: str = "float32"
+    tokens: float | None = None
+    mfu: float | None = None
+    memory: float | None = None
+    memory_is: str = "reserved"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A prediction of a row, with three digits: tokens per second and GPU, percent of the peak, GiB."""
+
+    tokens: float
+    mfu: float
+    active: float
+    reserved: float
+    fits: bool
+
+
+Found = Mapping[str, Sequence[Predicted]]
+"""By the id of a row: one prediction; with selective checkpointing two, one without checkpointing and one with all."""
+
+
+def read_rows(tree: Mapping[str, Any]) -> list[Row]:
+    return [Row(**each) for each in tree["rows"]]
+
+
+# Predicting
+
+
+def predict_rows(tree: Mapping[str, Any], rows: Iterable[Row]) -> dict[str, list[Predicted]]:
+    """Returns the predictions of `rows`. Each model is read once for each of its batches."""
+
+    @lru_cache(maxsize=1)
+    def planner(model: str, sequence: int, parameters: str, optimizer: str, cluster: str) -> Planner:
+        return Planner(
+            _training(tree["models"][model], sequence, parameters, optimizer), cluster_of(tree["clusters"][cluster])
+        )
+
+    def key(row: Row) -> tuple[str, int, str, str, str]:
+        return row.model, row.sequence, row.parameters, tree["sources"][row.source]["optimizer"], row.cluster
+
+    return {row.id: _predict(planner(*key(row)), row) for row in sorted(rows, key=key)}
+
+
+def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimizer: str) -> Training:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoConfig.for_model(**config, use_cache=False)
+    name = "n_positions" if made.model_type == "gpt2" else "max_position_embeddings"
+    setattr(made, name, sequence)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made, dtype=getattr(torch, parameters))
+    return Training(
+        model.train(),
+        lambda samples: (torch.zeros(samples, sequence, dtype=torch.int64, device="meta"),),
+        own_or_usual_loss,
+        OPTIMIZERS[optimizer],
+        torch.bfloat16 if parameters == "float32" else None,
+    )
+
+
+def cluster_of(words: Mapping[str, Any]) -> Cluster:
+    """Returns the shipped cluster that `words` name, with what they say is other."""
+    cluster = read_cluster(words["like"])
+    device = cluster.device
+    if "gib" in words:
+        device = replace(device, memory=round(words["gib"] * 2**30), bandwidth=words["memory_gb_s"] * 1e9)
+    across = cluster.across
+    if "across_gb_s" in words:
+        across = Link(across.latency, words["across_gb_s"] * 1e9)
+    return replace(cluster, device=device, across=across)
+
+
+def _predict(planner: Planner, row: Row) -> list[Predicted]:
+    found = []
+    for checkpointing in {"none": [False], "full": [True], "selective": [False, True]}[row.checkpointing]:
+        settings = Settings(
+            Mesh(row.shard, row.replicate),
+            "flat" if row.sharding == "FSDP1" else "shard",
+            checkpointing=checkpointing,
+            offload=row.offload,
+            micro_batch=row.micro_batch,
+            micro_batches=row.micro_batches,
+        )
+        each = planner.predict(settings)
+        found.append(
+            Predicted(
+                _rounded(each.tokens_per_second / settings.mesh.num_ranks),
+                _rounded(100 * each.mfu),
+                _rounded(each.timeline.peak.nbytes / 2**30),
+                _rounded(each.reserved_bytes / 2**30),
+                each.driver_bytes <= planner.cluster.device.memory,
+            )
+        )
+    return found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+# Holding predictions against what was published
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published figure, and the prediction from `low` to `high`."""
+
+    row: Row
+    published: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """The predicted over the published, less 1; 0 if the published is between `low` and `high`."""
+        nearest = min(max(self.published, self.low), self.high)
+        return nearest / self.published - 1
+
+
+def throughputs(rows: Iterable[Row], found: Found) -> list[Compared]:
+    compared = []
+    for row in rows:
+        published = row.tokens if row.mfu is None else row.mfu
+        values = [each.tokens if row.mfu is None else each.mfu for each in found[row.id]]
+        if published is not None:
+            compared.append(Compared(row, published, min(values), max(values)))
+    return compared
+
+
+def memories(rows: Iterable[Row], found: Found) -> list[Compared]:
+    compared = []
+    for row in rows:
+        values = [getattr(each, row.memory_is) for each in found[row.id]]
+        if row.memory is not None:
+            compared.append(Compared(row, row.memory, min(values), max(values)))
+    return compared
+
+
+Kind = Callable[[Row], bool]
+KINDS: dict[str, Kind] = {
+    "all": lambda row: True,
+    "looked at": lambda row: not row.held_out,
+    "held out": lambda row: row.held_out,
+    "A100": lambda row: row.cluster.startswith("a100"),
+    "H100": lambda row: row.cluster.startswith("h100"),
+    "one node": lambda row: row.shard * row.replicate <= 8,
+    "several nodes": lambda row: row.shard * row.replicate > 8,
+    "no checkpointing": lambda row: row.checkpointing == "none",
+    "full checkpointing": lambda row: row.checkpointing == "full",
+    "eager": lambda row: not row.compile,
+    "compile": lambda row: row.compile,
+    "FSDP1": lambda row: row.sharding == "FSDP1",
+    "FSDP2": lambda row: row.sharding == "FSDP2",
+    "HSDP": lambda row: row.sharding == "HSDP",
+    "offload": lambda row: row.offload,
+    "sequences up to 4,096": lambda row: row.sequence <= 4096,
+    "sequences from 8,192": lambda row: row.sequence >= 8192,
+    "up to 4,096 tokens in a micro-batch": lambda row: row.micro_batch * row.sequence <= 4096,
+    "below 1 B parameters": lambda row: row.model.endswith("m"),
+}
+KINDS_OF_MEMORY: dict[str, Kind] = {
+    **KINDS,
+    "reserved": lambda row: row.memory_is == "reserved",
+    "active": lambda row: row.memory_is == "active",
+}
+
+
+def distribution(compared: Sequence[Compared], kinds: Mapping[str, Kind] = KINDS) -> str:
+    """Returns a table of the errors: for each kind of row how many there are, median, quartiles and worst."""
+    lines = []
+    for name, is_meant in kinds.items():
+        meant = [each for each in compared if is_meant(each.row)]
+        if not meant or (len(meant) == len(compared) and name != "all"):
+            continue
+        errors = [each.error for each in meant]
+        low, _, high = statistics.quantiles(errors, n=4, method="inclusive") if len(errors) > 1 else errors * 3
+        worst = max(meant, key=lambda each: abs(each.error))
+        sizes = statistics.median(abs(error) for error in errors)
+        middle = statistics.median(errors)
+        lines.append(
+            [name, str(len(meant)), f"{sizes:.0%}", *map(_percent, (middle, low, high, worst.error)), worst.row.id]
+        )
+    head = ["rows", "number", "median of size", "median", "first quartile", "third quartile", "worst", "which"]
+    return markdown(head, lines)
+
+
+def _percent(error: float) -> str:
+    return f"{error:+.0%}".replace("+0%", "0%").replace("-0%", "0%")
+
+
+def table(rows: Sequence[Row], found: Found) -> str:
+    """Returns a table of rows of one source."""
+    speed = {each.row.id: each for each in throughputs(rows, found)}
+    space = {each.row.id: each for each in memories(rows, found)}
+    lines = []
+    for row in rows:
+        batch = f"{row.micro_batch} x {row.sequence:,}" + (f", {row.micro_batches} times" * (row.micro_batches > 1))
+        words = [row.sharding, *["compile"] * row.compile, *["offload"] * row.offload]
+        lines.append(
+            [
+                row.place,
+                row.model,
+                f"{row.shard * row.replicate} {row.cluster}",
+                ", ".join(words),
+                batch,
+                row.checkpointing,
+                *_cells(speed.get(row.id), "% MFU" if row.mfu is not None else ""),
+                *_cells(space.get(row.id), " active" if row.memory_is == "active" else ""),
+                "held out" if row.held_out else "",
+            ]
+        )
+    head = ["place", "model", "GPUs", "sharding", "micro-batch", "checkpointing", "tokens/s/GPU", "predicted", "error"]
+    return markdown([*head, "GiB", "predicted", "error", ""], lines)
+
+
+def _cells(compared: Compared | None, unit: str) -> list[str]:
+    if compared is None:
+        return ["", "", ""]
+    low, high = f"{compared.low:,g}", f"{compared.high:,g}"
+    selective = compared.row.checkpointing == "selective"
+    error = "between" if selective and compared.error == 0 else _percent(compared.error)
+    return [f"{compared.published:,g}{unit}", f"{low} to {high}" if selective else low, error]
+
+
+def sections(tree: Mapping[str, Any], found: Found) -> str:
+    """Returns what stands between the marks of docs/predictions.md."""
+    rows = [row for row in read_rows(tree) if row.id in found]
+    exact = [row for row in rows if row.checkpointing != "selective"]
+    selective = [row for row in rows if row.checkpointing == "selective"]
+    parts = ["### Throughput\n", distribution(throughputs(exact, found)), "\n### Memory\n"]
+    parts += [distribution(memories(exact, found), KINDS_OF_MEMORY), "\n### Selective checkpointing\n"]
+    for name, compared in (("throughput", throughputs(selective, found)), ("memory", memories(selective, found))):
+        inside = sum(each.error == 0 for each in compared)
+        outside = ", ".join(f"{_percent(each.error)} ({each.row.id})" for each in compared if each.error)
+        parts.append(f"- {name}: {inside} of {len(compared)} are between none and full; outside: {outside or 'none'}.")
+    parts.append("\n### Does it fit?\n")
+    too_large = [row.id for row in exact if not found[row.id][0].fits]
+    parts.append(f"All of these trainings ran. {len(too_large)} of {len(exact)} would not, the simulator says:")
+    parts.append(f"{', '.join(too_large)}." if too_large else "none.")
+    parts.append("\n## The rows\n")
+    for name, source in tree["sources"].items():
+        own = [row for row in rows if row.source == name]
+        parts.append(
+            f"\n### {source['title']}\n\n{source['found']}. Assumed: {source['assumed']}.\n\n{table(own, found)}"
+        )
+    others = [[tree["sources"][each["source"]]["title"], each["place"], each["why"]] for each in tree["others"]]
+    parts.append("\n## Not predicted yet\n\n" + markdown(["source", "place", "why, and what it says"], others))
+    return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
+
+
+def page_with(page: str, tree: Mapping[str, Any], found: Found) -> str:
+    """Returns `page` with new sections between its marks."""
+    head, _, rest = page.partition(MARKS[0])
+    _, _, tail = rest.partition(MARKS[1])
+    return "".join((head, MARKS[0], "\n", sections(tree, found), "\n", MARKS[1], tail))
+
+
+def read_found() -> dict[str, list[Predicted]]:
+    return {id: [Predicted(**each) for each in values] for id, values in json.loads(PREDICTIONS.read_text()).items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.published", description=__doc__)
+    parser.add_argument("ids", nargs="*", help="rows to print")
+    parser.add_argument("--looked-at", action="store_true", help="print rows that are not held out, write nothing")
+    parser.add_argument("--render", action="store_true", help="predict nothing, write the page")
+    chosen = parser.parse_args(arguments)
+    tree = read_tree(str(DATA))
+    rows = [
+        row
+        for row in read_rows(tree)
+        if (row.id in chosen.ids or not chosen.ids) and not (chosen.looked_at and row.held_out)
+    ]
+    since = time.perf_counter()
+    found = read_found() if chosen.render else predict_rows(tree, rows)
+    print(f"{len(found)} rows, {time.perf_counter() - since:.0f} s", file=sys.stderr)
+    if chosen.ids or chosen.looked_at:
+        print(sections(tree, found))
+        return 0
+    ordered = {row.id: [asdict(each) for each in found[row.id]] for row in rows}
+    lines = ",\n".join(f'"{id}": {json.dumps(each)}' for id, each in ordered.items())
+    PREDICTIONS.write_text(f"{{\n{lines}\n}}\n")
+    PAGE.write_text(page_with(PAGE.read_text(), tree, found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
