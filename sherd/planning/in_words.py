@@ -18,7 +18,6 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str
     cluster = prediction.cluster
     return {
         "cluster": f"{prediction.mesh.num_ranks} x {cluster.device.name}",
-        "settings": str(settings),
         "reserved": in_bytes(prediction.reserved_bytes),
         "of the device": f"{in_bytes(prediction.driver_bytes)} of {in_bytes(limit)}",
         **({"tokens/s": f"{prediction.tokens_per_second:,.0f}"} if prediction.tokens_per_second else {}),
@@ -26,6 +25,7 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
         **({f"{cluster.currency} per million tokens": f"{cost:.3g}"} if cost is not None else {}),
+        **{name.replace("_", "-"): words for name, words in settings.in_words().items()},
     }
 
 
@@ -43,7 +43,7 @@ def lines_of(
     """Yields the lines of a plan."""
     timeline, facts = prediction.timeline, facts_of(prediction, settings, limit)
     yield f"{timeline.title}: {facts['cluster']}"
-    yield f"settings    {facts['settings']}"
+    yield f"settings    {settings}"
     yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {_speed(facts)}"
     waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in timeline.exposed.items()]
     yield f"waits       {', '.join(waits) or 'none'}"

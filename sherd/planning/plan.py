@@ -26,7 +26,7 @@ from sherd.simulate.settings import NAMES, Mesh, Settings, Space
 from sherd.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
 
-__all__ = ["Plan", "plan", "planned"]
+__all__ = ["Plan", "num_samples", "plan", "planned", "resized_batch"]
 
 
 RETRIED = 4
@@ -138,10 +138,10 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise ModuleError(f"plan expects a module, got {type(model).__name__}")
-    first = _first_dim(batch)
+    first = num_samples(batch)
     training = Training(
         on_meta(model),
-        lambda size: _resized(batch, first, size),
+        lambda size: resized_batch(batch, first, size),
         loss or own_or_usual_loss,
         _optimizer(optimizer),
         compute_dtype,
@@ -182,7 +182,7 @@ def planned(
     found = None
     if fixed < {*NAMES, "micro_batch"} - {"micro_batches"}:
         saving = replace(beginning, **({"checkpointing": True} | dict(given)))
-        found = search(evaluate, space, dict.fromkeys((saving, beginning)), limit)
+        found = search(evaluate, space, dict.fromkeys((beginning, saving)), limit)
     planner = Planner(training, cluster)
     title = title or f"{type(training.model).__name__} on {shape.num_ranks} ranks"
     tried = {}
@@ -232,14 +232,15 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _first_dim(batch: Any) -> int:
+def num_samples(batch: Any) -> int:
+    """Returns the first dim of the first tensor in `batch`. Raises PolicyError if there is none."""
     sizes = [each.shape[0] for each in tensors_in(batch) if each.dim()]
     if not sizes:
         raise PolicyError("plan(batch=...): expected tensors whose first dim is samples")
     return sizes[0]
 
 
-def _resized(batch: Any, first: int, size: int) -> Any:
+def resized_batch(batch: Any, first: int, size: int) -> Any:
     """Returns `batch` on the meta device, with `size` samples in the place of `first`."""
 
     def resized(each: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from sherd.api.auto_shard import auto_shard
 from sherd.api.blocks import repeated_blocks
 from sherd.api.fully_shard import fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
+from sherd.engine.run.structures import map_tensors
 from sherd.layout.runs import Flat
 from sherd.planning.blocks import thin_out, with_blocks, with_fewer_blocks
 from sherd.planning.reading import Loss, read_work
@@ -112,7 +113,12 @@ class Planner:
         for parameter in model.parameters() if training.compute_dtype is not None else ():
             parameter.data = parameter.data.to(training.compute_dtype)  # buffers stay, as under a MixedPrecisionPolicy
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
-        return read_work(model, training.batch(micro_batch), training.loss, device_type)
+        batch = map_tensors(self._as_forward_gets_it, training.batch(micro_batch))
+        return read_work(model, batch, training.loss, device_type)
+
+    def _as_forward_gets_it(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.training.compute_dtype
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     def _work_of(self, micro_batch: int, checkpointing: bool) -> Work:
         work = self._read(micro_batch)

@@ -20,7 +20,8 @@ class Mesh:
         return self.shard * self.replicate
 
     def __str__(self) -> str:
-        return f"{self.shard} ranks" if self.replicate == 1 else f"{self.replicate} replicas x {self.shard} ranks"
+        ranks = f"{self.shard} rank{'' if self.shard == 1 else 's'}"
+        return ranks if self.replicate == 1 else f"{self.replicate} replicas x {ranks}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     mesh = _mesh(args, cluster.devices_per_node)
     import torch
 
-    from sherd.planning.plan import planned
+    from sherd.planning.plan import num_samples, planned, resized_batch
     from sherd.planning.planner import Training
     from sherd.train.planned_model import model_from
 
@@ -100,9 +100,16 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = None if DTYPES[precision] is None else torch.bfloat16
     num_ranks = mesh if isinstance(mesh, int) else mesh[0] * mesh[1]
-    samples = args.samples or (config.optimizer.batch if config else num_ranks)
+    batch = model.batch(1, context)
+    first = num_samples(batch)  # of a factory's own batch maybe more than one
+    samples = args.samples or (config.optimizer.batch if config else first * num_ranks)
     training = Training(
-        model.model, lambda size: model.batch(size, context), model.loss, OPTIMIZERS[args.optimizer], dtype
+        model.model,
+        lambda size: resized_batch(batch, first, size),
+        model.loss,
+        OPTIMIZERS[args.optimizer],
+        dtype,
+        samples=first,
     )
     return planned(training, cluster, mesh, samples, limit, _given(args), f"{Path(args.model).name}"), model
 

@@ -30,6 +30,12 @@ LLAMA = {
     "max_position_embeddings": 128,
 }
 FACTORY = "from torch import nn\ndef make():\n    return nn.Linear(4, 4)\ndef fails():\n    raise ValueError('no')\n"
+IMAGES = """
+import torch
+from torch import nn
+def make():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LSTM(288, 4)), (torch.zeros(4, 3, 8, 8),)
+"""
 
 
 @pytest.fixture
@@ -37,6 +43,7 @@ def files(tmp_path):
     (tmp_path / "train.toml").write_text(CONFIG)
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
     (tmp_path / "made.py").write_text(FACTORY)
+    (tmp_path / "images.py").write_text(IMAGES)
     (tmp_path / "cluster.toml").write_text('name = "x"\ndevices_per_node = "8"\n')
     return tmp_path
 
@@ -68,6 +75,15 @@ def test_a_hugging_face_config_is_planned_as_json(files, capsys):
     assert found["settings"]["mesh"] == {"shard": 4, "replicate": 2}
     assert found["settings"]["checkpointing"]
     assert sum(found["peak"]["by_kind"].values()) == found["peak"]["nbytes"] <= found["driver_bytes"]
+
+
+def test_a_factory_brings_a_batch_of_its_own(files, capsys):
+    code, out, _ = said(capsys, f"{files}/images.py:make", "--ranks", 2, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["settings"]["micro_batch"] * found["settings"]["micro_batches"] == 4
+    assert found["samples_per_second"] == pytest.approx(8 / found["step_seconds"])
+    assert not found["settings"]["checkpointing"]
 
 
 def test_what_does_not_fit_ends_with_1(files, capsys):
