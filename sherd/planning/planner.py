@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,10 +17,12 @@ from sherd._torch import imagined_ranks
 from sherd.api.auto_shard import auto_shard
 from sherd.api.blocks import repeated_blocks
 from sherd.comm.streams import RecordingStreams, use_streams
+from sherd.comm.transports import use_transports
 from sherd.layout.runs import Flat
 from sherd.planning.blocks import thin_out, with_blocks
 from sherd.planning.reading import Loss, read_work
 from sherd.planning.sharding import sharded_of
+from sherd.planning.transports import between_hosts, on_one_host
 from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import op_seconds
@@ -121,8 +123,12 @@ class Planner:
             arguments["reshard_after_forward"] = False
         if training.compute_dtype is not None:
             arguments["mp_policy"] = MixedPrecisionPolicy(training.compute_dtype, torch.float32)
-        streams = use_streams(RecordingStreams()) if self.cluster.device.overlaps else nullcontext()
-        with imagined_ranks(mesh.num_ranks), streams:
+        cluster = self.cluster
+        if cluster.device.overlaps:
+            machine: AbstractContextManager[None] = use_streams(RecordingStreams())
+        else:
+            machine = use_transports(on_one_host if mesh.shard <= cluster.devices_per_node else between_hosts)
+        with imagined_ranks(mesh.num_ranks), machine:
             arguments["mesh"] = _device_mesh(mesh)
             model = copy.deepcopy(training.model)
             like = thin_out(model)

@@ -73,6 +73,7 @@ class Storages(TorchDispatchMode):
         self._at: dict[int, Followed] = {}
         self._recomputed: list[Followed] = []
         self._in_backward = False
+        self._logits = (0, 0)
         self.expect(TensorKind.TEMPORARY.value, -1, None)
 
     @contextmanager
@@ -107,6 +108,15 @@ class Storages(TorchDispatchMode):
                     self._note(storage, storage.nbytes)
                 storage.holder = purpose
 
+    def expect_logits(self, logits: torch.Tensor | None) -> None:
+        """Take `logits`, and from now on what is as wide and not much smaller, as logits; with None no more."""
+        self._logits = (0, 0)
+        if logits is not None:
+            self._logits = logits.shape[-1], logits.nbytes
+            found = self._of.get(logits.untyped_storage()._cdata)
+            if found is not None:
+                found.kind = TensorKind.LOGITS.value
+
     def become(self, kind: TensorKind) -> None:
         """Let all temporaries that are alive be of `kind`, since they came."""
         for storage in list(self._of.values()):
@@ -125,11 +135,11 @@ class Storages(TorchDispatchMode):
         is_new = (
             self._in_backward or self._kind == MemoryKind.TRANSPORT.value or func is torch.ops.aten.lift_fresh.default
         )
-        for storage in _storages_among(given):
-            self._see(storage, is_new, again)
+        for each in _dense_among(given):
+            self._see(each.untyped_storage(), is_new, again)
         result = func(*args, **kwargs)
-        for storage in _storages_among((*given, result)):  # an operation as resize_ changes a storage, and makes none
-            self._see(storage, True, again)
+        for each in _dense_among((*given, result)):  # an operation as resize_ changes a storage, and makes none
+            self._see(each.untyped_storage(), True, again, each.shape[-1] if each.dim() else 0)
         return result
 
     def _follow_passes(self) -> bool:
@@ -148,7 +158,7 @@ class Storages(TorchDispatchMode):
             self._recomputed.clear()
         return again
 
-    def _see(self, storage: torch.UntypedStorage, is_new: bool, again: bool = False) -> None:
+    def _see(self, storage: torch.UntypedStorage, is_new: bool, again: bool = False, width: int = 0) -> None:
         """Note the bytes of `storage` if they have changed. One that an operation reads and that is not `is_new` was
         there before the step."""
         if storage.device.type != self._device or not storage.resizable():
@@ -162,6 +172,8 @@ class Storages(TorchDispatchMode):
                 if not is_new:
                     found = Followed(TensorKind.INPUT.value, -1, nbytes)
                     self._was_there(found)
+                elif width == self._logits[0] > 0 and 4 * nbytes >= self._logits[1]:
+                    found.kind = TensorKind.LOGITS.value
                 elif again:
                     self._recomputed.append(found)
             found.is_seen = True
@@ -200,10 +212,10 @@ class Storages(TorchDispatchMode):
         self.notes.append(Note(perf_counter(), self._moment, storage, storage.holder, nbytes))
 
 
-def _storages_among(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+def _dense_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for each in tensors_among(values):
         if each.layout is torch.strided and not hasattr(each, "__tensor_flatten__"):  # others are made of tensors
-            yield each.untyped_storage()
+            yield each
 
 
 _listeners: list[Callable[[torch.UntypedStorage], None]] = []

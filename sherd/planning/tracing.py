@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.seal import runtime_of
+from sherd.engine.run.structures import tensors_in
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter, plain_name
 from sherd.errors import StateError
@@ -102,6 +103,7 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
     runtime = runtime_of(root_unit(model, "traced"), model)
     trace, recorder = Trace(), _Recorder(runtime, optimizer)
     hooks = (
+        model.register_forward_hook(recorder.after_forward),
         optimizer.register_step_pre_hook(recorder.before_step),
         optimizer.register_step_post_hook(recorder.after_step),
     )
@@ -179,6 +181,15 @@ class _Recorder:
             self._do(_Label(""))
             self._num_notes = len(self.storages.notes)
 
+    def after_forward(self, _: nn.Module, args: object, output: object) -> None:
+        """Note the logits: the largest output of a model that reads tokens."""
+        numbers = [
+            each for each in tensors_in(output, in_any_object=True) if each.is_floating_point() and each.dim() > 1
+        ]
+        has_tokens = any(each.dim() > 1 and not each.is_floating_point() for each in tensors_in(args))
+        if has_tokens and numbers and self._phase == "forward" and not self._is_over:
+            self.storages.expect_logits(max(numbers, key=torch.Tensor.numel))
+
     def before_step(self, *_: object) -> None:
         if not self._is_over:
             self._moment = "when the optimizer steps"
@@ -227,6 +238,8 @@ class _Recorder:
                 self._running.append(unit)
             case do.BeforeBackward(unit):
                 self._phase, self._running = "backward", [unit]
+                if unit != 0:
+                    self.storages.expect_logits(None)
             case do.Reset():
                 self._phase, self._running = "", [-1]
             case _:
@@ -259,6 +272,7 @@ class _Recorder:
                 self._running = [-1]
             case do.EndBackward():
                 self._phase, self._running = "", [-1]
+                self.storages.expect_logits(None)
             case _:
                 return
         self._compute()
