@@ -60,7 +60,7 @@ def check_transport(group: dist.ProcessGroup | None, device: torch.device, polic
     Raises:
         MeshError: it cannot.
     """
-    if group is None or group.size() == 1 or policy.transport in ("auto", "torch", "coalesced"):
+    if group is None or group.size() == 1 or policy.transport in ("auto", "torch", "coalesced") or _replaced.get():
         return
     if not _is_on_gloo(group, device):
         raise MeshError(

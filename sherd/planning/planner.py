@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import imagined_ranks
@@ -18,6 +18,7 @@ from sherd.api.auto_shard import auto_shard
 from sherd.api.blocks import repeated_blocks
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
+from sherd.engine.run.structures import map_tensors
 from sherd.layout.runs import Flat
 from sherd.planning.blocks import thin_out, with_blocks
 from sherd.planning.reading import Loss, read_work
@@ -97,8 +98,8 @@ class Planner:
             return scaled(self._read(1), micro_batch)
         training = self.training
         model = copy.deepcopy(training.model)
-        for parameter in model.parameters() if training.compute_dtype is not None else ():
-            parameter.data = parameter.data.to(training.compute_dtype)  # buffers stay, as under a MixedPrecisionPolicy
+        if training.compute_dtype is not None:
+            _compute_in(training.compute_dtype, model)
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
         return read_work(model, training.batch(micro_batch), training.loss, device_type)
 
@@ -137,6 +138,22 @@ class Planner:
             if whole is None:
                 whole = sharded_of(training.shard(copy.deepcopy(training.model), **arguments), work, training.optimizer)
         return whole
+
+
+def _compute_in(dtype: torch.dtype, model: nn.Module) -> None:
+    """Let `model` compute as under a MixedPrecisionPolicy: parameters are cast, and inputs of units, which are its
+    blocks and itself; buffers stay."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    for unit in (model, *(block for blocks in repeated_blocks(model).values() for block in blocks)):
+        unit.register_forward_pre_hook(cast_inputs, with_kwargs=True)
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -20,6 +20,8 @@ from sherd.schedule.moments import MemoryKind, Moment
 from sherd.simulate.work import TensorKind
 
 __all__ = ["Note", "Storages"]
+
+_GATHERING = (MemoryKind.ROWS.value, MemoryKind.SENT.value)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,20 +61,22 @@ class Storages(TorchDispatchMode):
 
     Args:
         device: the type of device whose memory counts.
-        at_backward: is called when the first operation of a backward is about to run.
+        at_pass: is called with "backward" when the first operation of a backward is about to run, with "recompute" when
+            forward runs again within it, and with "backward" when it has.
     """
 
-    def __init__(self, device: str, at_backward: Callable[[], None]) -> None:
+    def __init__(self, device: str, at_pass: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Note] = []
         self.before: list[Note] = []
         """What was there when the mode began."""
-        self._device, self._at_backward = device, at_backward
+        self._device, self._at_pass = device, at_pass
         self._thread = threading.get_ident()
         self._of: dict[int, Followed] = {}
         self._at: dict[int, Followed] = {}
         self._recomputed: list[Followed] = []
-        self._in_backward = False
+        self._held_at: dict[int, Set[int]] = {}
+        self._in_backward = self._again = False
         self._logits = (0, 0)
         self.expect(TensorKind.TEMPORARY.value, -1, None)
 
@@ -90,7 +94,13 @@ class Storages(TorchDispatchMode):
         self._since = len(self.notes)
 
     def hold(self, unit: int, held: Held) -> None:
-        """Note what the engine or an optimizer holds for `unit`. What has come since `expect` has come as that."""
+        """Note what the engine or an optimizer holds for `unit`. What has come since `expect` has come as that. Rows
+        that are alive and not held any more are the transport's, whose thread lets go of them a moment later."""
+        for address in self._held_at.get(unit, ()) - held.keys():
+            let_go = self._at.get(address)
+            if let_go is not None and let_go.nbytes and let_go.holder is not None and let_go.holder[0] in _GATHERING:
+                self._hand_over(let_go, (MemoryKind.TRANSPORT.value, unit))
+        self._held_at[unit] = held.keys()
         for address, (kind, nbytes) in held.items():
             storage, purpose = self._at.get(address), (kind.value, unit)
             if storage is None:
@@ -102,11 +112,16 @@ class Storages(TorchDispatchMode):
                     for note in self.notes[storage.first :]:
                         if note.storage is storage:
                             note.purpose = purpose
-                elif storage.nbytes:
-                    self._note(storage, -storage.nbytes)
                     storage.holder = purpose
-                    self._note(storage, storage.nbytes)
-                storage.holder = purpose
+                else:
+                    self._hand_over(storage, purpose)
+
+    def _hand_over(self, storage: Followed, purpose: tuple[str, int]) -> None:
+        if storage.nbytes:
+            self._note(storage, -storage.nbytes)
+        storage.holder = purpose
+        if storage.nbytes:
+            self._note(storage, storage.nbytes)
 
     def expect_logits(self, logits: torch.Tensor | None) -> None:
         """Take `logits`, and from now on what is as wide and not much smaller, as logits; with None no more."""
@@ -145,11 +160,16 @@ class Storages(TorchDispatchMode):
     def _follow_passes(self) -> bool:
         """Notice that backward begins. Returns whether forward runs again, inside of it."""
         within = in_backward()
-        if within and not self._in_backward:
+        begins = within and not self._in_backward
+        if begins:
             self.become(TensorKind.ACTIVATION)
-            self._at_backward()
         self._in_backward = within
         again = within and torch.is_grad_enabled()
+        # All-gathers, which are made without gradients, belong to either.
+        if begins or (within and again != self._again and self._kind != MemoryKind.TRANSPORT.value):
+            self._at_pass("recompute" if again else "backward")
+            self._again = again
+        self._again = self._again and within
         if not again and self._recomputed:
             alive = set(map(id, self._of.values()))
             for each in self._recomputed:

@@ -160,7 +160,7 @@ class _Recorder:
         self._runtime, self._optimizer = runtime, optimizer
         self._device = runtime.root.mesh.device
         self._marks = _Marks(self._device)
-        self.storages = Storages(self._device.type, self._backward_begins)
+        self.storages = Storages(self._device.type, self._passes)
         self._done: list[tuple[_Label, int, int]] = []
         self._label, self._start = _Label(""), 0
         self._phase, self._running = "", [-1]
@@ -219,9 +219,12 @@ class _Recorder:
         self._do(_Label(self._phase, unit))
         self.storages.expect(TensorKind.TEMPORARY.value, unit, self._moment)
 
-    def _backward_begins(self) -> None:
-        self._phase, self._running = "backward", [-1]
-        self._compute()
+    def _passes(self, phase: str) -> None:
+        if self._phase == "forward":
+            self._running = [-1]
+        if self._phase and not self._is_over:
+            self._phase = phase
+            self._compute()
 
     # What the runtime does
 
@@ -268,7 +271,7 @@ class _Recorder:
             case do.AfterForward(unit, recomputing) if self._running[-1] == unit:
                 self._running.pop()
                 self._phase = "backward" if recomputing else "forward"
-            case do.AfterBackward(unit) if self._running == [unit]:
+            case do.AfterBackward(unit, unreduced=False) if self._running == [unit]:
                 self._running = [-1]
             case do.EndBackward():
                 self._phase, self._running = "", [-1]

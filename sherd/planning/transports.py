@@ -1,4 +1,4 @@
-"""Transports of ranks that do not exist, in numbers: what they bring and take is that of the ones that real ranks have."""
+"""Transports of ranks that do not exist: in what they bring and take they are those that real ranks have."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def compared(plan: Timeline, trace: Timeline, share: float = 0.05) -> dict[str, 
     steps = plan, trace
     seconds = {"step": (plan.seconds, trace.seconds), **_both(steps, _seconds)}
     peak = {"all": (float(plan.peak.nbytes), float(trace.peak.nbytes)), **_both(steps, lambda each: each.peak.by_kind)}
-    names = ["(no unit)", *(unit.name for unit in plan.units)]
+    names = ["(no unit)", *(unit.name or "(root)" for unit in plan.units)]
     parts = {
         "bytes": _parting(_both(steps, lambda each: _most(each, names)), share, TRIFLE * max(peak["all"]), in_bytes),
         "seconds": _parting(
@@ -98,7 +98,7 @@ def _both(steps: tuple[Timeline, Timeline], figures: Callable[[Timeline], dict[s
 def _seconds(timeline: Timeline, names: list[str] | None = None) -> dict[str, float]:
     """Returns the seconds of spans by lane and name, before them the unit's if there are `names`."""
     sums: Counter[str] = Counter()
-    for span in sorted(timeline.spans, key=lambda span: span.unit):
+    for span in sorted(timeline.spans, key=lambda span: (span.unit < 0, span.unit)):
         where = f"{names[span.unit + 1]}: " if names else ""
         sums[f"{where}{span.lane.value}, {span.name}"] += span.end - span.start  # type: ignore[assignment]
     return dict(sums)
@@ -112,7 +112,7 @@ def _most(timeline: Timeline, names: list[str] | None = None) -> dict[str, int]:
         key = f"{names[change.unit + 1]}: {change.kind}" if names else change.kind
         now[key] += change.nbytes
         most[key] = change.unit, max(most.get(key, (0, 0))[1], now[key])
-    return {key: nbytes for key, (_, nbytes) in sorted(most.items(), key=lambda each: each[1][0])}
+    return {key: nbytes for key, (_, nbytes) in sorted(most.items(), key=lambda each: (each[1][0] < 0, each[1][0]))}
 
 
 def _parting(figures: Figures, share: float, trifle: float, in_words: Callable[[float], str]) -> str:
