@@ -115,7 +115,7 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
     finally:
         for hook in hooks:
             hook.remove()
-    trace.end(recorder.timeline(model, title or f"{runtime.root.class_name} on {_num_ranks(runtime.root)} ranks"))
+    trace.end(recorder.timeline(model, title or f"{runtime.root.class_name} on {_in_ranks(runtime.root)}"))
 
 
 class _Marks:
@@ -285,15 +285,11 @@ class _Recorder:
             return _Label("free", action.unit)
         name, lane = LABELS[type(action)]
         traffic = [traffic_of(weights) for weights in unit.weights]
-        match action:
-            case do.Gather():
-                return _Label(name, action.unit, lane, sum(each.gathered for each in traffic))
-            case do.Reduce():
-                return _Label(name, action.unit, lane, sum(each.reduced for each in traffic))
-            case do.FinishReduce() if any(each.all_reduced for each in traffic):
-                return _Label("all-reduce", action.unit, Lane.ALL_REDUCE, sum(each.all_reduced for each in traffic))
-            case _:
-                return _Label(name, action.unit, lane)
+        all_reduced = sum(each.all_reduced for each in traffic)
+        if isinstance(action, do.FinishReduce) and all_reduced:
+            return _Label("all-reduce", action.unit, Lane.ALL_REDUCE, all_reduced)
+        sent = {do.Gather: [each.gathered for each in traffic], do.Reduce: [each.reduced for each in traffic]}
+        return _Label(name, action.unit, lane, sum(sent.get(type(action), ())))
 
     def look(self, number: int, beside: Held | None = None) -> None:
         """Note what a unit holds now, and `beside`, which it holds for it."""
@@ -333,28 +329,22 @@ class _Recorder:
             now = max(now, time)  # a thread of a collective may let go of something at any time
             moment = note.moment if isinstance(note.moment, str) else in_words(note.moment, names)
             meter.add(now, *note.kind_and_unit, note.nbytes, moment)
-        spans = tuple(self._spans_at(seconds))
         exposed: dict[str, float] = {}
         for label, start, end in self._done:
             if label.lane is not Lane.COMPUTE:
                 exposed[label.lane.value] = exposed.get(label.lane.value, 0.0) + seconds[end] - seconds[start]
-        facts = {"device": str(self._device), "ranks": str(_num_ranks(self._runtime.root))}
-        changes = tuple(meter.changes)
+        facts = {"device": str(self._device), "ranks": _in_ranks(self._runtime.root).split()[0]}
+        spans, changes = tuple(self._spans_at(seconds)), tuple(meter.changes)
         return Timeline(title, False, units, spans, changes, meter.peak, seconds[-1], facts, exposed)
 
     def _units(self, model: nn.Module) -> tuple[TimelineUnit, ...]:
         names = {id(module): plain_name(name) for name, module in model.named_modules(remove_duplicate=False)}
-        each_size = [(unit, sizes_of(unit)) for unit in self._runtime.units]
-        return tuple(
-            TimelineUnit(
-                name_of(unit, names),
-                unit.class_name,
-                sum(each.shape.numel() for each in unit.parameters),
-                sum(each.unsharded + each.kept for each in sizes),
-                sum(each.shards for each in sizes),
-            )
-            for unit, sizes in each_size
-        )
+        units = []
+        for unit in self._runtime.units:
+            sizes, numel = sizes_of(unit), sum(each.shape.numel() for each in unit.parameters)
+            unsharded, shards = (sum(each.unsharded + each.kept for each in sizes), sum(each.shards for each in sizes))
+            units.append(TimelineUnit(name_of(unit, names), unit.class_name, numel, unsharded, shards))
+        return tuple(units)
 
     def _spans_at(self, seconds: Sequence[float]) -> Iterator[Span]:
         """Yields the spans, where marks are at `seconds`."""
@@ -373,8 +363,9 @@ class _Recorder:
             yield Span(label.lane, label.name, label.unit, seconds[start], seconds[end], label.nbytes)
 
 
-def _num_ranks(unit: Unit) -> int:
-    return unit.mesh.num_shards * unit.mesh.num_replicas
+def _in_ranks(unit: Unit) -> str:
+    number = unit.mesh.num_shards * unit.mesh.num_replicas
+    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 class _Gradients:

@@ -271,7 +271,8 @@ def train(
 def _recorded(trainer: Trainer, out: Path, report: Silent, stop: bool, saved: bool) -> Step:
     """Make a step, and keep a timeline of it. All ranks record it, or the others would wait for rank 0."""
     number, path = trainer.done + 1, out / TIMELINE
-    title = f"step {number} of {out.name} on {trainer.grid.axes.num_ranks} ranks"
+    num_ranks = trainer.grid.axes.num_ranks
+    title = f"step {number} of {out.name} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
     with traced(trainer.model, trainer.optimizer, title) as trace:
         step = trainer.step(stop, saved)
     on_rank_0(lambda: path.write_text(to_json(trace.timeline), encoding="utf-8"))

@@ -12,7 +12,7 @@ from sherd.planning.report.compare import compared
 from sherd.simulate.timeline import Change, Lane, Span
 from sherd.train.cli import main
 from sherd.train.codes import BAD_INPUT, NO_ROOM
-from tests.planning.made_up import ACTIVATION, MIB, timeline
+from tests.planning.made_up import ACTIVATION, HOSTILE, MIB, timeline
 
 
 @pytest.fixture
@@ -53,6 +53,12 @@ def test_the_first_unit_and_kind_that_differ_are_named():
     assert compared(plan, slower)["parts"]["seconds"].startswith("layers.2: compute, forward: ")
     assert compared(plan, plan)["parts"] == {"bytes": "", "seconds": ""}
     assert compared(plan, longer, 0.99)["parts"]["bytes"] == ""
+
+
+def test_names_may_hold_anything(two, capsys):
+    (two / "odd.json").write_text(to_json(timeline(2, title=HOSTILE, prefix=HOSTILE)))
+    assert main(["compare", "odd.json", "odd.json"]) == 0
+    assert "größer" in capsys.readouterr().out
 
 
 def test_the_page_has_both_steps(two):

@@ -52,7 +52,8 @@ def compare(args: argparse.Namespace) -> int:
     """Print the table, and write the page if it is asked for; returns the exit code. Raises InputError."""
     plan, trace = timeline_in(args.plan), timeline_in(args.trace)
     found = compared(plan, trace, args.share)
-    print(json.dumps(found, indent=2) if args.json else "\n".join(_lines(plan, trace, found)))
+    told = json.dumps(found, indent=2) if args.json else "\n".join(_lines(plan, trace, found))
+    print(told.encode("utf-8", "replace").decode("utf-8"))  # names may hold anything
     try:
         if args.out:
             args.out.write_text(page([plan, trace]), encoding="utf-8")
