@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.distributed as dist
 
@@ -16,6 +20,20 @@ _ONE_RANK = OneRank()
 _known: dict[dist.ProcessGroup, dict[str, Transport]] = {}
 """Kept as long as the group is registered with torch, not as long as it is used: garbage is collected at different
 moments on different ranks, and all ranks must make a transport together."""
+
+
+_replaced: ContextVar[Callable[[dist.ProcessGroup, str], Transport] | None] = ContextVar("transports", default=None)
+
+
+@contextmanager
+def use_transports(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
+    """Have groups that need a transport inside take `make(group, wanted)`, where a policy says `wanted`: so that ranks
+    which do not exist have the transports of others."""
+    token = _replaced.set(make)
+    try:
+        yield
+    finally:
+        _replaced.reset(token)
 
 
 def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> Transport:
@@ -42,7 +60,7 @@ def check_transport(group: dist.ProcessGroup | None, device: torch.device, polic
     Raises:
         MeshError: it cannot.
     """
-    if group is None or group.size() == 1 or policy.transport in ("auto", "torch", "coalesced"):
+    if group is None or group.size() == 1 or policy.transport in ("auto", "torch", "coalesced") or _replaced.get():
         return
     if not _is_on_gloo(group, device):
         raise MeshError(
@@ -57,6 +75,9 @@ def _is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
+    replaced = _replaced.get()
+    if replaced is not None:
+        return replaced(group, wanted)
     on_gloo = _is_on_gloo(group, device)
     if wanted in ("torch", "coalesced") or (wanted == "auto" and not on_gloo):
         # gloo's list forms refuse parts of unequal length.

@@ -78,20 +78,19 @@ def total(held: Held) -> int:
     return sum(nbytes for _, nbytes in held.values())
 
 
-def optimizer_bytes(state: Mapping[torch.Tensor, object], device: torch.device) -> dict[int | None, int]:
-    """Returns the bytes that an optimizer's tensors have on `device`, by the id of the unit that owns their parameter,
-    None for no unit."""
-    sums: Counter[int | None] = Counter()
+def held_by_optimizer(state: Mapping[torch.Tensor, object], device: torch.device) -> dict[int | None, Held]:
+    """Returns the storages of an optimizer's tensors on `device`, by the id of the unit that owns their parameter, None
+    for no unit."""
+    found: dict[int | None, Held] = {}
     seen: set[int] = set()
     for parameter, values in state.items():
         record = record_of(parameter)
         owner = None if record is None or record.owner is None else record.owner.id
-        for value in values.values() if isinstance(values, dict) else ():
-            for storage in _storages(value) if isinstance(value, torch.Tensor) else ():
-                if storage.device.type == device.type and storage.nbytes() and storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    sums[owner] += storage.nbytes()
-    return dict(sums)
+        tensors = values.values() if isinstance(values, dict) else ()
+        held = alive(((MemoryKind.OPTIMIZER, each) for each in tensors if isinstance(each, torch.Tensor)), device)
+        found.setdefault(owner, {}).update((address, each) for address, each in held.items() if address not in seen)
+        seen.update(held)
+    return found
 
 
 def staging_bytes(units: Iterable[Unit]) -> int:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError
-from sherd.memory.held import bytes_of, held_by, optimizer_bytes, staging_bytes
+from sherd.memory.held import bytes_of, held_by, held_by_optimizer, staging_bytes, total
 from sherd.memory.predict import forecast_for
 from sherd.memory.watch import Watch, last_peak, watched
 from sherd.requirements import require_int
@@ -92,11 +92,11 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
         ModuleError: `model` is not a sharded module.
         PolicyError: `unsynced_batches` is negative.
     """
-    unit = _root_unit(model, "memory_report")
+    unit = root_unit(model, "memory_report")
     require_int("memory_report(unsynced_batches={})", unsynced_batches, 0)
     units = units_below(model)
     assert units[0] is unit, "the root comes first"
-    names = _names(model, units)
+    names = names_of(model, units)
     predicted, measured = forecast_for(model, units, unsynced_batches), last_peak(units)
     lasting = _lasting(units, optimizer)
     always = lasting.total()
@@ -155,12 +155,12 @@ def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
         ModuleError: `model` is not a sharded module.
         StateError: its parameters have no data yet, or it is tracked already.
     """
-    unit = _root_unit(model, "track_memory")
+    unit = root_unit(model, "track_memory")
     with watched(model, unit) as watch:
-        yield MemoryPeak(watch, _names(model, watch.units))
+        yield MemoryPeak(watch, names_of(model, watch.units))
 
 
-def _root_unit(model: nn.Module, asked: str) -> Unit:
+def root_unit(model: nn.Module, asked: str) -> Unit:
     unit = unit_of(model) if isinstance(model, nn.Module) else None
     if unit is None:
         raise ModuleError(
@@ -170,7 +170,7 @@ def _root_unit(model: nn.Module, asked: str) -> Unit:
     return unit
 
 
-def _names(model: nn.Module, units: Sequence[Unit]) -> list[str]:
+def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:
     """Returns the units' names: those of their modules, as seen from `model`."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -191,8 +191,8 @@ def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
     lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): staging_bytes(units)})
     if optimizer is not None:
-        for owner, nbytes in optimizer_bytes(optimizer.state, units[0].mesh.device).items():
-            lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += nbytes
+        for owner, held in held_by_optimizer(optimizer.state, units[0].mesh.device).items():
+            lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += total(held)
     return lasting
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
+from sherd.engine.moves.arrivals import GradientObserver
+from sherd.engine.run.observer import Observer
 from sherd.engine.run.runtime import Runtime, runtime_over
 from sherd.engine.run.seal import runtime_of
 from sherd.engine.run.unit import Unit
@@ -190,6 +193,29 @@ class _Arrivals:
 
 
 @contextmanager
+def observed(
+    runtime: Runtime,
+    observer: Observer,
+    of_gradients: Callable[[int, int, Sequence[ShardedParameter]], GradientObserver],
+) -> Iterator[None]:
+    """Have `observer` see what happens in `runtime`, and what `of_gradients` returns for each group of each unit, with
+    its parameters, see the group's gradients.
+
+    Raises:
+        StateError: somebody observes the model already.
+    """
+    if runtime.observer is not None:
+        raise StateError(f"the memory of {runtime.root.name} is tracked already; leave that `with` block first")
+    with ExitStack() as observers:
+        observers.enter_context(runtime.observed(observer))
+        for number, owner in enumerate(runtime.units):
+            for group, gradients in enumerate(owner.gradients):
+                seen = of_gradients(number, group, gradients.group.parameters)
+                observers.enter_context(gradients.arrivals.observed(seen))
+        yield
+
+
+@contextmanager
 def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
     """Look at the buffers of `root`, a module of `unit`, after everything that happens to them inside.
 
@@ -197,15 +223,8 @@ def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
         StateError: the model is watched already.
     """
     runtime = runtime_of(unit, root)
-    if runtime.observer is not None:
-        raise StateError(f"the memory of {runtime.root.name} is tracked already; leave that `with` block first")
     watch = Watch(runtime.units)
-    with ExitStack() as observers:
-        observers.enter_context(runtime.observed(_Steps(runtime, watch)))
-        for number, owner in enumerate(runtime.units):
-            for group, gradients in enumerate(owner.gradients):
-                seen = _Arrivals(watch, number, group, gradients.group.parameters)
-                observers.enter_context(gradients.arrivals.observed(seen))
+    with observed(runtime, _Steps(runtime, watch), partial(_Arrivals, watch)):
         try:
             yield watch
         finally:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import imagined_ranks
@@ -18,11 +18,13 @@ from sherd.api.auto_shard import auto_shard
 from sherd.api.blocks import repeated_blocks
 from sherd.api.fully_shard import fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
+from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
 from sherd.layout.runs import Flat
 from sherd.planning.blocks import thin_out, with_blocks, with_fewer_blocks
 from sherd.planning.reading import Loss, read_work
 from sherd.planning.sharding import sharded_of
+from sherd.planning.transports import between_hosts, on_one_host
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import op_seconds
@@ -110,15 +112,10 @@ class Planner:
         if self._is_rough and micro_batch != training.samples:
             return scaled(self._read(training.samples), micro_batch / training.samples)
         model = copy.deepcopy(training.model)
-        for parameter in model.parameters() if training.compute_dtype is not None else ():
-            parameter.data = parameter.data.to(training.compute_dtype)  # buffers stay, as under a MixedPrecisionPolicy
+        if training.compute_dtype is not None:
+            _compute_in(training.compute_dtype, model)
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
-        batch = map_tensors(self._as_forward_gets_it, training.batch(micro_batch))
-        return read_work(model, batch, training.loss, device_type)
-
-    def _as_forward_gets_it(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.training.compute_dtype
-        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        return read_work(model, training.batch(micro_batch), training.loss, device_type)
 
     def _work_of(self, micro_batch: int, checkpointing: bool) -> Work:
         work = self._read(micro_batch)
@@ -136,8 +133,12 @@ class Planner:
         work, training = self._read(self.training.samples), self.training
         settings = Settings(mesh, placement, reshard, prefetch=prefetch)
         arguments = fully_shard_args(settings, training.compute_dtype)
-        streams = use_streams(RecordingStreams()) if self.cluster.device.overlaps else nullcontext()
-        with imagined_ranks(mesh.num_ranks), streams:
+        cluster = self.cluster
+        if cluster.device.overlaps:
+            machine: AbstractContextManager[None] = use_streams(RecordingStreams())
+        else:
+            machine = use_transports(on_one_host if mesh.shard <= cluster.devices_per_node else between_hosts)
+        with imagined_ranks(mesh.num_ranks), machine:
             arguments["mesh"] = _device_mesh(mesh)
             model = copy.deepcopy(training.model)
             like = thin_out(model)
@@ -187,6 +188,22 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
     if compute_dtype is not None:
         arguments["mp_policy"] = MixedPrecisionPolicy(compute_dtype, torch.float32)
     return arguments
+
+
+def _compute_in(dtype: torch.dtype, model: nn.Module) -> None:
+    """Let `model` compute as under a MixedPrecisionPolicy: parameters are cast, and inputs of units, which are its
+    blocks and itself; buffers stay."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    for unit in (model, *(block for blocks in repeated_blocks(model).values() for block in blocks)):
+        unit.register_forward_pre_hook(cast_inputs, with_kwargs=True)
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -48,14 +48,19 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
 def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> PlayedUnit:
     own = [names[id(module)] for module in unit.modules]
     return PlayedUnit(
-        ", ".join(own) or unit.class_name,
+        name_of(unit, names),
         unit.class_name,
         sum(each.shape.numel() for each in unit.parameters),
         tuple(modules[name] for name in own),
         tuple(sizes_of(unit)),
-        tuple(_traffic(weights) for weights in unit.weights),
+        tuple(traffic_of(weights) for weights in unit.weights),
         _stepped(unit),
     )
+
+
+def name_of(unit: Unit, names: dict[int, str]) -> str:
+    """Returns the name of `unit`, where modules have `names` by their ids."""
+    return ", ".join(names[id(module)] for module in unit.modules if id(module) in names) or unit.class_name
 
 
 def _stepped(unit: Unit) -> tuple[int, ...]:
@@ -64,7 +69,8 @@ def _stepped(unit: Unit) -> tuple[int, ...]:
     return tuple(as_sharded(each.parameter).to_local().nbytes for group in groups for each in group.optimizer_params)
 
 
-def _traffic(weights: Weights) -> Traffic:
+def traffic_of(weights: Weights) -> Traffic:
+    """Returns the bytes of the collectives of one group."""
     group, plan = weights.group, weights.plan
     mesh = group.mesh
     reduced = sum(plan.reduced_by_piece) * group.reduce_dtype.itemsize if trainable(group.parameters) else 0

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from torch import distributed as dist
 from torch import nn
 
 from sherd import clip_grad_norm_, flatten_optimizer
+from sherd.planning.files import to_json
+from sherd.planning.tracing import traced
 from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
 from sherd.train.best import Best, read_best
@@ -29,6 +32,7 @@ from sherd.train.parallel import build
 from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
+from sherd.train.report_command import TIMELINE
 from sherd.train.sampling import Draw, continued, readable
 from sherd.train.saved import Checkpoint, place_in
 from sherd.train.text import Corpus
@@ -221,8 +225,12 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: S
     report.begin(done, config.run.steps)
 
 
-def train(trainer: Trainer, out: Path, report: Silent, stop: Callable[[], bool] = lambda: False) -> bool:
+def train(
+    trainer: Trainer, out: Path, report: Silent, stop: Callable[[], bool] = lambda: False, trace: int | None = None
+) -> bool:
     """Do the steps that are left, saving and judging on the way, and finish. False: stopped before the last.
+
+    Step number `trace`, 0 for the third from here, is recorded in `out`.
 
     Raises:
         InputError: the loss or its gradient is no longer finite.
@@ -236,7 +244,12 @@ def train(trainer: Trainer, out: Path, report: Silent, stop: Callable[[], bool] 
             if _due(begun, trainer.config.run.eval_every) and not trainer.finished:
                 _evaluate(trainer, saver, report)  # it was saved, and may have been stopped before it was judged
         while not trainer.finished:
-            step = trainer.step(stop(), saver.is_written)
+            make = trainer.step
+            if trace is not None and trainer.done + 1 == (
+                trace or min(begun + 3, trainer.config.run.steps or begun + 3)
+            ):
+                make = partial(_recorded, trainer, out, report)
+            step = make(stop(), saver.is_written)
             if step.saved:
                 saver.settle()
             _tell(trainer, step, report)
@@ -253,6 +266,18 @@ def train(trainer: Trainer, out: Path, report: Silent, stop: Callable[[], bool] 
         saver.settle()  # whatever comes, nothing of the training is lost
         _finish(trainer, saver, out, report)
     return True
+
+
+def _recorded(trainer: Trainer, out: Path, report: Silent, stop: bool, saved: bool) -> Step:
+    """Make a step, and keep a timeline of it. All ranks record it, or the others would wait for rank 0."""
+    number, path = trainer.done + 1, out / TIMELINE
+    num_ranks = trainer.grid.axes.num_ranks
+    title = f"step {number} of {out.name} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    with traced(trainer.model, trainer.optimizer, title) as trace:
+        step = trainer.step(stop, saved)
+    on_rank_0(lambda: path.write_text(to_json(trace.timeline), encoding="utf-8"))
+    report.say(f"step {number:>6}  recorded in {path}; sherd report {out} shows it")
+    return step
 
 
 def _due(step: int, every: int) -> bool:

@@ -94,7 +94,7 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
         introduce(trainer, out, resumed, report)
         for line in swept:
             report.say(f"note   {line}")
-        return train(trainer, out, report, stop)
+        return train(trainer, out, report, stop, args.trace)
 
 
 def _configured(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:

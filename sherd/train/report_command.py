@@ -11,11 +11,12 @@ from typing import Any
 from sherd.planning.files import from_json
 from sherd.planning.report.exports import perfetto, picture
 from sherd.planning.report.page import page
+from sherd.simulate.timeline import Timeline
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import InputError
 from sherd.train.extras import install
 
-__all__ = ["add_report"]
+__all__ = ["TIMELINE", "add_report", "timeline_in"]
 
 TIMELINE = "timeline.json"
 ABOUT = "show a training step that was recorded or predicted: memory and work over time, as a page of HTML"
@@ -34,19 +35,24 @@ def add_report(commands: Any) -> None:
     p.add_argument("--png", type=Path, metavar="FILE", help="a picture; by the end of its name PNG, SVG or PDF")
 
 
+def timeline_in(source: Path) -> Timeline:
+    """Returns the timeline in a file, or in a run's folder. Raises InputError."""
+    source = source / TIMELINE if source.is_dir() else source
+    try:
+        return from_json(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{source}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{source}: {error}") from None
+
+
 def report(args: argparse.Namespace) -> int:
     """Write what is asked for; returns the exit code.
 
     Raises:
         InputError: the timeline cannot be read, or a picture cannot be drawn.
     """
-    source = args.source / TIMELINE if args.source.is_dir() else args.source
-    try:
-        timeline = from_json(source.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{source}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{source}: {error}") from None
+    timeline = timeline_in(args.source)
     out = args.out or (None if args.perfetto or args.png else Path("report.html"))
     try:
         if args.png:

@@ -15,6 +15,7 @@ from sherd import __version__
 from sherd.doctor.words import add_doctor
 from sherd.interchange.words import add_interchange
 from sherd.train.axes import axes_of
+from sherd.train.compare_command import add_compare
 from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
 from sherd.train.folder import is_free, last_run
@@ -27,6 +28,8 @@ from sherd.train.uses import add_uses
 __all__ = ["command_of", "configure", "corpus_of", "parse", "require_fit"]
 
 
+THIRD = 0
+"""In the place of the step to record: the third from where the run starts, when the order of units is long learnt."""
 MANY_MACHINES = (
     "torchrun --nnodes 2 --node-rank 0_OR_1 --nproc-per-node 8 --master-addr FIRST_HOST --master-port 29500\n"
     "    -m sherd train --out FOLDER_THAT_ALL_SHARE"
@@ -50,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add_interchange(commands)
     add_plan(commands)
     add_report(commands)
+    add_compare(commands)
     p = commands.add_parser(
         "train",
         usage="sherd train [options] [section.field=value ...], in any order",
@@ -72,6 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--print-config", action="store_true", help="print all fields as TOML for --config, and start nothing"
     )
+    p.add_argument(
+        "--trace",
+        nargs="?",
+        const=THIRD,
+        type=_step,
+        metavar="STEP",
+        help="record this step, the third from here unless told, as timeline.json in --out, for sherd report",
+    )
     p.add_argument("--quiet", action="store_true", help="nothing on the screen but what goes wrong")
     return top
 
@@ -91,6 +103,15 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
 
 
+def _step(text: str) -> int | str:
+    """Returns the number of a step. What is meant as a field is left for `parse`."""
+    if "=" in text:
+        return text
+    if (number := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step; the first is 1")
+    return number
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Returns what the words say. Options and fields may stand in any order.
 
@@ -102,6 +123,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     others = [word for word in others if word != "--"]
     if "path" in args and args.run is None and len(others) == 1 and not others[0].startswith("-"):
         args.run, args.path = args.path, others.pop()  # an option stood between the two
+    if isinstance(getattr(args, "trace", None), str) and "fields" in args:  # a field that has followed the option
+        others.insert(0, args.trace)
+        args.trace = THIRD
     for word in others:
         if word.startswith("-"):
             raise InputError(_unknown(word, words[0]))
@@ -172,6 +196,7 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
                 f"run.checkpoints = {config.run.checkpoints!r} holds step {found.step} of a run; --resume goes on with "
                 "it, another run.checkpoints starts one"
             )
+        _require_step(args, config, 0)
         return config, None
     # The saved run decides what the words leave open; but where it lies, and on how many ranks, is today's matter.
     elsewhere = "" if str(checkpoint.folder) == str(place_in(out, "")) else str(checkpoint.folder)
@@ -181,7 +206,15 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
     steps, done = config.run.steps, checkpoint.step
     if 0 < steps < done:
         raise InputError(f"run.steps = {steps}, but {out} is past that: step {done} is saved; give more --steps")
+    _require_step(args, config, done)
     return config, checkpoint
+
+
+def _require_step(args: argparse.Namespace, config: Config, done: int) -> None:
+    """Refuse to record a step that the run does not make. Raises InputError."""
+    if args.trace and not done < args.trace <= (config.run.steps or args.trace):
+        last = f" and ends with step {config.run.steps}" if config.run.steps else ""
+        raise InputError(f"--trace {args.trace}, but the run begins with step {done + 1}{last}")
 
 
 def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> tuple[Path, Checkpoint | None]:

@@ -69,6 +69,9 @@ CHECK = [
     ([*TEXT, "lr=0.1"], "'lr=0.1' is not an assignment; write section.field=value, did you mean optimizer.lr=0.1?"),
     ([*TEXT, "--steps", "3", "model.layers=1", "--nproc", "2", "wrod"], "'wrod' is not an assignment"),
     ([*TEXT, "run.steps=1.5"], "run.steps = '1.5' has the wrong type; it must be a whole number"),
+    ([*TEXT, "--trace", "x"], "argument --trace: 'x' is no whole number"),
+    ([*TEXT, "--trace", "0"], "argument --trace: '0' is no step; the first is 1"),
+    ([*TEXT, "--trace", "9", "--steps", "4"], "--trace 9, but the run begins with step 1 and ends with step 4"),
     (["--data", os.devnull], f"{os.devnull} is neither a file nor a folder"),
     (["--data", "fifo"], "fifo is neither a file nor a folder"),
     (["--data", "nothing.txt"], "nothing.txt holds 0 bytes of text in 0 documents"),
@@ -132,6 +135,13 @@ def test_fields_and_options_stand_in_any_order():
     assert (args.nproc, config.optimizer.lr, config.run.steps, config.model.layers) == (2, 1e-3, 1000, 1)
     config, _ = configure(parse(["train", "run.steps=2e2", "--mesh", "dp=2"]))
     assert (config.run.steps, config.run.mesh) == (200, "dp=2")
+    for words, step in (
+        (["--trace", "model.layers=1"], 0),
+        (["model.layers=1", "--trace", "7"], 7),
+        (["model.layers=1"], None),
+    ):
+        args = parse(["train", *words])
+        assert (args.trace, configure(args)[0].model.layers) == (step, 1)
 
 
 def test_a_config_that_is_printed_is_read_again(capsys, tmp_path):

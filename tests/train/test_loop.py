@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
+from sherd.planning.files import from_json
+from sherd.simulate.timeline import Lane
 from sherd.train import loop
 from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError, Optimizer
@@ -20,6 +22,7 @@ from sherd.train.loop import Trainer, introduce, learning_rate, lzma_bits, train
 from sherd.train.mesh import Grid
 from sherd.train.models import Decoder
 from sherd.train.report import Report, Silent
+from sherd.train.report_command import TIMELINE
 from sherd.train.saved import newest
 from sherd.train.text import read_corpus
 
@@ -287,3 +290,46 @@ def test_lzma_bits_are_those_of_the_bytes_alone():
     raw = bytes(range(256)) * 4
     packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
     assert lzma_bits(raw) == 8 * len(packed) / 1024
+
+
+def recorded(config, out, at):
+    corpus, report = read_corpus(config.data), Recorded()
+    trainer = Trainer(config, corpus, grid(config))
+    train(trainer, out, report, trace=at)
+    losses = [record["loss"] for event, record in report.records if event == "step"]
+    return losses, [line for line in report.lines if "recorded in" in line]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changed"),
+    [
+        (2, {}),
+        (2, {"checkpointing": True, "precision": "bf16"}),
+        (4, {"mesh": "replicate=2,dp=2"}),
+        (4, {"mesh": "dp=2,tp=2"}),
+        (2, {"mesh": "pp=2"}),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_recorded_changes_no_loss(world, text, tmp_path, num_ranks, changed):
+    model = {"tied": changed.get("mesh") != "pp=2", "kv_heads": 2}
+    run_of = {"steps": 4, "save_every": 0, **changed}
+    chosen = Config.of(TREE, {"data": {"path": text}, "optimizer": {"batch": 16}, "model": model, "run": run_of})
+    plain = world(num_ranks).run(run, chosen, tmp_path / "plain")[0][0]
+    for losses, lines in world(num_ranks).run(recorded, chosen, tmp_path, 0):
+        assert losses == list(plain.values())
+        assert lines == [f"step      3  recorded in {tmp_path / TIMELINE}; sherd report {tmp_path} shows it"]
+    timeline = from_json((tmp_path / TIMELINE).read_text())
+    assert timeline.title == f"step 3 of {tmp_path.name} on {num_ranks} ranks"
+    assert timeline.peak.nbytes > timeline.peak.by_kind["shards"] > 0
+    names = {(span.lane, span.name) for span in timeline.spans}
+    assert {(Lane.GATHER, "gather"), (Lane.COMPUTE, "backward"), (Lane.COMPUTE, "optimizer")} <= names
+    assert ((Lane.COMPUTE, "recompute") in names) == ("checkpointing" in changed)
+    assert ((Lane.ALL_REDUCE, "all-reduce") in names) == ("replicate" in changed.get("mesh", ""))
+
+
+def test_of_a_short_run_the_last_step_is_recorded(world, text, tmp_path):
+    (_, lines), *_ = world(2).run(recorded, config(text, steps=2, save_every=0), tmp_path, 0)
+    assert lines[0].startswith("step      2  recorded in")
+    (_, lines), *_ = world(2).run(recorded, config(text, steps=2, save_every=0), tmp_path, None)
+    assert not lines

@@ -198,10 +198,10 @@ class Weights(Position, saved.Source):
         for part in self._part.tensors if self._part is not None else ():
             yield MemoryKind.PART, part
         if self._flight is not None:
-            for source in self._flight.sources:
-                yield MemoryKind.SENT, source
             if self._flight.rows is not None:
                 yield MemoryKind.ROWS, self._flight.rows
+            for source in self._flight.sources:  # it may be a part of the rows
+                yield MemoryKind.SENT, source
 
     @property
     def unsharded_bytes(self) -> int:
