@@ -105,8 +105,8 @@ def test_a_step_runs_as_it_is_predicted(world, way):
         assert [each.name for each in plan.units] == [each.name for each in trace.units]
         planned, found = most(plan), most(trace)
         transport = MemoryKind.TRANSPORT.value
-        # Numbers that a transport makes for itself are not predicted. A thread of gloo may let go of what it has received
-        # only when the next reduction is under way.
+        # Numbers that a transport makes for itself are not predicted. A thread of gloo may let go of what it has
+        # received only when the next reduction is under way.
         planned_bytes, found_bytes = planned.pop(transport, 0), found.pop(transport, 0)
         assert planned_bytes <= found_bytes + 64
         assert found_bytes <= 2 * planned_bytes + 64
