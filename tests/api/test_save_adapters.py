@@ -156,6 +156,7 @@ def replaced(folder: str) -> None:
     dist.barrier()
     model = sharded(adapted("lora", "second"), "Shard(0)")
     before = {name: Path(folder, name).read_bytes() for name in os.listdir(folder)}
+    dist.barrier()  # the first rank makes a folder in there
     write = sherd.storage.places.Disk.write
 
     def failing(self: Any, name: str, chunks: Any) -> None:

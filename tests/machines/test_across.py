@@ -86,7 +86,8 @@ def test_a_run_whose_link_is_cut_ends_by_name_and_the_same_command_goes_on_from_
     calls = kubernetes(tmp_path / "kubernetes", MASTER_ADDR=ADDRESSES[0], **chosen)
     assert ended(started(hosts, calls, tmp_path / "again"), PATIENCE_S) == [0, 0]
     went_on = re.search(r"going on after step (\d+)", (tmp_path / "again" / "0").read_text())
-    assert int(went_on[1]) in {record["step"] for record in records(out, "checkpoint")} & set(first)
+    # A checkpoint may be whole when the link is cut, and not yet reported.
+    assert int(went_on[1]) in {step for step in first if step % tree["run"]["save_every"] == 0}
 
     never_cut = dict(enumerate(plain_losses(Config.of(tree)), 1))
     assert losses(out) == pytest.approx(never_cut, rel=1e-4)
