@@ -169,7 +169,8 @@ def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files, list[str]
     paths = paths if isinstance(paths, Mapping) else {}
     leaves: dict[tuple[Any, ...], Any] = {}
     notes: list[str] = []
-    for name, kind in kinds.items():
+    order = {name: at for at, name in enumerate(paths)}  # the state dict's; `kinds` has what rank 0 has saved first
+    for name, kind in sorted(kinds.items(), key=lambda of: order.get(of[0], len(order))):
         if isinstance(kind, _Tensor):
             leaf: Any = _chunked(name, kind, items, where)
         else:

@@ -179,12 +179,12 @@ def _optimizer(
     held: Mapping[Any, Any], names: Sequence[str], found: Collected, where: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns an optimizer's state and groups, by the names of parameters, of which `names` are known."""
-    if isinstance(held.get(STATE), Mapping):
+    if isinstance(held.get(STATE), Mapping) or (GROUPS in held and STATE not in held):  # DCP has no empty dicts
         groups = held.get(GROUPS, [])
         if isinstance(held.get(SETTINGS), Mapping):
             groups = _grouped(held[SETTINGS])
         groups = list(groups.values()) if isinstance(groups, Mapping) else groups
-        state, groups = dict(held[STATE]), [dict(group) for group in groups]
+        state, groups = dict(held.get(STATE, {})), [dict(group) for group in groups]
         numbered = any(type(each) is int for each in [*state, *(n for group in groups for n in group.get(PARAMS, ()))])
         return _named(state, groups, names, found, where) if numbered else (state, groups)
     if any(str(key).startswith(f"{STATE}.") for key in held):
@@ -228,7 +228,8 @@ def _cut(rest: str, known: set[str]) -> tuple[str, str]:
 def _named(
     state: dict[Any, Any], groups: list[dict[str, Any]], names: Sequence[str], found: Collected, where: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns numbered states and groups with names instead of numbers."""
+    """Returns numbered states and groups with names instead of numbers. DCP makes texts of the numbers in `state`."""
+    state = {int(number) if str(number).isdecimal() else number: value for number, value in state.items()}
     numbers = [number for group in groups for number in group.get(PARAMS, ())]
     listed = [name for group in groups for name in group.get(PARAM_NAMES, ())]
     if len(listed) != len(numbers):
@@ -239,7 +240,8 @@ def _named(
             raise CheckpointError(
                 f"{where}: the optimizer numbers its {len(numbers)} parameters in {len(groups)} groups, and the model "
                 f"has {len(listed)} tensors, so which number is which cannot be known; save the optimizer's state by "
-                "name (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave it out"
+                "name (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), make the optimizer of "
+                "model.named_parameters(), or leave it out"
             )
         for number, name in zip(numbers, listed, strict=True):
             _require_shapes(state.get(number, {}), found.tensors[f"{MODEL}/{name}"].spec, name, where)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pickle
 
 import pytest
 import torch
@@ -128,8 +129,34 @@ def test_values_of_classes_that_are_not_known_are_left_out_and_named(tmp_path):
     assert (source.contents.step, list(source.contents.values)) == (40, ["model"])
 
 
+def test_numbers_are_of_the_order_of_the_state_dict_whatever_the_metadata_begins_with(tmp_path):
+    """Ranks save parts of it, and `.metadata` lists what rank 0 has saved first. All shapes are the same here."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata = dict(reversed(metadata.state_dict_metadata.items()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    source = open_source(tmp_path)
+    assert source.contents.values["optimizer"]["param_groups"][0]["params"] == [f"{i}.weight" for i in range(4)]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(in_memory(Named(source, f"optimizer/{name}/exp_avg")), optimizer.state[parameter]["exp_avg"])
+
+
+def test_an_optimizer_without_a_state_is_read(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    state = {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1).state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    optimizer = open_source(tmp_path).contents.values["optimizer"]
+    assert optimizer["state"] == {}
+    assert [(group["params"], group["lr"]) for group in optimizer["param_groups"]] == [(["weight", "bias"], 0.1)]
+
+
 def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path):
-    """The form that Megatron-LM's documents and tests give for `--ckpt-format fsdp_dtensor`; it needs a GPU to save."""
+    """The form that Megatron-LM's documents and tests give for `--ckpt-format fsdp_dtensor`, with its own wrappers, for
+    which it needs a GPU; test_megatron.py reads what was saved without them."""
     names = [f"module.module.decoder.layers.{i}.linear.weight" for i in range(3)]
     settings = [{"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.1, "weight_decay": 0.1}]
     state = {
