@@ -299,7 +299,7 @@ def sections(tree: Mapping[str, Any], found: Found) -> str:
         inside = sum(each.error == 0 for each in compared)
         outside = ", ".join(f"{_percent(each.error)} ({each.row.id})" for each in compared if each.error)
         parts.append(f"- {name}: {inside} of {len(compared)} are between none and full; outside: {outside or 'none'}.")
-    parts.append("\n### Does it fit?\n")
+    parts.append("\n### Memory and fit\n")
     too_large = [row.id for row in exact if not found[row.id][0].fits]
     parts.append(f"All of these trainings ran. {len(too_large)} of {len(exact)} would not, the simulator says:")
     parts.append(f"{', '.join(too_large)}." if too_large else "none.")

@@ -147,7 +147,7 @@ def _with_settings(
 
 @dataclass(frozen=True)
 class _Training:
-    """What DeepSpeed takes of a checkpoint.
+    """The parts of a checkpoint that DeepSpeed takes.
 
     Args:
         groups: the names and shapes of the parameters that are trained, by group.
@@ -167,7 +167,7 @@ class _Training:
 
     @property
     def keys(self) -> set[str]:
-        """What the optimizer keeps of each parameter."""
+        """The states that the optimizer keeps of each parameter."""
         return next(iter(self.states.values())).keys() - {"fp32"}
 
     def notes(self) -> Iterator[str]:

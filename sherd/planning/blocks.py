@@ -23,7 +23,7 @@ def thin_out(model: nn.Module) -> dict[str, str]:
     Blocks are of one kind if their modules and parameters have the same names, classes, shapes and dtypes. A block that
     shares a parameter with another module stays.
     """
-    places = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    places = _places(model)
     names = {id(module): name for name, module in model.named_modules()}
     lists = {id(block): each for each in model.modules() for block in each.children()}
     like: dict[str, str] = {}
@@ -36,6 +36,11 @@ def thin_out(model: nn.Module) -> dict[str, str]:
                 parent = lists[id(block)]
                 parent._modules = {key: each for key, each in parent._modules.items() if each is not block}
     return like
+
+
+def _places(model: nn.Module) -> Counter[int]:
+    """Returns how often each parameter is registered, by its id."""
+    return Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
@@ -112,14 +117,14 @@ def _moved(spec: UnitSpec, numbers: Sequence[int]) -> UnitSpec:
 
 def with_fewer_blocks(model: nn.Module, num_blocks: int) -> tuple[nn.Module, int] | None:
     """Returns a copy of `model` on the meta device that has only the first `num_blocks` of its blocks and runs as it
-    does, and how many blocks `model` has. None unless they are one list of one kind, and more."""
+    does, and how many blocks `model` has. None unless they are one list of one kind, more,
+    and share no parameters."""
     lists = list(repeated_blocks(model).values())
     if len(lists) != 1 or len(lists[0]) <= num_blocks or len({_kind(block) for block in lists[0]}) > 1:
         return None
-    short = copy.deepcopy(model)
-    like = thin_out(short)
-    if len(like) != len(lists[0]) - 1:
-        return None  # blocks share parameters
+    places = _places(model)
+    if any(places[id(each)] > 1 for block in lists[0][1:] for each in block.parameters()):
+        return None
     short = copy.deepcopy(model)
     ((name, blocks),) = repeated_blocks(short).items()
     around = short.get_submodule(name)

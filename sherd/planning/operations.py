@@ -1,4 +1,4 @@
-"""What an operation of torch costs: its kind, its floating-point operations and its bytes; and the kernels that a
+"""The costs of an operation of torch: its kind, its floating-point operations and its bytes; and the kernels that a
 device would take where the meta device takes others."""
 
 from __future__ import annotations
@@ -168,5 +168,5 @@ WITHOUT_VALUES: dict[Any, Callable[..., Tensor]] = {
     _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
     _ATEN.bincount.default: lambda x, weights=None, minlength=0: x.new_empty(minlength),
 }
-"""What is answered for operations whose result depends on values. All of a mask is true: transformers asks, before it
+"""The answers for operations whose result depends on values. All of a mask is true: transformers asks, before it
 leaves a mask out. A histogram has its least length."""

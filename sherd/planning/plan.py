@@ -166,21 +166,21 @@ def planned(
     if dist.is_initialized():
         raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
     axes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
-    for each in axes:
-        require_int("plan(mesh={})", each, 1)
+    for size in axes:
+        require_int("plan(mesh={})", size, 1)
     shape = Mesh(axes[-1], axes[0] if len(axes) > 1 else 1)
     require_int("plan(samples={})", samples, 1)
-    each, rest = divmod(samples, shape.num_ranks)
+    of_a_rank, rest = divmod(samples, shape.num_ranks)
     if rest:
         raise PolicyError(f"plan(samples={samples}): {shape.num_ranks} ranks do not divide it; take a multiple")
     fixed = {*given, *(["mesh"] if len(axes) > 1 else [])}
-    beginning = _settings(shape, each, given)
+    beginning = _settings(shape, of_a_rank, given)
     limit = cluster.device.memory if memory_limit is None else memory_limit
     require_int("plan(memory_limit={})", limit, 1)
     space = Space(shape.num_ranks, samples, cluster.devices_per_node, frozenset(fixed))
     evaluate = RoughPlanner(training, cluster).outcome
     found = None
-    if fixed < {*NAMES, "micro_batch"} - {"micro_batches"}:
+    if fixed < set(NAMES) - {"micro_batches"}:
         saving = replace(beginning, **({"checkpointing": True} | dict(given)))
         found = search(evaluate, space, dict.fromkeys((beginning, saving)), limit)
     planner = Planner(training, cluster)
@@ -194,8 +194,7 @@ def planned(
     prediction = tried[settings]
     advice = []
     if prediction.driver_bytes > limit:
-        anything = replace(space, fixed=frozenset({"micro_batches"}))
-        changes = cheapest_changes(evaluate, anything, settings, limit)
+        changes = cheapest_changes(evaluate, replace(space, fixed=frozenset()), settings, limit)
         advice = [advice_of(settings, evaluate(settings), other, outcome) for other, outcome in changes]
     return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
 

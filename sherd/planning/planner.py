@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -82,10 +82,10 @@ class Planner:
 
     def __init__(self, training: Training, cluster: Cluster, is_rough: bool = False) -> None:
         self.training, self.cluster, self._is_rough = training, cluster, is_rough
-        self._read = lru_cache(maxsize=None)(self._read_once)
-        self._work = lru_cache(maxsize=None)(self._work_of)
-        self._sharded = lru_cache(maxsize=None)(self._shard_once)
-        self._parts = lru_cache(maxsize=None)(self._cut_once)
+        self._read = cache(self._read_once)
+        self._work = cache(self._work_of)
+        self._sharded = cache(self._shard_once)
+        self._parts = cache(self._cut_once)
 
     def predict(self, settings: Settings, title: str = "") -> Prediction:
         """Returns the prediction of a step.
@@ -158,19 +158,26 @@ class RoughPlanner:
     with fewer, and of several samples by what one takes."""
 
     def __init__(self, training: Training, cluster: Cluster) -> None:
-        few, more = (with_fewer_blocks(training.model, number) for number in (FEW, MORE))
-        models = [training.model] if few is None or more is None else [few[0], more[0]]
-        self._planners = [Planner(replace(training, model=model), cluster, is_rough=True) for model in models]
-        self._num_more = (few[1] - FEW) / (MORE - FEW) if few is not None and more is not None else 0.0
+        self._training, self._cluster = training, cluster
+
+    @cached_property
+    def _planners(self) -> tuple[list[Planner], float]:
+        """The planners of both models, and how often their difference is added to the first."""
+        model = self._training.model
+        few, more = (with_fewer_blocks(model, number) for number in (FEW, MORE))
+        models = [model] if few is None or more is None else [few[0], more[0]]
+        num_more = (few[1] - FEW) / (MORE - FEW) if few is not None and more is not None else 0.0
+        return [Planner(replace(self._training, model=each), self._cluster, is_rough=True) for each in models], num_more
 
     def outcome(self, settings: Settings) -> Outcome:
         """Returns what a step takes under `settings`. Raises as `Planner.predict` does."""
-        predictions = [planner.predict(settings) for planner in self._planners]
+        planners, num_more = self._planners
+        predictions = [planner.predict(settings) for planner in planners]
         first, last = predictions[0], predictions[-1]
         seconds, nbytes = first.timeline.seconds, first.driver_bytes
         return Outcome(
-            seconds + self._num_more * (last.timeline.seconds - seconds),
-            nbytes + round(self._num_more * (last.driver_bytes - nbytes)),
+            seconds + num_more * (last.timeline.seconds - seconds),
+            nbytes + round(num_more * (last.driver_bytes - nbytes)),
         )
 
 

@@ -69,7 +69,7 @@ class Storages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Note] = []
         self.before: list[Note] = []
-        """What was there when the mode began."""
+        """The storages that were there when the mode began."""
         self._device, self._at_pass = device, at_pass
         self._thread = threading.get_ident()
         self._of: dict[int, Followed] = {}

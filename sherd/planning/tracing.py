@@ -38,7 +38,7 @@ __all__ = ["Trace", "traced"]
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """What is done: a span's name, unit and bytes, and the lane that the host serves, compute's if it waits for none.
+    """The work of a span: its name, unit and bytes, and the lane that the host serves, compute's if it waits for none.
     Without a name it is no part of the step."""
 
     name: str
@@ -339,12 +339,15 @@ class _Recorder:
 
     def _units(self, model: nn.Module) -> tuple[TimelineUnit, ...]:
         names = {id(module): plain_name(name) for name, module in model.named_modules(remove_duplicate=False)}
-        units = []
-        for unit in self._runtime.units:
-            sizes, numel = sizes_of(unit), sum(each.shape.numel() for each in unit.parameters)
-            unsharded, shards = (sum(each.unsharded + each.kept for each in sizes), sum(each.shards for each in sizes))
-            units.append(TimelineUnit(name_of(unit, names), unit.class_name, numel, unsharded, shards))
-        return tuple(units)
+        return tuple(
+            TimelineUnit.of(
+                name_of(unit, names),
+                unit.class_name,
+                sum(each.shape.numel() for each in unit.parameters),
+                sizes_of(unit),
+            )
+            for unit in self._runtime.units
+        )
 
     def _spans_at(self, seconds: Sequence[float]) -> Iterator[Span]:
         """Yields the spans, where marks are at `seconds`."""

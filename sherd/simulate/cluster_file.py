@@ -26,7 +26,7 @@ BINARY = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a field may hold: a value of `types`; with `units` a text, written in the last unit that fits."""
+    """The values that a field may hold: a value of `types`; with `units` a text, written in the last unit that fits."""
 
     expected: str
     types: tuple[type, ...] = (str,)

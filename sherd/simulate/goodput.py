@@ -1,4 +1,4 @@
-"""What is left of a step's speed in a long run over many devices: jitter, stragglers, failures and checkpoints."""
+"""The speed that is left in a long run over many devices, after jitter, stragglers, failures and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POINTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong on devices, all of them alike and independent.
+    """The faults of devices, all of them alike and independent.
 
     Attributes:
         jitter: the standard deviation of the logarithm of a rank's step time, from step to step.
@@ -42,7 +42,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """What is left after all of them."""
+        """The share that is left after all of them."""
         return self.jitter * self.stragglers * self.failures
 
 

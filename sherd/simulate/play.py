@@ -56,16 +56,7 @@ def play(
         for number in range(micro_batches):
             player.micro_batch(reduces_each or number == micro_batches - 1)
         player.optimizer_step()
-    units = tuple(
-        TimelineUnit(
-            unit.name,
-            unit.kind,
-            unit.numel,
-            sum(sizes.unsharded + sizes.kept for sizes in unit.groups),
-            sum(sizes.shards for sizes in unit.groups),
-        )
-        for unit in sharded.units
-    )
+    units = tuple(TimelineUnit.of(unit.name, unit.kind, unit.numel, unit.groups) for unit in sharded.units)
     clock, meter = player.clock, player.meter
     exposed = {lane.value: seconds for lane, seconds in clock.exposed.items() if seconds}
     return Timeline(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from sherd.simulate.clock import Costs
 from sherd.simulate.cluster import Cluster
@@ -29,11 +28,6 @@ class ClusterCosts(Costs):
         self._shard = Ranks.strided(mesh.shard, 1, cluster.devices_per_node)
         self._replicate = Ranks.strided(mesh.replicate, mesh.shard, cluster.devices_per_node)
         self.overlaps, self.host = cluster.device.overlaps, cluster.device.host
-        # Units are many and alike.
-        self._collective = lru_cache(maxsize=None)(self._collective_seconds)
-
-    def _collective_seconds(self, kind: str, nbytes: int, ranks: Ranks) -> float:
-        return collective_seconds(kind, nbytes, ranks, self._cluster)
 
     def op(self, op: Op) -> float:
         return op_seconds(op, self._cluster.device)
@@ -43,13 +37,13 @@ class ClusterCosts(Costs):
         return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
 
     def all_gather(self, nbytes: int) -> float:
-        return self._collective("all-gather", nbytes, self._shard)
+        return collective_seconds("all-gather", nbytes, self._shard, self._cluster)
 
     def reduce_scatter(self, nbytes: int) -> float:
-        return self._collective("reduce-scatter", nbytes, self._shard)
+        return collective_seconds("reduce-scatter", nbytes, self._shard, self._cluster)
 
     def all_reduce(self, nbytes: int) -> float:
-        return self._collective("all-reduce", nbytes, self._replicate)
+        return collective_seconds("all-reduce", nbytes, self._replicate, self._cluster)
 
     def to_host(self, nbytes: int) -> float:
         link = self._cluster.to_host

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+from sherd.schedule.moments import GroupSizes
 
 
 class Lane(str, Enum):
@@ -53,6 +56,12 @@ class TimelineUnit:
     numel: int
     unsharded_bytes: int
     shard_bytes: int
+
+    @classmethod
+    def of(cls, name: str, kind: str, numel: int, groups: Sequence[GroupSizes]) -> TimelineUnit:
+        """Returns the unit with the buffers of `groups`."""
+        unsharded, shards = sum(each.unsharded + each.kept for each in groups), sum(each.shards for each in groups)
+        return cls(name, kind, numel, unsharded, shards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ CODES = (
     "cannot be written"
 )
 YES_OR_NO = {"yes": True, "no": False}
-DTYPES = {"bf16": "bfloat16", "fp32": None}
 
 
 def add_plan(commands: Any) -> None:
@@ -46,7 +45,7 @@ def add_plan(commands: Any) -> None:
     p.add_argument("--mesh", metavar="AXES", help="as in replicate=2,dp=8, and no other; unless told, the best one")
     p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
-    p.add_argument("--precision", choices=DTYPES, help="of forward and backward; bf16 unless a config tells")
+    p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw-fused", help="adamw-fused unless told")
     p.add_argument("--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, all that it has')
     chosen = p.add_argument_group("settings that are chosen unless told")
@@ -98,7 +97,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
             raise InputError(f"--{name} {getattr(args, name)}: expected at least 1")
     context = args.context or model.context or 2048
     precision = args.precision or (config.run.precision if config else "bf16")
-    dtype = None if DTYPES[precision] is None else torch.bfloat16
+    dtype = torch.bfloat16 if precision == "bf16" else None
     num_ranks = mesh if isinstance(mesh, int) else mesh[0] * mesh[1]
     batch = model.batch(1, context)
     first = num_samples(batch)  # of a factory's own batch maybe more than one
@@ -111,7 +110,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
         dtype,
         samples=first,
     )
-    return planned(training, cluster, mesh, samples, limit, _given(args), f"{Path(args.model).name}"), model
+    return planned(training, cluster, mesh, samples, limit, _given(args), Path(args.model).name), model
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -155,10 +154,7 @@ def _as_json(made: Plan) -> dict[str, Any]:
         "limit_bytes": made.limit,
         "sent_bytes": prediction.sent,
         "cost_per_million_tokens": prediction.cost_per_million_tokens,
-        "advice": [
-            {"change": each.change, "saves_bytes": each.saves_bytes, "costs_seconds": each.costs_seconds}
-            for each in made.advice
-        ],
+        "advice": [asdict(each) for each in made.advice],
     }
 
 

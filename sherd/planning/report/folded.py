@@ -17,7 +17,7 @@ OTHER = "other"
 KINDS, PARTS, SPANS = 8, 800, 30_000
 """The most kinds of memory, parts of the step and spans that a page tells apart."""
 BOTTOM = (MemoryKind.SHARDS, MemoryKind.OPTIMIZER, MemoryKind.GRADIENTS, MemoryKind.PART, TensorKind.INPUT)
-"""What lies at the bottom of the stack: it changes least. Above are activations, and then what comes and goes."""
+"""The kinds at the bottom of the stack, which change least. Above are activations, and then what comes and goes."""
 
 
 @dataclass(frozen=True, slots=True)
