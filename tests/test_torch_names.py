@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -253,6 +254,27 @@ def test_imagined_ranks__are_a_group_of_any_size_in_one_process_that_is_gone_aft
         dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
         assert (dist.get_world_size(), mesh.get_coordinate(), mesh["tp"].size()) == (6, (0, 0), 3)
     assert not dist.is_initialized()
+    with _torch.imagined_ranks(6, rank=4):
+        assert mesh_of(2, 3, names=("dp", "tp")).get_coordinate() == (1, 1)
+
+
+def test_group_among__finds_the_group_of_a_collective_among_its_operations_arguments():
+    found = []
+
+    class Looking(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d" or func.overloadpacket.__name__ == "all_reduce":
+                found.append(_torch.group_among(args))
+            return func(*args, **(kwargs or {}))
+
+    with _torch.imagined_ranks(6):
+        group = mesh_of(2, 3, names=("dp", "tp"))["tp"].get_group()
+        x = torch.zeros(3, device="meta")
+        with Looking():
+            dist.all_reduce(x, group=group)
+            dist.all_to_all_single(torch.empty_like(x), x, group=group)
+            functional_collectives.all_reduce(x, "sum", group)
+        assert found == [group] * 3
 
 
 # Memory

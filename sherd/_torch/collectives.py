@@ -190,13 +190,23 @@ def abort_groups() -> None:
         first._group_end()  # type: ignore[union-attr]
 
 
+def group_among(args: Sequence[object]) -> dist.ProcessGroup:
+    """Returns the process group among the arguments of an operation: boxed in those of `torch.distributed`, and the last
+    one, by its name, in functional ones. The class of boxed objects and the look-up of names are private (2.1 to 2.13).
+    """
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":
+            return dist.ProcessGroup.unbox(each)
+    return distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]
+
+
 @contextlib.contextmanager
-def imagined_ranks(number: int) -> Iterator[None]:
-    """A context with a default process group of `number` ranks, of which this process is rank 0 and the others do not
+def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
+    """A context with a default process group of `number` ranks, of which this process is `rank` and the others do not
     exist: collectives return at once. torch has the backend for its own tests only (2.1 to 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=number, store=FakeStore())
     try:
         yield
     finally:

@@ -15,14 +15,15 @@ from torch import nn
 from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.planning.in_words import advice_of, facts_of, lines_of
-from sherd.planning.planner import Planner, RoughPlanner, Shards, Training, auto_units, fully_shard_args
+from sherd.planning.axes import Cut, Layout, Shards, auto_units
+from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args
 from sherd.planning.reading import Loss, own_or_usual_loss
 from sherd.requirements import require_int
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Found, cheapest_changes, search
-from sherd.simulate.settings import NAMES, Mesh, Settings, Space
+from sherd.simulate.settings import AXES, NAMES, Mesh, Settings, Space
 from sherd.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
 
@@ -94,7 +95,7 @@ class Plan:
 
 def plan(
     model: nn.Module,
-    mesh: int | tuple[int, int],
+    mesh: int | tuple[int, int] | Mapping[str, int],
     batch: Any,
     *,
     cluster: str | Path | Cluster = "h100",
@@ -104,6 +105,7 @@ def plan(
     optimizer: str | Optimizer = "adamw-fused",
     memory_limit: int | None = None,
     shard: Shards = auto_units,
+    parallelize: Mapping[str, Cut] | None = None,
     **settings: Any,
 ) -> Plan:
     """Returns what a step of `model` takes on `cluster`, under the fastest settings that fit its memory.
@@ -115,7 +117,8 @@ def plan(
 
     Args:
         model: on any device; what it holds is not read. It is not changed.
-        mesh: the number of ranks, of which any mesh is tried; or (replicas, shards), for this mesh alone.
+        mesh: the number of ranks, of which any mesh is tried; or for one mesh alone (replicas, shards), or the ranks of
+            its axes by name: `replicate`, `dp`, `cp`, `tp`.
         batch: of one forward: tensors in whatever containers, whose first dim is samples. Values are not read.
         cluster: the name of one that is shipped, the path of a cluster file, or a `Cluster`.
         samples: of a step, over all ranks. None: those of `batch` on each rank.
@@ -127,8 +130,11 @@ def plan(
         memory_limit: the bytes of a device that the training may take; None: all that the cluster's devices have.
         shard: makes the units, of the model and arguments of `fully_shard`. By default those of `auto_shard`; a model
             that does not describe or repeat any is one unit.
-        settings: those that are not to be chosen: `placement` ("shard" or "flat"), `reshard`, `checkpointing`,
-            `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
+        parallelize: by the name of an axis, `tp` or `cp`, a function of a model and that axis, a DeviceMesh of one dim,
+            that lays the model over it in place, as `parallelize_module` does. Only these axes are tried. With `cp`,
+            the model takes its rank's part of each sample.
+        settings: those that are not to be chosen: `placement` ("shard" or "flat"), `reshard`, `checkpointing` (True,
+            False, or the share of blocks), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
 
     Raises:
         PolicyError: an argument that cannot be, as a batch that ranks do not divide.
@@ -142,21 +148,49 @@ def plan(
     training = Training(
         on_meta(model),
         lambda size: resized_batch(batch, first, size),
-        loss or own_or_usual_loss,
+        Layout(loss or own_or_usual_loss, shard, _cuts(parallelize or {})),
         _optimizer(optimizer),
         compute_dtype,
-        shard,
         first,
     )
     found = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
-    num_ranks = mesh if isinstance(mesh, int) else mesh[0] * mesh[1]
-    return planned(training, found, mesh, first * num_ranks if samples is None else samples, memory_limit, settings)
+    shape = mesh_of(mesh)
+    if samples is None:
+        samples = first * (shape if isinstance(shape, int) else shape.num_data)
+    return planned(training, found, shape, samples, memory_limit, settings)
+
+
+def _cuts(parallelize: Mapping[str, Cut]) -> Mapping[str, Cut]:
+    for name in parallelize:
+        if name not in ("cp", "tp"):
+            raise PolicyError(f"plan(parallelize={{{name!r}: ...}}): expected the axes 'cp' and 'tp'")
+    return parallelize
+
+
+def mesh_of(mesh: int | tuple[int, int] | Mapping[str, int]) -> int | Mesh:
+    """Returns the mesh that `plan` was given; the number of ranks if any mesh of them may be taken.
+
+    Raises:
+        PolicyError: it is none.
+    """
+    if isinstance(mesh, int):
+        require_int("plan(mesh={})", mesh, 1)
+        return mesh
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(zip(("replicate", "dp"), mesh, strict=True))
+    for name, size in sizes.items():
+        if name not in AXES:
+            raise PolicyError(f"plan(mesh=...) names {name!r}, which is no axis; expected {', '.join(AXES)}")
+        require_int(f"plan(mesh=...): {name}={{}}", size, 1)
+    made = Mesh(**{AXES[name]: size for name, size in sizes.items()} | {"shard": sizes.get("dp", 1)})
+    if made.shard % made.ep:
+        raise PolicyError(f"plan(mesh=...): ep={made.ep} does not divide dp={made.shard}; ep is a part of dp")
+    return made
 
 
 def planned(
     training: Training,
     cluster: Cluster,
-    mesh: int | tuple[int, int],
+    mesh: int | Mesh,
     samples: int,
     memory_limit: int | None,
     given: Mapping[str, Any],
@@ -165,26 +199,35 @@ def planned(
     """Returns the plan of `training`; see `plan`."""
     if dist.is_initialized():
         raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
-    axes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
-    for size in axes:
-        require_int("plan(mesh={})", size, 1)
-    shape = Mesh(axes[-1], axes[0] if len(axes) > 1 else 1)
     require_int("plan(samples={})", samples, 1)
-    of_a_rank, rest = divmod(samples, shape.num_ranks)
+    num_ranks = mesh if isinstance(mesh, int) else mesh.num_ranks
+    fixed = {*given, *([] if isinstance(mesh, int) else ["mesh"])}
+    layout = training.layout
+    space = Space(
+        num_ranks,
+        samples,
+        cluster.devices_per_node,
+        frozenset(fixed),
+        axes=layout.axes,
+        fits=lambda mesh: not layout.misfit(mesh),
+    )
+    shape = _first_mesh(space) if isinstance(mesh, int) else mesh
+    misfit = layout.misfit(shape)
+    if misfit:
+        raise PolicyError(f"plan(mesh={shape}): {misfit}")
+    of_a_rank, rest = divmod(samples, shape.num_data)
     if rest:
-        raise PolicyError(f"plan(samples={samples}): {shape.num_ranks} ranks do not divide it; take a multiple")
-    fixed = {*given, *(["mesh"] if len(axes) > 1 else [])}
+        raise PolicyError(f"plan(samples={samples}): {shape.num_data} ranks do not divide it; take a multiple")
     beginning = _settings(shape, of_a_rank, given)
     limit = cluster.device.memory if memory_limit is None else memory_limit
     require_int("plan(memory_limit={})", limit, 1)
-    space = Space(shape.num_ranks, samples, cluster.devices_per_node, frozenset(fixed))
     evaluate = RoughPlanner(training, cluster).outcome
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
-        saving = replace(beginning, **({"checkpointing": True} | dict(given)))
+        saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
         found = search(evaluate, space, dict.fromkeys((beginning, saving)), limit)
     planner = Planner(training, cluster)
-    title = title or f"{type(training.model).__name__} on {shape.num_ranks} ranks"
+    title = title or f"{type(training.model).__name__} on {num_ranks} ranks"
     tried = {}
     for settings in [beginning] if found is None else found.ranking[: RETRIED if found.fits else 1]:
         tried[settings] = planner.predict(settings, title)
@@ -199,13 +242,23 @@ def planned(
     return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
 
 
+def _first_mesh(space: Space) -> Mesh:
+    """Returns the mesh that the search begins with: all ranks read other samples, if there are as many."""
+    whole = Mesh(space.num_ranks)
+    meshes = (whole, *space.meshes(whole))
+    return next((mesh for mesh in meshes if space.batch % mesh.num_data == 0), whole)
+
+
 def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
     """Returns the settings that are given, and the usual ones besides. `samples`: of a rank in a step."""
     choosable = set(NAMES) - {"mesh", "micro_batches"}
     for name in given:
         if name not in choosable:
             raise PolicyError(f"plan has no setting {name!r}; expected one of {', '.join(sorted(choosable))}")
-    for name in ("reshard", "checkpointing", "offload"):
+    share = given.get("checkpointing", 0)
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise PolicyError(f"plan(checkpointing={share!r}): expected True, False, or the share of blocks, 0 to 1")
+    for name in ("reshard", "offload"):
         if not isinstance(given.get(name, True), bool):
             raise PolicyError(f"plan({name}={given[name]!r}): expected True or False")
     if given.get("placement", "shard") not in ("shard", "flat"):
@@ -215,7 +268,7 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
     require_int("plan(micro_batch={})", size, 1)
     if samples % size:
         raise PolicyError(f"plan(micro_batch={size}): it does not divide the {samples} samples of a rank in a step")
-    return replace(Settings(mesh, micro_batches=samples // size), **given)
+    return replace(Settings(mesh, micro_batches=samples // size), **(dict(given) | {"checkpointing": float(share)}))
 
 
 def on_meta(model: nn.Module) -> nn.Module:

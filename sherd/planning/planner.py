@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import imagined_ranks
-from sherd.api.auto_shard import auto_shard
 from sherd.api.blocks import repeated_blocks
-from sherd.api.fully_shard import fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
 from sherd.layout.runs import Flat
+from sherd.planning.axes import Layout
 from sherd.planning.blocks import thin_out, with_blocks, with_fewer_blocks
-from sherd.planning.reading import Loss, read_work
+from sherd.planning.reading import read_work
 from sherd.planning.sharding import sharded_of
 from sherd.planning.transports import between_hosts, on_one_host
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
@@ -36,20 +34,6 @@ from sherd.simulate.stretches import Part, parts_of
 from sherd.simulate.transform import checkpointed, scaled
 from sherd.simulate.work import Work
 
-Shards = Callable[..., nn.Module]
-"""A function that shards a model as `auto_shard` does, with the arguments of `fully_shard`."""
-
-
-def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
-    """Shard `model` by `auto_shard`; one in which that finds no units is one unit."""
-    says = ("_no_split_modules", "_fsdp_plan")
-    describes_itself = any(getattr(each, name, None) for each in model.modules() for name in says)
-    if describes_itself or repeated_blocks(model):
-        return auto_shard(model, **fully_shard_args)
-    sharded: nn.Module = fully_shard(model, **fully_shard_args)
-    return sharded
-
-
 @dataclass(frozen=True)
 class Training:
     """A model, and how it is trained.
@@ -57,20 +41,18 @@ class Training:
     Attributes:
         model: on the meta device, its parameters in the dtype that the optimizer steps. It is copied.
         batch: returns a batch of so many samples, on the meta device.
-        loss: of a model and a batch.
+        layout: the loss, the units, and how the model is laid over axes that are not data parallel.
         optimizer: steps all trainable parameters.
         compute_dtype: forward and backward compute in it (mixed precision, with gradients reduced in float32); None:
             in that of the parameters.
-        shard: makes the units.
         samples: a batch of so many is one that the model runs with.
     """
 
     model: nn.Module
     batch: Callable[[int], Any]
-    loss: Loss
+    layout: Layout
     optimizer: Optimizer
     compute_dtype: torch.dtype | None = None
-    shard: Shards = auto_units
     samples: int = 1
 
 
@@ -94,7 +76,7 @@ class Planner:
             InputError: the model does not run without values.
             SherdError: it cannot be sharded so.
         """
-        work_key = settings.micro_batch, settings.checkpointing
+        work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing
         sharded_key = settings.mesh, settings.placement, settings.reshard, settings.prefetch
         sharded = self._sharded(*sharded_key)
         return predict(
@@ -107,46 +89,71 @@ class Planner:
             title=title,
         )
 
-    def _read_once(self, micro_batch: int) -> Work:
+    def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         training = self.training
         if self._is_rough and micro_batch != training.samples:
-            return scaled(self._read(training.samples), micro_batch / training.samples)
-        model = copy.deepcopy(training.model)
+            return scaled(self._read(training.samples, mesh), micro_batch / training.samples)
+        model, loss = copy.deepcopy(training.model), training.layout.loss
         if training.compute_dtype is not None:
             _compute_in(training.compute_dtype, model)
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
-        return read_work(model, training.batch(micro_batch), training.loss, device_type)
+        if mesh.num_ranks == 1:
+            return read_work(model, training.batch(micro_batch), loss, device_type)
+        with _imagined(mesh):
+            laid = training.layout.lay(model, mesh)
+            with laid.running():
+                return read_work(model, training.batch(micro_batch), laid.loss, device_type)
 
-    def _work_of(self, micro_batch: int, checkpointing: bool) -> Work:
-        work = self._read(micro_batch)
+    def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float) -> Work:
+        work = self._read(micro_batch, mesh)
         if not checkpointing:
             return work
-        blocks = {id(block) for each in repeated_blocks(self.training.model).values() for block in each}
+        lists = repeated_blocks(self.training.model).values()
+        blocks = {id(block) for each in lists for block in _spread(each, checkpointing)}
         names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
         return checkpointed(work, [number for number, each in enumerate(work.modules) if each.name in names])
 
-    def _cut_once(self, work_key: tuple[int, bool], sharded_key: tuple[Mesh, str, bool, int]) -> tuple[Part, ...]:
+    def _cut_once(self, work_key: tuple[int, Mesh, float], sharded_key: tuple[Mesh, str, bool, int]) -> tuple[Part, ...]:
         device = self.cluster.device
         return parts_of(self._work(*work_key), self._sharded(*sharded_key), lambda op: op_seconds(op, device))
 
     def _shard_once(self, mesh: Mesh, placement: str, reshard: bool, prefetch: int) -> Sharded:
-        work, training = self._read(self.training.samples), self.training
+        work, training = self._read(self.training.samples, _without_data(mesh)), self.training
         settings = Settings(mesh, placement, reshard, prefetch=prefetch)
         arguments = fully_shard_args(settings, training.compute_dtype)
         cluster = self.cluster
         if cluster.device.overlaps:
             machine: AbstractContextManager[None] = use_streams(RecordingStreams())
         else:
-            machine = use_transports(on_one_host if mesh.shard <= cluster.devices_per_node else between_hosts)
-        with imagined_ranks(mesh.num_ranks), machine:
-            arguments["mesh"] = _device_mesh(mesh)
+            is_one_host = mesh.num_ranks // mesh.replicate <= cluster.devices_per_node
+            machine = use_transports(on_one_host if is_one_host else between_hosts)
+        with _imagined(mesh), machine:
+
+            def shard(model: nn.Module) -> Sharded:
+                laid = training.layout.lay(model, mesh)
+                return sharded_of(laid.shard(model, **arguments), work, training.optimizer)
+
             model = copy.deepcopy(training.model)
             like = thin_out(model)
-            sharded = sharded_of(training.shard(model, **arguments), work, training.optimizer)
+            sharded = shard(model)
             whole = with_blocks(sharded, like, work) if like else sharded
-            if whole is None:
-                whole = sharded_of(training.shard(copy.deepcopy(training.model), **arguments), work, training.optimizer)
-        return whole
+            return shard(copy.deepcopy(training.model)) if whole is None else whole
+
+
+def _without_data(mesh: Mesh) -> Mesh:
+    """Returns `mesh` with no more ranks than a forward needs that read other samples: those that exchange experts."""
+    return replace(mesh, shard=mesh.ep, replicate=1)
+
+
+def _imagined(mesh: Mesh) -> AbstractContextManager[None]:
+    """The ranks of `mesh`. This one has the last part of samples that are cut, whose attention sees all of them."""
+    return imagined_ranks(mesh.num_ranks, (mesh.cp - 1) * mesh.tp)
+
+
+def _spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
+    """Returns so many of `blocks`, evenly spread."""
+    number = round(share * len(blocks))
+    return [each for at, each in enumerate(blocks) if (at + 1) * number // len(blocks) > at * number // len(blocks)]
 
 
 FEW, MORE = 4, 8
@@ -211,12 +218,6 @@ def _compute_in(dtype: torch.dtype, model: nn.Module) -> None:
 
     for unit in (model, *(block for blocks in repeated_blocks(model).values() for block in blocks)):
         unit.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-
-
-def _device_mesh(mesh: Mesh) -> DeviceMesh:
-    if mesh.replicate == 1:
-        return init_device_mesh("cpu", (mesh.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
 
 
 def offloaded(sharded: Sharded) -> Sharded:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from sherd.engine.run.structures import tensors_in
 from sherd.errors import InputError
 from sherd.planning.operations import kernels_of
-from sherd.planning.recording import Recording
+from sherd.planning.recording import Recording, part_of
 from sherd.simulate.work import Module, Parameter, Work
 from sherd.verify.equivalence import loss_in, output_of, own_loss
 
@@ -100,9 +100,9 @@ def _parts(model: nn.Module) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]
         Parameter(
             name,
             number[name.rpartition(".")[0]],
-            tuple(each.shape),
+            tuple(part_of(each).shape),
             str(each.dtype).removeprefix("torch."),
-            each.nbytes,
+            part_of(each).nbytes,
             each.requires_grad,
         )
         for name, each in model.named_parameters()

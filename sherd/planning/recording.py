@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from sherd._torch import TorchDispatchMode
+from sherd._torch import TorchDispatchMode, local_tensor
+from sherd.planning.collectives import collective_of, is_communication
 from sherd.planning.operations import WITHOUT_VALUES, op_of, tensors_among
 from sherd.simulate.work import (
     Allocate,
@@ -27,7 +29,17 @@ from sherd.simulate.work import (
     Use,
 )
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "part_of"]
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor; another tensor as it is."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Returns the memory of `tensor` on this rank."""
+    return part_of(tensor).untyped_storage()
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +83,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._resting = [each.untyped_storage() for each in (*parameters, *buffers)]
+        self._resting = [storage_of(each) for each in (*parameters, *buffers)]
         self._parameter_at = {id(each): number for number, each in enumerate(self._resting[: len(parameters)])}
         self._is_resting = {id(each) for each in self._resting}
         self._events: list[Event] = []
@@ -103,6 +115,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it asks for operations on local tensors, which come here
         kwargs = kwargs or {}
         again = self._in_backward and torch.is_grad_enabled()  # backward itself runs without
         if self._recomputed and not again:
@@ -112,9 +126,10 @@ class Recording(TorchDispatchMode):
         result = WITHOUT_VALUES.get(func, func)(*args, **kwargs)
         for each in tensors_among((result,)):
             self._note(each, again)
-        op = op_of(func, args, kwargs, result)
-        if op is not None:
-            self._events.append(op)
+        is_sent = is_communication(func)
+        event = collective_of(func, args, result) if is_sent else op_of(func, args, kwargs, result)
+        if event is not None:
+            self._events.append(event)
         return result
 
     def _use(self, args: tuple[Any, ...]) -> None:
@@ -148,7 +163,7 @@ class Recording(TorchDispatchMode):
             self._events.append(Release(number))
 
     def _alive(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        numbers = (self._number_at.get(id(each.untyped_storage())) for each in tensors)
+        numbers = (self._number_at.get(id(storage_of(each))) for each in tensors)
         return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
     def _end_recomputation(self) -> None:
@@ -178,7 +193,7 @@ class Recording(TorchDispatchMode):
         self._call = call.around
         numbers = [each for each in outputs if each.is_floating_point() and each.dim() > 1]
         if self._call is None and self._has_tokens and numbers and not self._in_backward:
-            self._logits = self._number_at.get(id(max(numbers, key=Tensor.numel).untyped_storage()))
+            self._logits = self._number_at.get(id(storage_of(max(numbers, key=Tensor.numel))))
 
     def _claim(self, tensors: Sequence[Tensor]) -> None:
         """Let the nodes of autograd's graph behind `tensors` that nobody has claimed belong to the innermost call."""
@@ -223,9 +238,9 @@ class Recording(TorchDispatchMode):
 
     def hand_over(self, parameter: int, gradient: Tensor) -> None:
         """Autograd has made the gradient of a parameter. Its memory has counted as a temporary's until now."""
-        key = id(gradient.untyped_storage())
+        key = id(storage_of(gradient))
         number = self._number_at.get(key)
-        if number is not None and self._memory[number].nbytes == gradient.nbytes:
+        if number is not None and self._memory[number].nbytes == part_of(gradient).nbytes:
             self._memory[number].shape = ()  # no logits, whatever its shape
             self._died(key)
         self._events.append(Gradient(parameter))

@@ -10,6 +10,7 @@ from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter, as_sharded, plain_name
 from sherd.memory.predict import batch_bytes_of, state_for
 from sherd.memory.sizes import sizes_of, trainable
+from sherd.planning.collectives import group_of
 from sherd.schedule.moments import Arrival
 from sherd.simulate.sharded import Optimizer, Sharded, Traffic
 from sherd.simulate.sharded import Unit as PlayedUnit
@@ -79,6 +80,8 @@ def traffic_of(weights: Weights) -> Traffic:
         reduced=reduced if mesh.num_shards > 1 else 0,
         all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
         owned=group.shard_buffer.nbytes,
+        shard=group_of(mesh.shard_group),
+        replicate=group_of(mesh.replicate_group),
     )
 
 

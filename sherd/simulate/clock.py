@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from sherd.simulate.timeline import Lane, Span
-from sherd.simulate.work import Op
+from sherd.simulate.work import Group, Op
 
 
 class Costs(ABC):
@@ -33,16 +33,8 @@ class Costs(ABC):
         """Returns the seconds in which so many bytes are read or written in the memory of the device."""
 
     @abstractmethod
-    def all_gather(self, nbytes: int) -> float:
-        """Returns the seconds of an all-gather over the shard axis, after which each rank has `nbytes`."""
-
-    @abstractmethod
-    def reduce_scatter(self, nbytes: int) -> float:
-        """Returns the seconds of a reduce-scatter over the shard axis, of `nbytes` that each rank hands over."""
-
-    @abstractmethod
-    def all_reduce(self, nbytes: int) -> float:
-        """Returns the seconds of an all-reduce of `nbytes` over the replicate axis."""
+    def collective(self, kind: str, nbytes: int, group: Group) -> float:
+        """Returns the seconds of a collective; see `costs.collective_seconds`."""
 
     @abstractmethod
     def to_host(self, nbytes: int) -> float:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sherd.simulate.cluster import Cluster, Device
-from sherd.simulate.work import Op, OpKind
+from sherd.simulate.work import Group, Op, OpKind
 
 ADAMW = (8, 20)  # kernels, and times that each element is read or written: multiply, lerp, addcmul, sqrt, div, addcdiv
 FUSED_ADAMW = (1, 7)  # reads the parameter, its gradient and two moments; writes all but the gradient
@@ -39,9 +39,9 @@ class Ranks:
         assert 1 <= self.per_node <= self.size, f"1 <= per_node <= size: {self}"
 
     @classmethod
-    def strided(cls, size: int, stride: int, devices_per_node: int) -> Ranks:
-        """Returns a group of `size` ranks that are `stride` apart, where ranks fill one node after the other."""
-        return cls(size, max(1, min(size, devices_per_node // stride)))
+    def of(cls, group: Group, devices_per_node: int) -> Ranks:
+        """Returns `group` on nodes that ranks fill one after the other."""
+        return cls(group.size, max(1, min(group.size, devices_per_node // group.stride)))
 
 
 def with_tf32(device: Device) -> Device:

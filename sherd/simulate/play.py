@@ -8,6 +8,8 @@ carry its actions out.
     Reduce            gradients are copied into rows; a reduce-scatter is queued,
                       over replicas an all-reduce behind it
     FinishReduce      compute waits for it
+
+What forward and backward send themselves is queued behind compute, which waits for it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from sherd.schedule.words import in_words
 from sherd.simulate.clock import Clock, Costs
 from sherd.simulate.meter import Meter
 from sherd.simulate.sharded import Sharded, Traffic
-from sherd.simulate.stretches import Part, Stretch
+from sherd.simulate.stretches import Called, Part, Stretch
 from sherd.simulate.timeline import Lane, Timeline, TimelineUnit
+from sherd.simulate.work import Group
 
 OPTIMIZER_TEMPORARY = "optimizer temporaries"
 
@@ -104,6 +107,8 @@ class _Player:
         for part in self._parts:
             if isinstance(part, Stretch):
                 self._compute(part)
+            elif isinstance(part, Called):
+                self._call(part)
             else:
                 for moment in part:
                     self._live_through(moment)
@@ -123,6 +128,18 @@ class _Player:
         self.clock.compute(stretch.phase, stretch.unit, stretch.seconds, stretch.num_ops)
         for change in stretch.changes:
             self._come(*change)
+
+    def _call(self, called: Called) -> None:
+        each = called.collective
+        seconds = self._costs.collective(each.kind, each.nbytes, each.group)
+        self._in_turn(Lane.MODEL, each.kind, called.unit, seconds, each.nbytes)
+
+    def _in_turn(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:
+        """Do work of `lane` behind what compute does now, and have compute wait for it."""
+        if self._costs.overlaps:
+            self.clock.wait(lane, unit, self.clock.start(lane, name, unit, seconds, nbytes, after=self.clock.now))
+        else:
+            self.clock.do_beside(lane, name, unit, seconds, nbytes)
 
     def _come(self, kind: str, unit: int, nbytes: int) -> None:
         self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
@@ -170,7 +187,7 @@ class _Player:
             if self._sharded.is_offloaded:
                 seconds = self._costs.to_host(traffic.owned)
                 fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
-            seconds = self._costs.all_gather(traffic.gathered) if traffic.gathered else 0.0
+            seconds = self._seconds("all-gather", traffic.gathered, traffic.shard)
             self._gathered[unit] = self.clock.start(
                 Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched
             )
@@ -180,7 +197,7 @@ class _Player:
             self.clock.wait(Lane.GATHER, unit, self._gathered[unit])
         for traffic, sizes in self._groups(unit):
             if not self._costs.overlaps and traffic.gathered:
-                seconds = self._costs.all_gather(traffic.gathered)
+                seconds = self._seconds("all-gather", traffic.gathered, traffic.shard)
                 self.clock.do_beside(Lane.GATHER, "gather", unit, seconds, traffic.gathered)
             if sizes.rows:
                 self.clock.compute("copy out", unit, self._costs.copied(sizes.rows + sizes.unsharded))
@@ -190,8 +207,8 @@ class _Player:
         if nbytes:
             self.clock.compute("copy in", unit, self._costs.copied(2 * nbytes))
         for traffic, sizes in self._groups(unit):
-            scattered = self._costs.reduce_scatter(traffic.reduced) if traffic.reduced else 0.0
-            summed = self._costs.all_reduce(traffic.all_reduced) if traffic.all_reduced else 0.0
+            scattered = self._seconds("reduce-scatter", traffic.reduced, traffic.shard)
+            summed = self._seconds("all-reduce", traffic.all_reduced, traffic.replicate)
             if not self._costs.overlaps:
                 self.clock.do_beside(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced)
                 self.clock.do_beside(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced)
@@ -202,6 +219,9 @@ class _Player:
             if self._sharded.is_offloaded:
                 seconds = self._costs.to_host(sizes.gradients)
                 self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
+
+    def _seconds(self, kind: str, nbytes: int, group: Group) -> float:
+        return self._costs.collective(kind, nbytes, group) if nbytes else 0.0
 
     def _groups(self, unit: int) -> zip[tuple[Traffic, GroupSizes]]:
         each = self._sharded.units[unit]

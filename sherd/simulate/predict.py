@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from sherd.simulate.clock import Costs
 from sherd.simulate.cluster import Cluster
@@ -13,20 +14,18 @@ from sherd.simulate.play import play
 from sherd.simulate.reserved import reserved_bytes
 from sherd.simulate.settings import Mesh
 from sherd.simulate.sharded import Sharded
-from sherd.simulate.stretches import Part, parts_of
+from sherd.simulate.stretches import Called, Part, parts_of
 from sherd.simulate.timeline import Lane, Timeline
-from sherd.simulate.work import Enter, Leave, Op, OpKind, Work
+from sherd.simulate.work import Enter, Group, Leave, Op, OpKind, Work
 
 MATMULS = (OpKind.MATMUL, OpKind.ATTENTION)
 
 
 class ClusterCosts(Costs):
-    """The costs on a rank of `mesh` on `cluster`, whose nodes are filled one after the other."""
+    """The costs on a rank of `cluster`, whose nodes are filled one after the other."""
 
-    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._shard = Ranks.strided(mesh.shard, 1, cluster.devices_per_node)
-        self._replicate = Ranks.strided(mesh.replicate, mesh.shard, cluster.devices_per_node)
         self.overlaps, self.host = cluster.device.overlaps, cluster.device.host
 
     def op(self, op: Op) -> float:
@@ -36,14 +35,9 @@ class ClusterCosts(Costs):
         device = self._cluster.device
         return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
 
-    def all_gather(self, nbytes: int) -> float:
-        return collective_seconds("all-gather", nbytes, self._shard, self._cluster)
-
-    def reduce_scatter(self, nbytes: int) -> float:
-        return collective_seconds("reduce-scatter", nbytes, self._shard, self._cluster)
-
-    def all_reduce(self, nbytes: int) -> float:
-        return collective_seconds("all-reduce", nbytes, self._replicate, self._cluster)
+    def collective(self, kind: str, nbytes: int, group: Group) -> float:
+        ranks = Ranks.of(group, self._cluster.devices_per_node)
+        return collective_seconds(kind, nbytes, ranks, self._cluster)
 
     def to_host(self, nbytes: int) -> float:
         link = self._cluster.to_host
@@ -53,18 +47,10 @@ class ClusterCosts(Costs):
         # A device's share of its host's memory is about as fast as its way there.
         return self.to_host(nbytes) if on_host else self.copied(nbytes)
 
-    def sent(self, timeline: Timeline) -> dict[str, int]:
-        """Returns the bytes that this rank sends in the collectives of a step, by the slowest link of their ring."""
-        sent: Counter[str] = Counter()
-        for span in timeline.spans:
-            ranks = self._replicate if span.lane is Lane.ALL_REDUCE else self._shard
-            if span.lane in (Lane.GATHER, Lane.REDUCE, Lane.ALL_REDUCE):
-                times = 2 if span.lane is Lane.ALL_REDUCE else 1
-                link = "within nodes" if ranks.per_node >= ranks.size else "across nodes"
-                sent[link] += times * span.nbytes * (ranks.size - 1) // ranks.size
-            elif span.lane is Lane.COPY:
-                sent["to the host"] += span.nbytes
-        return dict(sent)
+    def link(self, group: Group) -> str:
+        """Returns the slowest link between ranks of `group`, in words."""
+        ranks = Ranks.of(group, self._cluster.devices_per_node)
+        return "within nodes" if ranks.per_node >= ranks.size else "across nodes"
 
 
 @dataclass(frozen=True)
@@ -108,13 +94,13 @@ def predict(
     title: str = "",
 ) -> Prediction:
     """Returns the prediction of a step; see `play`. `parts`: those of `work`, if they are there already."""
-    costs, device = ClusterCosts(cluster, mesh), cluster.device
+    costs, device = ClusterCosts(cluster), cluster.device
     if parts is None:
         parts = parts_of(work, sharded, costs.op)
     timeline = play(parts, sharded, costs, micro_batches=micro_batches, reduces_each=reduces_each, title=title)
     seconds = timeline.seconds
     flops = micro_batches * _flops_once(work)
-    tokens, samples = (micro_batches * mesh.num_ranks * each / seconds for each in (work.tokens, work.samples))
+    tokens, samples = (micro_batches * mesh.num_data * each / seconds for each in (work.tokens, work.samples))
     hourly = cluster.price_per_hour
     reserved = reserved_bytes(timeline.changes, device.overlaps)
     return Prediction(
@@ -127,9 +113,32 @@ def predict(
         tokens,
         samples,
         flops / seconds / device.peak_flops[_dtype_of(work)],
-        costs.sent(timeline),
+        _sent(timeline, sharded, parts, costs),
         hourly * mesh.num_ranks / 3600 / tokens * 1e6 if hourly is not None and tokens else None,
     )
+
+
+def _sent(timeline: Timeline, sharded: Sharded, parts: Sequence[Part], costs: ClusterCosts) -> dict[str, int]:
+    """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of their ring."""
+    groups: dict[tuple[Lane, int], list[Group]] = {}
+    for number, unit in enumerate(sharded.units):
+        for each in unit.traffic:
+            groups.setdefault((Lane.GATHER, number), []).extend([each.shard] * (each.gathered > 0))
+            groups.setdefault((Lane.REDUCE, number), []).extend([each.shard] * (each.reduced > 0))
+            groups.setdefault((Lane.ALL_REDUCE, number), []).extend([each.replicate] * (each.all_reduced > 0))
+    for part in parts:
+        if isinstance(part, Called) and part.collective.group.size > 1:
+            groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
+    in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which they are queued
+    sent: Counter[str] = Counter()
+    for span in timeline.spans:
+        if span.lane is Lane.COPY:
+            sent["to the host"] += span.nbytes
+        elif (span.lane, span.unit) in in_turn:
+            group = next(in_turn[span.lane, span.unit])
+            times = 2 if span.name == "all-reduce" else 1
+            sent[costs.link(group)] += times * span.nbytes * (group.size - 1) // group.size
+    return dict(sent)
 
 
 def _flops_once(work: Work) -> int:

@@ -52,7 +52,7 @@ class Found:
                 yield name, alone[0], self.outcomes[alone[0]]
 
 
-_TOGETHER = {"micro_batch": ["micro_batch", "micro_batches"]}
+_TOGETHER = {"mesh": ["mesh", "micro_batches"], "micro_batch": ["micro_batch", "micro_batches"]}
 """Choices that are made together."""
 
 

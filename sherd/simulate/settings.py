@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks: each of `replicate` replicas of the model is sharded over `shard` ranks, which are neighbours."""
+    """The ranks on their axes, from the outermost, whose ranks are furthest apart:
+
+        pp          layers: each rank has some of them
+        replicate   samples; parameters are replicated
+        shard       samples; parameters are sharded
+          ep        a part of it: each rank has some of the experts
+        cp          tokens of the same samples; parameters are sharded over these ranks too
+        tp          parts of each layer, for the same tokens
+    """
 
     shard: int
     replicate: int = 1
+    pp: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of both axes."""
-        return self.shard * self.replicate
+        """All ranks of all axes."""
+        return self.pp * self.num_data * self.cp * self.tp
+
+    @property
+    def num_data(self) -> int:
+        """Ranks that read different samples."""
+        return self.replicate * self.shard
 
     def __str__(self) -> str:
-        ranks = f"{self.shard} rank{'' if self.shard == 1 else 's'}"
-        return ranks if self.replicate == 1 else f"{self.replicate} replicas x {ranks}"
+        replicas = [f"{self.replicate} replicas"] if self.replicate > 1 else []
+        ranks = f"{self.shard} rank{'' if self.shard == 1 else 's'}{f' (ep {self.ep})' if self.ep > 1 else ''}"
+        stages, contexts, tensors = ([f"{name} {size}"] * (size > 1) for name, size in self._others())
+        return " x ".join((*stages, *replicas, ranks, *contexts, *tensors))
+
+    def _others(self) -> tuple[tuple[str, int], ...]:
+        return ("pp", self.pp), ("cp", self.cp), ("tp", self.tp)
+
+
+AXES = {"pp": "pp", "replicate": "replicate", "dp": "shard", "ep": "ep", "cp": "cp", "tp": "tp"}
+"""The axes of a mesh as users name them, and as `Mesh` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +57,8 @@ class Settings:
     Attributes:
         placement: "shard" or "flat": how parameters are cut.
         reshard: unsharded parameters are freed after forward, but for the root's.
-        checkpointing: blocks keep only their inputs for backward, and compute the rest again.
+        checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
+            again. They are spread evenly.
         offload: shards, gradients and optimizer state are in host memory.
         prefetch: units that are gathered ahead.
         micro_batch: samples in one forward of one rank.
@@ -41,7 +68,7 @@ class Settings:
     mesh: Mesh
     placement: str = "shard"
     reshard: bool = True
-    checkpointing: bool = False
+    checkpointing: float = 0.0
     offload: bool = False
     prefetch: int = 1
     micro_batch: int = 1
@@ -72,10 +99,12 @@ def _words(name: str, value: object) -> str:
             return "freed after forward"
         case "reshard", False:
             return "kept for backward"
-        case "checkpointing", True:
-            return "blocks computed again"
-        case "checkpointing", False:
+        case "checkpointing", 0:
             return "activations kept"
+        case "checkpointing", 1:
+            return "blocks computed again"
+        case "checkpointing", _:
+            return f"{value:.0%} of blocks computed again"
         case "offload", True:
             return "shards in host memory"
         case "offload", False:
@@ -91,38 +120,80 @@ def _words(name: str, value: object) -> str:
 @dataclass(frozen=True, slots=True)
 class Space:
     """The settings that may be chosen for a training of `batch` samples in each step on `num_ranks` ranks, which are
-    `per_node` to a node. `fixed`: names of settings that are as they are. `most_samples`: in one forward of a rank."""
+    `per_node` to a node.
+
+    Attributes:
+        fixed: names of settings that are as they are.
+        most_samples: in one forward of a rank.
+        axes: those of a mesh, besides `replicate` and `shard`, that may have several ranks.
+        fits: tells whether the model can be laid over a mesh.
+    """
 
     num_ranks: int
     batch: int
     per_node: int
     fixed: frozenset[str] = frozenset()
     most_samples: int = 64
+    axes: tuple[str, ...] = ()
+    fits: Callable[[Mesh], bool] = lambda mesh: True
 
-    def meshes(self) -> Iterator[Mesh]:
-        """Yields the meshes of all ranks, as replicas that are whole nodes, or equal parts of one."""
-        for shard in divisors(self.num_ranks):
-            if shard == self.num_ranks or shard % self.per_node == 0 or self.per_node % shard == 0:
-                yield Mesh(shard, self.num_ranks // shard)
+    def meshes(self, near: Mesh) -> Iterator[Mesh]:
+        """Yields the meshes of all ranks that differ from `near` in the number of replicas, which are whole nodes or
+        equal parts of one, or in one other axis, whose ranks come from those that read other samples or go to them."""
+        yield from filter(self.fits, self._replicas(near))
+        for axis in self.axes:
+            for size in self._sizes(axis):
+                if axis != "ep":
+                    kept = replace(near, **{axis: 1, "ep": 1}).num_ranks // near.num_data * size
+                    data, rest = divmod(self.num_ranks, kept)
+                    mesh = replace(near, shard=data, replicate=1, **{axis: size})
+                else:
+                    mesh, rest = replace(near, ep=size), near.shard % size
+                if not rest and mesh != near and self.fits(mesh):
+                    yield mesh
+
+    def _replicas(self, near: Mesh) -> Iterator[Mesh]:
+        inside = near.cp * near.tp
+        for shard in divisors(near.num_data):
+            ranks = shard * inside
+            is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0
+            if shard % near.ep == 0 and (shard == near.num_data or is_even):
+                yield replace(near, shard=shard, replicate=near.num_data // shard)
+
+    def _sizes(self, axis: str) -> Iterator[int]:
+        most = self.per_node if axis == "tp" else self.num_ranks
+        return (size for size in divisors(self.num_ranks) if size <= min(most, MOST_RANKS))
+
+    def with_mesh(self, settings: Settings, mesh: Mesh) -> Settings | None:
+        """Returns `settings` on `mesh`, with as many micro-batches as the batch then has; None if it is not divided."""
+        times, rest = divmod(self.batch, mesh.num_data * settings.micro_batch)
+        return replace(settings, mesh=mesh, micro_batches=times) if times and not rest else None
 
     def neighbours(self, settings: Settings) -> Iterator[Settings]:
         """Yields the settings that differ from `settings` in one choice."""
-        for name, values in self._choices():
+        if "mesh" not in self.fixed:
+            found = (self.with_mesh(settings, mesh) for mesh in self.meshes(settings.mesh))
+            yield from (each for each in found if each is not None)
+        for name, values in CHOICES.items():
             if name not in self.fixed:
                 yield from (replace(settings, **{name: value}) for value in values)
         if "micro_batch" not in self.fixed:
-            each = self.batch // self.num_ranks
+            each = self.batch // settings.mesh.num_data
             for size in divisors(each):
                 if size <= self.most_samples:
                     yield replace(settings, micro_batch=size, micro_batches=each // size)
 
-    def _choices(self) -> Iterator[tuple[str, Iterable[Any]]]:
-        yield "mesh", self.meshes()
-        yield "placement", ("shard", "flat")
-        yield "reshard", (True, False)
-        yield "checkpointing", (True, False)
-        yield "offload", (True, False)
-        yield "prefetch", (0, 1, 2)
+
+MOST_RANKS = 64
+"""No axis but those of samples gets more ranks than that."""
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "placement": ("shard", "flat"),
+    "reshard": (True, False),
+    "checkpointing": (0.0, 0.25, 0.5, 0.75, 1.0),
+    "offload": (True, False),
+    "prefetch": (0, 1, 2),
+}
 
 
 def divisors(number: int) -> Iterator[int]:

@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Limits, UnitSpec
+from sherd.simulate.work import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes of one group's collectives: of what all ranks have after the all-gather, of what each rank hands to the
     reduce-scatter, and to the all-reduce over replicas. A collective that there is not takes 0. `owned`: bytes of this
-    rank's shards."""
+    rank's shards. `shard` and `replicate`: the ranks of the collectives."""
 
     gathered: int
     reduced: int
     all_reduced: int = 0
     owned: int = 0
+    shard: Group = Group(1)
+    replicate: Group = Group(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sherd.schedule.moments import Moment
 from sherd.simulate.moments import moments_of
 from sherd.simulate.sharded import Sharded
-from sherd.simulate.work import Allocate, EndForward, Enter, Event, Leave, Op, Passed, Reached, Release, Work
+from sherd.simulate.work import Allocate, Collective, EndForward, Enter, Event, Leave, Op, Passed, Reached, Release, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,16 @@ class Stretch:
     changes: tuple[tuple[str, int, int], ...]
 
 
-Part = Stretch | tuple[Moment, ...]
-"""A stretch, or moments of the schedule that come one after the other."""
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A collective that forward or backward calls within a unit, -1 for none."""
+
+    collective: Collective
+    unit: int
+
+
+Part = Stretch | Called | tuple[Moment, ...]
+"""A stretch, a collective, or moments of the schedule that come one after the other."""
 
 
 def parts_of(work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) -> tuple[Part, ...]:
@@ -86,9 +94,11 @@ class _Cutting:
             phase, unit = self._phase, self._running[-1]
             if event is not None:
                 self._follow(event)
-            if moments or (self._phase, self._running[-1]) != (phase, unit):
+            if moments or isinstance(event, Collective) or (self._phase, self._running[-1]) != (phase, unit):
                 yield from self._cut.stretches(phase, unit)
                 self._cut = _Cut()
+            if isinstance(event, Collective):
+                yield Called(event, unit)
             if moments:
                 yield moments
         for tensor in list(self._alive):

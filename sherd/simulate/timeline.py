@@ -17,6 +17,8 @@ class Lane(str, Enum):
     REDUCE = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
     COPY = "host copies"
+    MODEL = "the model's own collectives"
+    """Those that forward and backward themselves call, between pipeline stages too. Compute waits for them."""
 
 
 @dataclass(frozen=True, slots=True)

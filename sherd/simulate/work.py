@@ -3,9 +3,9 @@
 It says nothing of sharding: whoever plays it decides which modules are units. Modules and parameters are named by their
 index, tensors by a number that is used once. The events of a step stand in the order in which they happen:
 
-    forward     Enter module   Use parameter   Op ...   Allocate   Release   Leave module
+    forward     Enter module   Use parameter   Op ...   Collective   Allocate   Release   Leave module
     EndForward
-    backward    Reached module   Op ...   Gradient parameter   Allocate   Release   Passed module
+    backward    Reached module   Op ...   Collective   Gradient parameter   Allocate   Release   Passed module
 """
 
 from __future__ import annotations
@@ -86,6 +86,28 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a process group: so many, and from one to the next a number of ranks apart, about."""
+
+    size: int
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that forward or backward itself calls, as on the axes of tensor, context and expert parallelism.
+
+    Attributes:
+        kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all or send.
+        nbytes: of the whole tensor; see `costs.collective_seconds`.
+    """
+
+    kind: str
+    nbytes: int
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
 class Allocate:
     """Memory is taken for a tensor. Views take none; a gradient is a temporary until `Gradient`."""
 
@@ -131,7 +153,7 @@ class Passed:
     module: int
 
 
-Event = Enter | Leave | Use | Op | Allocate | Release | EndForward | Reached | Gradient | Passed
+Event = Enter | Leave | Use | Op | Collective | Allocate | Release | EndForward | Reached | Gradient | Passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +167,8 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter: its name, the module that holds it, its shape, its dtype by torch's name, and its bytes."""
+    """A parameter, or this rank's part if it is cut over ranks that read the same samples: its name, the module that
+    holds it, its shape, its dtype by torch's name, and its bytes."""
 
     name: str
     module: int
@@ -165,10 +188,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A micro-batch of a model. Modules and parameters stand in the order of registration, the root first.
+    """A micro-batch of a model on one rank. Modules and parameters stand in the order of registration, the root first.
 
     Attributes:
-        tokens: of the micro-batch: samples times length; 0 if the model does not read tokens.
+        tokens: of the micro-batch: samples times length, also where ranks share them; 0 if the model reads none.
     """
 
     modules: tuple[Module, ...]

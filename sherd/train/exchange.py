@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sherd.train.experts import Way
 
-__all__ = ["ToExperts"]
+__all__ = ["ToExperts", "exchanged"]
 
 
 class ToExperts:
@@ -35,7 +35,7 @@ class ToExperts:
         # Of each rank and each of the experts here: [ranks, experts]; rows arrive in this order.
         theirs = theirs.view(self._num_ranks, -1)
         sent, received = counts.view(self._num_ranks, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        arrived = _exchanged(rows, sent, received, self._group)
+        arrived = exchanged(rows, sent, received, self._group)
         num_experts = theirs.shape[1]
         expert = torch.arange(num_experts, device=rows.device).repeat(self._num_ranks)
         order = expert.repeat_interleave(theirs.flatten()).argsort(stable=True)
@@ -43,11 +43,11 @@ class ToExperts:
         return (
             arrived[order],
             theirs.sum(0),
-            lambda done: _exchanged(done[back], received, sent, self._group),
+            lambda done: exchanged(done[back], received, sent, self._group),
         )
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows to other ranks and from them; gradients go the way back.
 
     `sent[r]` of the rows, in order, go to rank r, and `received[r]` come from it.

@@ -40,7 +40,7 @@ from sherd.train.mesh import Grid
 from sherd.train.models import Block, Decoder, Elsewhere, Head, HuggingFace
 from sherd.train.sequence import CutSequence
 
-__all__ = ["build", "on_meta", "parallelize"]
+__all__ = ["blocks_of", "build", "cut", "on_meta", "parallelize", "shard"]
 
 T = TypeVar("T", bound=Decoder | HuggingFace)
 AnyCut = Shard | Flat | Blocks | Owned | None
@@ -75,14 +75,17 @@ def parallelize(model: T, grid: Grid, config: Config) -> T:
     """Lay `model`, whole on every rank, over all axes of `grid`: a unit per block, one for the rest."""
     if isinstance(model, Decoder):
         _keep_own_layers(model, grid)
-        _cut_sequences(model, grid)
-        _cut_tensors(model, grid)
-        _spread_experts(model, grid, config)
-    blocks: Sequence[nn.Module] = _blocks(model) if isinstance(model, Decoder) else model.blocks
-    for block in blocks:
+        cut(model, grid, config)
+    for block in blocks_of(model):
         _run_as_asked(block, config)
-    _shard(model, blocks, grid, config)
-    return model
+    return shard(model, grid, **_options(config))
+
+
+def cut(model: Decoder, grid: Grid, config: Config) -> None:
+    """Cut the layers that `model` has over `cp`, `tp` and `ep`."""
+    _cut_sequences(model, grid)
+    _cut_tensors(model, grid)
+    _spread_experts(model, grid, config)
 
 
 def _run_as_asked(block: nn.Module, config: Config) -> None:
@@ -210,16 +213,16 @@ def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
 # replicate, dp, and cp once more
 
 
-def _shard(model: nn.Module, blocks: Sequence[nn.Module], grid: Grid, config: Config) -> None:
-    """A unit per block, one for the rest, by the fields of `[shard]`."""
-    options = _options(config)
+def shard(model: T, grid: Grid, **options: Any) -> T:
+    """Shard `model`: a unit per block, one for the rest, with these options of `fully_shard`."""
     try:
-        for block in blocks:
-            cut_of = functools.partial(_cut_of, grid, options["placement"])
+        for block in blocks_of(model):
+            cut_of = functools.partial(_cut_of, grid, options.get("placement"))
             fully_shard(block, mesh=grid.data, shard_placement_fn=cut_of, **options)
         fully_shard(model, mesh=grid.data, **options)
     except SherdError as error:
         raise InputError(f"[shard] does not go with this model or mesh: {' '.join(str(error).split())}") from error
+    return model
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -250,6 +253,10 @@ def _cut_of(grid: Grid, placement: AnyCut, parameter: nn.Parameter) -> AnyCut | 
     return cut if grid.ep is None else OnMesh(mesh, cut)
 
 
+def blocks_of(model: Decoder | HuggingFace) -> Sequence[nn.Module]:
+    """Returns the blocks, those of this stage."""
+    return _blocks(model) if isinstance(model, Decoder) else model.blocks
+
+
 def _blocks(model: Decoder) -> list[Block]:
-    """Those of this stage."""
     return [block for block in model.blocks if isinstance(block, Block)]

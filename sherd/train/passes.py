@@ -50,15 +50,19 @@ class Passes:
         with accumulate(self.model, num):
             for number, (inputs, targets) in enumerate(micro_batches, 1):
                 self.model.set_is_last_backward(number == num)
-                with self._cut_logits():
-                    loss = self._losses(inputs, targets).mean() / num
+                with self.running():
+                    loss = self.loss(inputs, targets) / num
                     loss.backward()
                 total += loss.detach() / self.grid.axes.num_ranks
         return total
 
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of this rank's `part`. Call it and its backward in `running`."""
+        return self._losses(inputs, targets).mean()
+
     def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy of each target of this rank's `part`, in nats, float32, flat. Without gradients."""
-        with torch.no_grad(), self._cut_logits():
+        with torch.no_grad(), self.running():
             return self._losses(inputs, targets)
 
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -98,6 +102,6 @@ class Passes:
         dist.all_gather(of_all, logits.contiguous(), group=self.grid.cp.get_group())
         return torch.cat(of_all, dim=1)[:, :length]
 
-    def _cut_logits(self) -> AbstractContextManager[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Within it, the cross-entropy of logits that are cut by vocabulary, and its backward, need no whole ones."""
         return nullcontext() if self.grid.tp is None else loss_parallel()

@@ -55,7 +55,7 @@ class Pipelined(Passes):
     def train(self, micro_batches: Iterable[Batch], num: int) -> Tensor:
         inputs, targets = (self.part(torch.cat(each)) for each in zip(*micro_batches, strict=True))
         losses: list[Tensor] = []
-        with self._cut_logits():
+        with self.running():
             self._schedule.step(
                 *([inputs] if self._is_first else []),
                 target=targets if self._is_last else None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sherd.errors import SherdError
 from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
+from sherd.simulate.settings import AXES, Mesh
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import Config, InputError
@@ -42,7 +43,7 @@ def add_plan(commands: Any) -> None:
     )
     p.add_argument("--cluster", default="h100", metavar="NAME", help=f"{', '.join(shipped_clusters())}, or a file")
     p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
-    p.add_argument("--mesh", metavar="AXES", help="as in replicate=2,dp=8, and no other; unless told, the best one")
+    p.add_argument("--mesh", metavar="AXES", help="as in replicate=2,dp=8,tp=4, and no other; unless told, the best one")
     p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
@@ -52,7 +53,9 @@ def add_plan(commands: Any) -> None:
     chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")
     chosen.add_argument("--placement", choices=("shard", "flat"), help="how parameters are cut")
     chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
-    chosen.add_argument("--checkpointing", choices=YES_OR_NO, help="keep only inputs of blocks for backward")
+    chosen.add_argument(
+        "--checkpointing", type=_share, metavar="yes|no|SHARE", help="keep only inputs of blocks, or of a share of them"
+    )
     chosen.add_argument("--offload", choices=YES_OR_NO, help="keep shards and optimizer state in host memory")
     chosen.add_argument("--prefetch", type=int, metavar="N", help="units gathered ahead")
     p.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -98,40 +101,46 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     context = args.context or model.context or 2048
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
-    num_ranks = mesh if isinstance(mesh, int) else mesh[0] * mesh[1]
+    num_data = mesh if isinstance(mesh, int) else mesh.num_data
     batch = model.batch(1, context)
     first = num_samples(batch)  # of a factory's own batch maybe more than one
-    samples = args.samples or (config.optimizer.batch if config else first * num_ranks)
+    samples = args.samples or (config.optimizer.batch if config else first * num_data)
     training = Training(
         model.model,
         lambda size: resized_batch(batch, first, size),
-        model.loss,
+        model.layout,
         OPTIMIZERS[args.optimizer],
         dtype,
-        samples=first,
+        first,
     )
     return planned(training, cluster, mesh, samples, limit, _given(args), Path(args.model).name), model
+
+
+def _share(word: str) -> float:
+    return float(YES_OR_NO.get(word, word))
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that are told."""
     words = {name: getattr(args, name) for name in ("placement", "prefetch", "micro_batch")}
-    flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "checkpointing", "offload")}
+    words["checkpointing"] = args.checkpointing
+    flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
     return {name: value for name, value in (words | flags).items() if value is not None}
 
 
-def _mesh(args: argparse.Namespace, per_node: int) -> int | tuple[int, int]:
+def _mesh(args: argparse.Namespace, per_node: int) -> int | Mesh:
     if args.mesh is None:
         return per_node if args.ranks is None else int(args.ranks)
     sizes: dict[str, int] = {}
     for word in args.mesh.split(","):
         name, equals, size = word.partition("=")
-        if name not in ("replicate", "dp") or not equals or not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise InputError(f"--mesh {args.mesh}: {word!r} is no axis that is planned; expected replicate=N,dp=N")
+        if name not in AXES or not equals or not size.isdecimal() or int(size) < 1 or name in sizes:
+            raise InputError(f"--mesh {args.mesh}: {word!r} is no axis; expected {'=N, '.join(AXES)}=N, each once")
         sizes[name] = int(size)
-    found = sizes.get("replicate", 1), sizes.get("dp", 1)
-    if args.ranks not in (None, found[0] * found[1]):
-        raise InputError(f"--mesh {args.mesh} has {found[0] * found[1]} ranks, and --ranks is {args.ranks}")
+    sizes.setdefault("dp", 1)
+    found = Mesh(**{AXES[name]: size for name, size in sizes.items()})
+    if args.ranks is not None and args.ranks != found.num_ranks:
+        raise InputError(f"--mesh {args.mesh} has {found.num_ranks} ranks, and --ranks is {args.ranks}")
     return found
 
 
@@ -178,7 +187,7 @@ def configured(config: Config, made: Plan) -> Config:
     """Returns `config` with the settings of a plan."""
     settings, tree = made.settings, config.tree()
     mesh = settings.mesh
-    axes = [f"{name}={size}" for name, size in (("replicate", mesh.replicate), ("dp", mesh.shard)) if size > 1]
+    axes = [f"{name}={size}" for name, field in AXES.items() if (size := getattr(mesh, field)) > 1]
     tree["shard"] |= {
         "strategy": "auto",
         "placement": settings.placement,
@@ -193,6 +202,6 @@ def configured(config: Config, made: Plan) -> Config:
     }
     tree["optimizer"] |= {
         "micro_batch": settings.micro_batch,
-        "batch": settings.micro_batch * settings.micro_batches * mesh.num_ranks,
+        "batch": settings.micro_batch * settings.micro_batches * mesh.num_data,
     }
     return Config.of(tree)

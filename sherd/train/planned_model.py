@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sherd.planning.reading import Loss, own_or_usual_loss
+from sherd.planning.axes import Layout
+from sherd.planning.reading import own_or_usual_loss
 from sherd.train.config import SECTIONS, Config, InputError, read_tree
-from sherd.train.experts import Experts
 from sherd.train.extras import install
+from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
+from sherd.train.planned_axes import TrainedLayout, spread_evenly, transformers_layout
 
 __all__ = ["Planned", "model_from"]
 
@@ -30,13 +32,14 @@ class Planned:
 
     Attributes:
         batch: makes a batch of so many samples and tokens in each; a batch of the factory's own is as it is.
+        layout: of a batch's loss, and of the model over axes that are not data parallel.
         context: the tokens of a sample that the model is meant for; None: not known.
         config: that of `sherd train`, if it was given.
     """
 
     model: nn.Module
     batch: Callable[[int, int], Any]
-    loss: Loss = own_or_usual_loss
+    layout: Layout = Layout(own_or_usual_loss)
     context: int | None = None
     config: Config | None = None
 
@@ -46,8 +49,9 @@ def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
 
     Args:
         spec: `package.module:function` or `path/file.py:function`, which is called without arguments and returns a
-            module, (module, batch) or (module, batch, loss), with the loss of (module, batch); or the path of a Hugging
-            Face config.json, of a causal LM; or that of a config of `sherd train`.
+            module, (module, batch), (module, batch, loss) or (module, batch, loss, cuts), with the loss of (module,
+            batch), and the functions that `sherd.plan` takes as `parallelize`; or the path of a Hugging Face
+            config.json, of a causal LM; or that of a config of `sherd train`.
         dtype: what parameters are cast to, as in mixed precision; None: that of the model, or of the config's
             `run.precision`.
 
@@ -85,11 +89,14 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
     finally:
         del sys.path[0]
     model, *rest = made if isinstance(made, tuple) else (made,)
-    if not isinstance(model, nn.Module) or len(rest) > 2 or not all(callable(each) for each in rest[1:]):
-        what = type(made).__name__
-        raise InputError(f"{spec} returned {what}; return a module, (module, batch) or (module, batch, loss)")
-    batch = (lambda *_: rest[0]) if rest else _tokens
-    return Planned(model, batch, *rest[1:])
+    batch, loss, cuts = (*rest, *(None, own_or_usual_loss, {})[len(rest) :])[:3]
+    is_known = isinstance(cuts, dict) and set(cuts) <= {"cp", "tp"} and all(map(callable, (loss, *cuts.values())))
+    if not isinstance(model, nn.Module) or len(rest) > 3 or not is_known:
+        raise InputError(
+            f"{spec} returned {type(made).__name__}; return a module, (module, batch), (module, batch, loss), or these "
+            "with a dict of functions by the axes cp and tp"
+        )
+    return Planned(model, (lambda *_: batch) if rest else _tokens, Layout(loss, cuts=cuts))
 
 
 def _hugging_face(path: str) -> Planned:
@@ -104,7 +111,7 @@ def _hugging_face(path: str) -> Planned:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise InputError(f"{path} makes no causal LM of transformers: {_first_line(error)}") from error
-    return Planned(model, _tokens, context=getattr(config, "max_position_embeddings", None))
+    return Planned(model, _tokens, transformers_layout(model), getattr(config, "max_position_embeddings", None))
 
 
 def _trained(path: str, tree: Any) -> Planned:
@@ -112,16 +119,12 @@ def _trained(path: str, tree: Any) -> Planned:
         raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train")
     config = Config.of(tree)
     model = on_meta(config)
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.exchange = _even
-    return Planned(model, _tokens, context=config.data.context, config=config)
-
-
-def _even(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Lets all experts have equal shares of the rows."""
-    share, rest = divmod(len(rows), len(counts))
-    return rows, torch.tensor([share + (at < rest) for at in range(len(counts))], device="cpu"), lambda rows: rows
+    if not isinstance(model, Decoder):
+        return Planned(model, _tokens, context=config.data.context, config=config)
+    spread_evenly(model)
+    names = ("tp", "cp", "ep") if config.model.experts else ("tp", "cp")
+    layout = TrainedLayout(own_or_usual_loss, config=config, names=names)
+    return Planned(model, _tokens, layout, config.data.context, config)
 
 
 def _tokens(samples: int, length: int) -> tuple[Tensor]:

@@ -1,0 +1,89 @@
+"""How a model is laid over the axes of a mesh that are not data parallel, on ranks that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sherd._torch import concatenate_meshes, flatten_mesh
+from sherd.api.auto_shard import auto_shard
+from sherd.api.blocks import repeated_blocks
+from sherd.api.fully_shard import fully_shard
+from sherd.planning.reading import Loss
+from sherd.simulate.settings import Mesh
+
+__all__ = ["Cut", "Laid", "Layout", "Shards", "auto_units"]
+
+Shards = Callable[..., nn.Module]
+"""A function that shards a model as `auto_shard` does, with the arguments of `fully_shard`."""
+
+Cut = Callable[[nn.Module, DeviceMesh], object]
+"""A function that lays a model over one axis, in place, as by `parallelize_module`."""
+
+
+def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
+    """Shard `model` by `auto_shard`; one in which that finds no units is one unit."""
+    says = ("_no_split_modules", "_fsdp_plan")
+    describes_itself = any(getattr(each, name, None) for each in model.modules() for name in says)
+    if describes_itself or repeated_blocks(model):
+        return auto_shard(model, **fully_shard_args)
+    sharded: nn.Module = fully_shard(model, **fully_shard_args)
+    return sharded
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model that is cut as a mesh says, but for its data-parallel axes.
+
+    Attributes:
+        shard: shards it, with the arguments of `fully_shard` but for the mesh.
+        loss: of it and a batch.
+        running: makes the context in which forward and backward run.
+    """
+
+    shard: Shards
+    loss: Loss
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way of a model onto a mesh.
+
+    Attributes:
+        loss: of the model and a batch.
+        shard: makes the units.
+        cuts: by the name of an axis, `cp` or `tp`, the function that lays a model over it. Inner axes come first.
+    """
+
+    loss: Loss
+    shard: Shards = auto_units
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes besides data-parallel ones that may have several ranks."""
+        return tuple(self.cuts)
+
+    def misfit(self, mesh: Mesh) -> str:
+        """Returns why the model cannot be laid over `mesh`, in words; empty if it can."""
+        others = [name for name in ("pp", "ep", "cp", "tp") if getattr(mesh, name) > 1 and name not in self.axes]
+        return f"nobody has said how this model is laid over {others[0]}" if others else ""
+
+    def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
+        """Cut `model` in place for this rank of the default process group."""
+        sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        whole = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for name in ("tp", "cp"):
+            if name in sizes:
+                self.cuts[name](model, whole[name])
+        shard = flatten_mesh(whole["shard", "cp"], "shards") if "cp" in sizes else whole["shard"]
+        data = concatenate_meshes([whole["replicate"], shard]) if "replicate" in sizes else shard
+        return Laid(partial(self.shard, mesh=data), self.loss)
