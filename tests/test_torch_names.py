@@ -300,6 +300,13 @@ def test_fake_tensors__have_a_device_and_no_memory_and_are_saved_for_backward():
     assert [each.shape for each in saved] == [weight.shape]
 
 
+def test_are_fake__tells_tensors_that_others_compute_with_to_learn_shapes():
+    with _torch.fake_tensors():
+        made = torch.ones(2)
+    assert _torch.are_fake([torch.Tensor, type(made)])
+    assert not _torch.are_fake([torch.Tensor, nn.Parameter])
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_outside_transforms__tensors_have_memory_and_may_be_made_to_require_a_gradient():
     seen = []

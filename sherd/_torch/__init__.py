@@ -67,6 +67,7 @@ from sherd._torch.dtensors import (
     swap_devices,
 )
 from sherd._torch.dynamo import (
+    are_fake,
     composed_on_meta,
     dynamo_disabled,
     fake_tensors,
@@ -126,6 +127,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_single",
     "answer_checkpointing",
+    "are_fake",
     "are_transforms_active",
     "asked_by_checkpointing",
     "at_end_of_backward",

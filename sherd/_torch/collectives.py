@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
@@ -203,11 +204,19 @@ def group_among(args: Sequence[object]) -> dist.ProcessGroup:
 @contextlib.contextmanager
 def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
     """A context with a default process group of `number` ranks, of which this process is `rank` and the others do not
-    exist: collectives return at once. torch has the backend for its own tests only (2.1 to 2.13)."""
+    exist: collectives return at once. torch has the backend for its own tests only (2.1 to 2.13).
+
+    DTensor remembers results of its dispatch with their meshes, and takes meshes of equal ranks for the same, also when
+    their process groups are gone and others have got their names. So it is made to forget (2.11 to 2.13).
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # which torch replaces by one that begins each line with the rank
     dist.init_process_group("fake", rank=rank, world_size=number, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+        sys.excepthook = hook

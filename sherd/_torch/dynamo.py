@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -49,6 +49,14 @@ def fake_tensors() -> contextlib.AbstractContextManager[object]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def are_fake(kinds: Iterable[type]) -> bool:
+    """Returns whether one of these classes of tensors is that of `fake_tensors`. DTensor computes with some to learn the
+    shapes of results, once for each kind of operation. The class is private (2.0 to 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(issubclass(each, FakeTensor) for each in kinds)
 
 
 @contextlib.contextmanager

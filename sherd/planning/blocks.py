@@ -97,6 +97,18 @@ def with_blocks(sharded: Sharded, like: Mapping[str, str], work: Work) -> Sharde
     )
 
 
+def renumbered(sharded: Sharded, before: Work, after: Work) -> Sharded:
+    """Returns `sharded`, whose modules and parameters are numbered as in `before`, with their numbers in `after`."""
+    modules = {each.name: number for number, each in enumerate(after.modules)}
+    parameters = {each.name: number for number, each in enumerate(after.parameters)}
+    units = tuple(
+        replace(unit, modules=tuple(modules[before.modules[number].name] for number in unit.modules))
+        for unit in sharded.units
+    )
+    places = {parameters[before.parameters[number].name]: place for number, place in sharded.places.items()}
+    return replace(sharded, units=units, places=places)
+
+
 def _block_of(names: Iterable[str], blocks: Iterable[str]) -> str:
     """Returns the block that all of these modules or parameters are in, "" for none."""
     for block in blocks:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import floor
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
 from sherd.layout.runs import Flat
 from sherd.planning.axes import Layout
-from sherd.planning.blocks import thin_out, with_blocks, with_fewer_blocks
+from sherd.planning.blocks import renumbered, thin_out, with_blocks, with_fewer_blocks
 from sherd.planning.reading import read_work
 from sherd.planning.sharding import sharded_of
 from sherd.planning.transports import between_hosts, on_one_host
@@ -59,14 +60,22 @@ class Training:
 class Planner:
     """Predicts steps of `training` on `cluster`. This process must not be in a process group.
 
-    With `is_rough`, the model is read with one batch only, and its work scaled for others: for a search.
+    With `is_rough`, the model is read with one batch only, and its work scaled for others, and it is sharded once for
+    all that is gathered ahead: for a search. A planner `like` this one, whose model has more or fewer of the same
+    blocks, lends what it has sharded.
     """
 
-    def __init__(self, training: Training, cluster: Cluster, is_rough: bool = False) -> None:
+    def __init__(
+        self, training: Training, cluster: Cluster, is_rough: bool = False, like: Planner | None = None
+    ) -> None:
         self.training, self.cluster, self._is_rough = training, cluster, is_rough
+        self._lender = like or self
         self._read = cache(self._read_once)
+        self._any_read: dict[Mesh, Work] = {}
+        """By the mesh: a micro-batch of any size, for the names of modules and parameters."""
         self._work = cache(self._work_of)
         self._sharded = cache(self._shard_once)
+        self._thin = cache(self._shard_thin)
         self._parts = cache(self._cut_once)
 
     def predict(self, settings: Settings, title: str = "") -> Prediction:
@@ -78,9 +87,10 @@ class Planner:
         """
         work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing
         sharded_key = settings.mesh, settings.placement, settings.reshard, settings.prefetch
+        work = self._work(*work_key)
         sharded = self._sharded(*sharded_key)
         return predict(
-            self._work(*work_key),
+            work,
             offloaded(sharded) if settings.offload else sharded,
             self.cluster,
             settings.mesh,
@@ -106,6 +116,7 @@ class Planner:
 
     def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float) -> Work:
         work = self._read(micro_batch, mesh)
+        self._any_read.setdefault(mesh, work)
         if not checkpointing:
             return work
         lists = repeated_blocks(self.training.model).values()
@@ -118,26 +129,44 @@ class Planner:
         return parts_of(self._work(*work_key), self._sharded(*sharded_key), lambda op: op_seconds(op, device))
 
     def _shard_once(self, mesh: Mesh, placement: str, reshard: bool, prefetch: int) -> Sharded:
-        work, training = self._read(self.training.samples, _without_data(mesh)), self.training
-        settings = Settings(mesh, placement, reshard, prefetch=prefetch)
-        arguments = fully_shard_args(settings, training.compute_dtype)
-        cluster = self.cluster
-        if cluster.device.overlaps:
+        settings, work = Settings(mesh, placement, reshard, prefetch=prefetch), self._any_read[_without_data(mesh)]
+        usual = replace(settings, prefetch=1) if self._is_rough else settings
+        thin, its_work = self._lender._thin(usual)
+        whole = with_blocks(renumbered(thin, its_work, work), self._like, work)
+        if whole is None:
+            with self._imagined(mesh):
+                whole = self._shard(copy.deepcopy(self.training.model), usual, work)
+        if usual != settings:
+            whole = replace(whole, limits=replace(whole.limits, forward_depth=prefetch, backward_depth=prefetch))
+        return whole
+
+    def _shard_thin(self, settings: Settings) -> tuple[Sharded, Work]:
+        """Returns the sharded model with one block of each kind, and the work by which it is numbered."""
+        work = self._work(self.training.samples, _without_data(settings.mesh), 0.0)
+        with self._imagined(settings.mesh):
+            model = copy.deepcopy(self.training.model)
+            thin_out(model)
+            return self._shard(model, settings, work), work
+
+    def _shard(self, model: nn.Module, settings: Settings, work: Work) -> Sharded:
+        laid = self.training.layout.lay(model, settings.mesh)
+        model = laid.shard(model, **fully_shard_args(settings, self.training.compute_dtype))
+        return sharded_of(model, work, self.training.optimizer)
+
+    @cached_property
+    def _like(self) -> dict[str, str]:
+        return thin_out(copy.deepcopy(self.training.model))
+
+    @contextmanager
+    def _imagined(self, mesh: Mesh) -> Iterator[None]:
+        """The ranks of `mesh` on machines of the cluster."""
+        if self.cluster.device.overlaps:
             machine: AbstractContextManager[None] = use_streams(RecordingStreams())
         else:
-            is_one_host = mesh.num_ranks // mesh.replicate <= cluster.devices_per_node
+            is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
             machine = use_transports(on_one_host if is_one_host else between_hosts)
         with _imagined(mesh), machine:
-
-            def shard(model: nn.Module) -> Sharded:
-                laid = training.layout.lay(model, mesh)
-                return sharded_of(laid.shard(model, **arguments), work, training.optimizer)
-
-            model = copy.deepcopy(training.model)
-            like = thin_out(model)
-            sharded = shard(model)
-            whole = with_blocks(sharded, like, work) if like else sharded
-            return shard(copy.deepcopy(training.model)) if whole is None else whole
+            yield
 
 
 def _without_data(mesh: Mesh) -> Mesh:
@@ -156,36 +185,57 @@ def _spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
     return [each for at, each in enumerate(blocks) if (at + 1) * number // len(blocks) > at * number // len(blocks)]
 
 
-FEW, MORE = 4, 8
+FEW, MORE = 2, 4
 """Of many equal blocks a rough prediction plays so many, and adds the difference for each of the others."""
+MICRO_BATCHES = 3
+"""Of many micro-batches it plays so many, and adds the last one for each of the others."""
 
 
 class RoughPlanner:
     """Predicts the seconds and bytes of steps in less time, for a search: of models with many equal blocks by models
-    with fewer, and of several samples by what one takes."""
+    with fewer, of many micro-batches by fewer, of several samples by what one takes, and of a share of blocks that are
+    computed again by the next ones of none, half and all."""
 
     def __init__(self, training: Training, cluster: Cluster) -> None:
         self._training, self._cluster = training, cluster
+        self._played = cache(self._play)
 
     @cached_property
     def _planners(self) -> tuple[list[Planner], float]:
-        """The planners of both models, and how often their difference is added to the first."""
+        """The planners of both models, and how often their difference is added to the second."""
         model = self._training.model
         few, more = (with_fewer_blocks(model, number) for number in (FEW, MORE))
         models = [model] if few is None or more is None else [few[0], more[0]]
-        num_more = (few[1] - FEW) / (MORE - FEW) if few is not None and more is not None else 0.0
-        return [Planner(replace(self._training, model=each), self._cluster, is_rough=True) for each in models], num_more
+        num_more = (few[1] - MORE) / (MORE - FEW) if few is not None and more is not None else 0.0
+        planners: list[Planner] = []
+        for each in models:
+            training, first = replace(self._training, model=each), planners[0] if planners else None
+            planners.append(Planner(training, self._cluster, is_rough=True, like=first))
+        return planners, num_more
 
     def outcome(self, settings: Settings) -> Outcome:
         """Returns what a step takes under `settings`. Raises as `Planner.predict` does."""
+        lower = floor(2 * settings.checkpointing) / 2
+        found, part = self._of_all(replace(settings, checkpointing=lower)), 2 * (settings.checkpointing - lower)
+        return _between(found, self._of_all(replace(settings, checkpointing=lower + 0.5)), part) if part else found
+
+    def _of_all(self, settings: Settings) -> Outcome:
+        """Returns the outcome of all micro-batches."""
+        num = min(settings.micro_batches, MICRO_BATCHES)
+        found, others = self._played(replace(settings, micro_batches=num)), settings.micro_batches - num
+        return _between(self._played(replace(settings, micro_batches=num - 1)), found, 1 + others) if others else found
+
+    def _play(self, settings: Settings) -> Outcome:
         planners, num_more = self._planners
-        predictions = [planner.predict(settings) for planner in planners]
-        first, last = predictions[0], predictions[-1]
-        seconds, nbytes = first.timeline.seconds, first.driver_bytes
-        return Outcome(
-            seconds + num_more * (last.timeline.seconds - seconds),
-            nbytes + round(num_more * (last.driver_bytes - nbytes)),
-        )
+        predictions = (planner.predict(settings) for planner in planners)
+        first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
+        return _between(first, more[0], 1 + num_more) if more else first
+
+
+def _between(first: Outcome, last: Outcome, part: float) -> Outcome:
+    """Returns the outcome that far from the first to the last, or beyond it, along a line."""
+    nbytes = first.nbytes + part * (last.nbytes - first.nbytes)
+    return Outcome(first.seconds + part * (last.seconds - first.seconds), round(nbytes))
 
 
 def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from sherd.engine.run.structures import tensors_in
@@ -126,8 +127,10 @@ def _call_hooks(modules: Sequence[tuple[str, nn.Module]], recording: Recording) 
 def _gradient_hooks(model: nn.Module, recording: Recording) -> Iterator[RemovableHandle]:
     def hand_over(number: int, parameter: Tensor) -> None:
         assert parameter.grad is not None, "autograd has just accumulated it"
-        recording.hand_over(number, parameter.grad)
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):  # the engine lays it as the parameter lies
+            gradient = gradient.redistribute(placements=parameter.placements)
+        recording.hand_over(number, gradient)
 
     for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:

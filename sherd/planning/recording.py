@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import TorchDispatchMode, local_tensor
+from sherd._torch import TorchDispatchMode, are_fake, local_tensor
 from sherd.planning.collectives import collective_of, is_communication
 from sherd.planning.operations import WITHOUT_VALUES, op_of, tensors_among
 from sherd.simulate.work import (
@@ -124,6 +124,8 @@ class Recording(TorchDispatchMode):
         if again or not self._in_backward:
             self._use(args)
         result = WITHOUT_VALUES.get(func, func)(*args, **kwargs)
+        if are_fake((*types, type(result))):
+            return result  # nobody will compute this
         for each in tensors_among((result,)):
             self._note(each, again)
         is_sent = is_communication(func)

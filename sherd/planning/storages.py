@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import TorchDispatchMode, in_backward
 from sherd.memory.held import Held
+from sherd.planning.collectives import is_communication
 from sherd.planning.operations import tensors_among
 from sherd.schedule.moments import MemoryKind, Moment
 from sherd.simulate.work import TensorKind
@@ -22,6 +24,9 @@ from sherd.simulate.work import TensorKind
 __all__ = ["Note", "Storages"]
 
 _GATHERING = (MemoryKind.ROWS.value, MemoryKind.SENT.value)
+
+
+Call = Callable[[Any, tuple[Any, ...], Callable[[], Any]], Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -63,14 +68,17 @@ class Storages(TorchDispatchMode):
         device: the type of device whose memory counts.
         at_pass: is called with "backward" when the first operation of a backward is about to run, with "recompute" when
             forward runs again within it, and with "backward" when it has.
+        at_call: runs each collective, of an operation, its arguments, and a function that calls it with them.
     """
 
-    def __init__(self, device: str, at_pass: Callable[[str], None]) -> None:
+    def __init__(
+        self, device: str, at_pass: Callable[[str], None], at_call: Call = lambda func, args, call: call()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Note] = []
         self.before: list[Note] = []
         """The storages that were there when the mode began."""
-        self._device, self._at_pass = device, at_pass
+        self._device, self._at_pass, self._at_call = device, at_pass, at_call
         self._thread = threading.get_ident()
         self._of: dict[int, Followed] = {}
         self._at: dict[int, Followed] = {}
@@ -152,7 +160,8 @@ class Storages(TorchDispatchMode):
         )
         for each in _dense_among(given):
             self._see(each.untyped_storage(), is_new, again)
-        result = func(*args, **kwargs)
+        call = partial(func, *args, **kwargs)
+        result = self._at_call(func, args, call) if is_communication(func) else call()
         for each in _dense_among((*given, result)):  # an operation as resize_ changes a storage, and makes none
             self._see(each.untyped_storage(), True, again, each.shape[-1] if each.dim() else 0)
         return result

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from sherd._torch import group_among
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.seal import runtime_of
 from sherd.engine.run.structures import tensors_in
@@ -22,6 +24,7 @@ from sherd.memory.held import Held, alive, held_by, held_by_optimizer, together
 from sherd.memory.report import root_unit
 from sherd.memory.sizes import sizes_of
 from sherd.memory.watch import observed
+from sherd.planning.collectives import collective_of
 from sherd.planning.sharding import name_of, traffic_of
 from sherd.planning.storages import Storages
 from sherd.schedule import actions as do
@@ -160,12 +163,15 @@ class _Recorder:
         self._runtime, self._optimizer = runtime, optimizer
         self._device = runtime.root.mesh.device
         self._marks = _Marks(self._device)
-        self.storages = Storages(self._device.type, self._passes)
+        self.storages = Storages(self._device.type, self._passes, self._call)
         self._done: list[tuple[_Label, int, int]] = []
         self._label, self._start = _Label(""), 0
         self._phase, self._running = "", [-1]
         self._moment: Moment | str | None = None
         self._is_over = False
+        self._called = "wait"
+        meshes = [weights.group.mesh for unit in runtime.units for weights in unit.weights]
+        self._data_groups = {group for mesh in meshes for group in (mesh.shard_group, mesh.replicate_group)}
 
     # The step
 
@@ -225,6 +231,21 @@ class _Recorder:
         if self._phase and not self._is_over:
             self._phase = phase
             self._compute()
+
+    def _call(self, func: Any, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        """Note a collective, or the wait for one, while the engine does nothing."""
+        if self._is_over or self._label.name != self._phase:
+            return call()
+        before = self._do(_Label(self._called, self._label.unit, Lane.MODEL))
+        result = call()
+        found = collective_of(func, args, result)
+        if found is not None and group_among(args) in self._data_groups:  # a transport's second step
+            self._label = _Label("all-reduce", self._label.unit, Lane.ALL_REDUCE)
+        elif found is not None:
+            self._called = found.kind
+            self._label = replace(self._label, name=found.kind, nbytes=found.nbytes)
+        self._do(before)
+        return result
 
     # What the runtime does
 
@@ -357,7 +378,7 @@ class _Recorder:
                 yield Span(label.lane, label.name, label.unit, seconds[start], seconds[end])
                 continue
             yield Span(Lane.COMPUTE, "wait", label.unit, seconds[start], seconds[end])
-            if self._device.type != "cpu":
+            if self._device.type != "cpu" and label.lane is not Lane.MODEL:
                 key = "gather" if label.lane is Lane.GATHER else "reduce", label.unit
                 if label.nbytes and label.name != "all-reduce":
                     queued.setdefault(key, (label, start))

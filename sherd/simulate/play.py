@@ -54,10 +54,10 @@ def play(
         title: of the timeline.
     """
     player = _Player(parts, sharded, costs)
-    for _ in range(2):  # the first step learns the order
+    for num in (1, micro_batches):  # the first step learns the order
         player.begin_step()
-        for number in range(micro_batches):
-            player.micro_batch(reduces_each or number == micro_batches - 1)
+        for number in range(num):
+            player.micro_batch(reduces_each or number == num - 1)
         player.optimizer_step()
     units = tuple(TimelineUnit.of(unit.name, unit.kind, unit.numel, unit.groups) for unit in sharded.units)
     clock, meter = player.clock, player.meter

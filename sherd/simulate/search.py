@@ -1,14 +1,18 @@
-"""The search for the fastest settings that fit the memory: from a few beginnings, by changes of one choice at a time.
+"""The search for the fastest settings that fit the memory, of which all combinations are too many to be tried.
 
-The number of all combinations grows with their product; that of the neighbours with their sum. Steps go downhill: over
-settings that do not fit, to those that lack less memory; over those that fit, to the faster ones. Each beginning ends
-where no single change helps.
+It begins with a few. One choice after the other gets the best of its values, given the others: of settings that do not
+fit, that which lacks least memory; of those that fit, the fastest (coordinate descent). Where no single change helps,
+each one's difference in time and memory is known. As if these differences added up, the best combinations of changes
+are looked for and tried; a better one is the next beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 from sherd.simulate.settings import Settings, Space
 
@@ -78,13 +82,42 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
         return merit(outcomes[settings], limit)
 
     for settings in beginnings:
-        better: Settings | None = settings
-        while better is not None:
-            settings = better
-            nearest = min(space.neighbours(settings), key=tried, default=settings)
-            better = nearest if tried(nearest) < tried(settings) else None
+        before = None
+        while settings != before:
+            before = settings
+            for name in space.choices:
+                settings = min((settings, *space.changed(settings, name)), key=tried)
+            if settings == before:
+                settings = min((settings, *_combined(space, outcomes, settings, limit)), key=tried)
     fitting = [settings for settings, outcome in outcomes.items() if outcome.nbytes <= limit]
     return Found(outcomes, tuple(sorted(fitting or outcomes, key=tried)), bool(fitting), limit)
+
+
+COMBINED = 8
+"""So many combinations of changes are tried at once."""
+
+
+def _combined(
+    space: Space, outcomes: Mapping[Settings, Outcome], settings: Settings, limit: int
+) -> Iterator[Settings]:
+    """Yields the best combinations of changes of `settings`, whose single changes were tried, as if these added up."""
+    now = outcomes[settings]
+    changes = [[(None, 0.0, 0)] for _ in space.choices]
+    for name, found in zip(space.choices, changes, strict=True):
+        for each in space.changed(settings, name):
+            its = outcomes[each]
+            found.append((getattr(each, name), its.seconds - now.seconds, its.nbytes - now.nbytes))
+
+    def expected(combination: tuple[tuple[Any, float, int], ...]) -> tuple[int, float, int]:
+        seconds, nbytes = (sum(each[at] for each in combination) for at in (1, 2))
+        return merit(Outcome(now.seconds + seconds, now.nbytes + nbytes), limit)
+
+    several = (each for each in product(*changes) if sum(value is not None for value, *_ in each) > 1)
+    for combination in heapq.nsmallest(COMBINED, several, key=expected):
+        values = {name: value for name, (value, *_) in zip(space.choices, combination, strict=True) if value is not None}
+        made = space.with_values(settings, values)
+        if made is not None:
+            yield made
 
 
 def cheapest_changes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -164,35 +164,44 @@ class Space:
         most = self.per_node if axis == "tp" else self.num_ranks
         return (size for size in divisors(self.num_ranks) if size <= min(most, MOST_RANKS))
 
-    def with_mesh(self, settings: Settings, mesh: Mesh) -> Settings | None:
-        """Returns `settings` on `mesh`, with as many micro-batches as the batch then has; None if it is not divided."""
-        times, rest = divmod(self.batch, mesh.num_data * settings.micro_batch)
-        return replace(settings, mesh=mesh, micro_batches=times) if times and not rest else None
+    def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
+        """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has; None
+        if it cannot be divided so."""
+        made = replace(settings, **values)
+        times, rest = divmod(self.batch, made.mesh.num_data * made.micro_batch)
+        return replace(made, micro_batches=times) if times and not rest else None
+
+    @property
+    def choices(self) -> list[str]:
+        """The names of settings that may be chosen."""
+        return [name for name in ("mesh", "micro_batch", *VALUES) if name not in self.fixed]
 
     def neighbours(self, settings: Settings) -> Iterator[Settings]:
         """Yields the settings that differ from `settings` in one choice."""
-        if "mesh" not in self.fixed:
-            found = (self.with_mesh(settings, mesh) for mesh in self.meshes(settings.mesh))
-            yield from (each for each in found if each is not None)
-        for name, values in CHOICES.items():
-            if name not in self.fixed:
-                yield from (replace(settings, **{name: value}) for value in values)
-        if "micro_batch" not in self.fixed:
-            each = self.batch // settings.mesh.num_data
-            for size in divisors(each):
-                if size <= self.most_samples:
-                    yield replace(settings, micro_batch=size, micro_batches=each // size)
+        for name in self.choices:
+            yield from self.changed(settings, name)
+
+    def changed(self, settings: Settings, name: str) -> Iterator[Settings]:
+        """Yields `settings` with each other value of one choice."""
+        values: Iterable[Any] = VALUES.get(name, ())
+        if name == "mesh":
+            values = self.meshes(settings.mesh)
+        elif name == "micro_batch":
+            values = (size for size in divisors(self.batch // settings.mesh.num_data) if size <= self.most_samples)
+        others = (value for value in values if value != getattr(settings, name))
+        found = (self.with_values(settings, {name: value}) for value in others)
+        yield from (each for each in found if each is not None)
 
 
 MOST_RANKS = 64
 """No axis but those of samples gets more ranks than that."""
 
-CHOICES: dict[str, tuple[Any, ...]] = {
+VALUES: dict[str, tuple[Any, ...]] = {
+    "checkpointing": tuple(eighth / 8 for eighth in range(9)),
     "placement": ("shard", "flat"),
     "reshard": (True, False),
-    "checkpointing": (0.0, 0.25, 0.5, 0.75, 1.0),
-    "offload": (True, False),
     "prefetch": (0, 1, 2),
+    "offload": (True, False),
 }
 
 

@@ -1,11 +1,12 @@
 """Does the search find the fastest settings that fit, and say why, and what would fit where none does?"""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from sherd.simulate.search import Outcome, cheapest_changes, search
-from sherd.simulate.settings import NAMES, Mesh, Settings, Space
+from sherd.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
 
 SPACE = Space(num_ranks=16, batch=64, per_node=8)
 
@@ -30,12 +31,11 @@ def outcome(settings):
 
 
 def everything():
-    for mesh in SPACE.meshes():
+    for mesh in (Mesh(16), *SPACE.meshes(Mesh(16))):
         for size in (1, 2, 4):
             for placement in ("shard", "flat"):
-                for flags in range(8):
-                    for prefetch in (0, 1, 2):
-                        reshard, checkpointing, offload = (bool(flags >> bit & 1) for bit in range(3))
+                for checkpointing, prefetch in product(VALUES["checkpointing"], (0, 1, 2)):
+                    for reshard, offload in product((False, True), repeat=2):
                         yield Settings(mesh, placement, reshard, checkpointing, offload, prefetch, size, 4 // size)
 
 
@@ -92,11 +92,29 @@ def test_where_no_single_change_is_enough_several_are_told_together():
 
 
 def test_meshes_are_parts_of_nodes_or_whole_nodes():
-    sizes = [mesh.shard for mesh in Space(48, 48, 8).meshes()]
-    assert sizes == [1, 2, 4, 8, 16, 24, 48]
-    assert all(mesh.num_ranks == 48 for mesh in Space(48, 48, 8).meshes())
+    meshes = list(Space(48, 48, 8).meshes(Mesh(48)))
+    assert [mesh.shard for mesh in meshes] == [1, 2, 4, 8, 16, 24, 48]
+    assert all(mesh.num_ranks == 48 for mesh in meshes)
+
+
+def test_ranks_of_other_axes_come_from_those_that_read_other_samples():
+    space = Space(16, 64, 8, axes=("tp", "cp", "ep"), fits=lambda mesh: mesh.tp <= 4 and mesh.ep <= 2)
+    found = {(mesh.shard, mesh.ep, mesh.cp, mesh.tp) for mesh in space.meshes(Mesh(16)) if mesh.replicate == 1}
+    cps = {(16 // cp, 1, cp, 1) for cp in (1, 2, 4, 8, 16)}
+    assert found == cps | {(8, 1, 1, 2), (4, 1, 1, 4), (16, 2, 1, 1)}
+    near = Mesh(4, cp=2, tp=2)
+    others = {(mesh.shard, mesh.cp, mesh.tp) for mesh in space.meshes(near)}
+    assert {(8, 2, 1), (8, 1, 2), (2, 2, 4), (2, 4, 2)} <= others
+    assert all(mesh.num_ranks == 16 for mesh in space.meshes(near))
+
+
+def test_fewer_ranks_that_read_samples_have_more_micro_batches():
+    space = Space(16, 64, 8, axes=("tp",))
+    found = [each for each in space.changed(Settings(Mesh(16), micro_batches=4), "mesh") if each.mesh.tp > 1]
+    assert {(each.mesh.shard, each.mesh.tp, each.micro_batches) for each in found} == {(8, 2, 8), (4, 4, 16), (2, 8, 32)}
+    assert space.with_values(Settings(Mesh(16), micro_batch=3), {"mesh": Mesh(8, tp=2)}) is None
 
 
 def test_micro_batches_add_up_to_the_batch():
-    sizes = {(each.micro_batch, each.micro_batches) for each in SPACE.neighbours(BEGINNINGS[0])}
-    assert sizes == {(1, 4), (2, 2), (4, 1)}
+    sizes = {(each.micro_batch, each.micro_batches) for each in SPACE.changed(BEGINNINGS[0], "micro_batch")}
+    assert sizes == {(2, 2), (4, 1)}

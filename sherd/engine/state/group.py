@@ -318,7 +318,7 @@ class Group:
     def _empty_shard_buffer(self, device: torch.device) -> torch.Tensor:
         """Returns memory for this rank's shards: a buffer of its own, or a part of one that holds other ranks' too."""
         place, mesh, packing = self.place, self.mesh, self.packing
-        as_it_is = self.compute_dtype == self.dtype and place.device == self.device and device.type != "meta"
+        as_it_is = self.compute_dtype == self.dtype and place.device == self.device
         if as_it_is and packing.direct and (mesh.keeps_unsharded or mesh.num_pieces == 1):
             self.unsharded_memory = place.empty(packing.unsharded_numel, self.dtype, device)
             start = packing.starts[mesh.pieces_of(mesh.shard_rank).start]
