@@ -192,9 +192,8 @@ def abort_groups() -> None:
 
 
 def group_among(args: Sequence[object]) -> dist.ProcessGroup:
-    """Returns the process group among the arguments of an operation: boxed in those of `torch.distributed`, and the last
-    one, by its name, in functional ones. The class of boxed objects and the look-up of names are private (2.1 to 2.13).
-    """
+    """Returns the process group among the arguments of an operation: boxed in those of `torch.distributed`, by its name
+    as the last one in functional ones. Boxed objects and the look-up of names are private (2.1 to 2.13)."""
     for each in args:
         if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":
             return dist.ProcessGroup.unbox(each)

@@ -52,7 +52,7 @@ def fake_tensors() -> contextlib.AbstractContextManager[object]:
 
 
 def are_fake(kinds: Iterable[type]) -> bool:
-    """Returns whether one of these classes of tensors is that of `fake_tensors`. DTensor computes with some to learn the
+    """Returns whether one of these classes is that of `fake_tensors`. DTensor computes with such tensors to learn the
     shapes of results, once for each kind of operation. The class is private (2.0 to 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensor
 

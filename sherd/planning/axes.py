@@ -76,6 +76,14 @@ class Layout:
         others = [name for name in ("pp", "ep", "cp", "tp") if getattr(mesh, name) > 1 and name not in self.axes]
         return f"nobody has said how this model is laid over {others[0]}" if others else ""
 
+    def stage(self, model: nn.Module, number: int, num_stages: int) -> nn.Module:
+        """Returns the part of `model` that a stage of a pipeline has."""
+        raise NotImplementedError("a layout with the axis pp says what its stages are")
+
+    def stream_numel(self, batch: Any, mesh: Mesh) -> int:
+        """Returns the elements that go from one stage to the next."""
+        raise NotImplementedError("a layout with the axis pp says what its stages send")
+
     def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
         """Cut `model` in place for this rank of the default process group."""
         sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}

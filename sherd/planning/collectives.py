@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sherd._torch import group_among
-from sherd.simulate.work import Collective, Group
+from sherd.simulate.work import ALONE, Collective, Group
 
 __all__ = ["collective_of", "group_of", "is_communication"]
 
@@ -52,7 +52,7 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
     waits, receives, or has a group of one rank."""
     known = _C10D if func.namespace == "c10d" else _FUNCTIONAL
     kind, whole = known.get(func.overloadpacket.__name__, ("", None))
-    group = group_of(group_among(args)) if kind else Group(1)
+    group = group_of(group_among(args)) if kind else ALONE
     if group.size == 1:
         return None
     return Collective(kind, _num_bytes(result if whole is None else args[whole]), group)
@@ -61,7 +61,7 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
 def group_of(group: dist.ProcessGroup | None) -> Group:
     """Returns the ranks of a process group; None is a rank alone."""
     if group is None or group.size() == 1:
-        return Group(1)
+        return ALONE
     ranks = dist.get_process_group_ranks(group)
     return Group(len(ranks), max(1, (max(ranks) - min(ranks)) // (len(ranks) - 1)))
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
-from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.axes import Cut, Layout, Shards, auto_units
+from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args
 from sherd.planning.reading import Loss, own_or_usual_loss
 from sherd.requirements import require_int
@@ -268,6 +268,8 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
     require_int("plan(micro_batch={})", size, 1)
     if samples % size:
         raise PolicyError(f"plan(micro_batch={size}): it does not divide the {samples} samples of a rank in a step")
+    if samples // size < mesh.pp:
+        raise PolicyError(f"plan(mesh={mesh}): {samples // size} micro-batches are fewer than its {mesh.pp} stages")
     return replace(Settings(mesh, micro_batches=samples // size), **(dict(given) | {"checkpointing": float(share)}))
 
 

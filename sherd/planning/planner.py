@@ -27,13 +27,15 @@ from sherd.planning.transports import between_hosts, on_one_host
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import op_seconds
-from sherd.simulate.predict import Prediction, predict
+from sherd.simulate.pipeline import Stage
+from sherd.simulate.predict import Played, Prediction, predict, predict_pipeline
 from sherd.simulate.search import Outcome
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import Optimizer, Sharded
 from sherd.simulate.stretches import Part, parts_of
 from sherd.simulate.transform import checkpointed, scaled
-from sherd.simulate.work import Work
+from sherd.simulate.work import Group, Work
+
 
 @dataclass(frozen=True)
 class Training:
@@ -47,6 +49,7 @@ class Training:
         compute_dtype: forward and backward compute in it (mixed precision, with gradients reduced in float32); None:
             in that of the parameters.
         samples: a batch of so many is one that the model runs with.
+        stage: of a pipeline, if `model` is only that.
     """
 
     model: nn.Module
@@ -55,6 +58,7 @@ class Training:
     optimizer: Optimizer
     compute_dtype: torch.dtype | None = None
     samples: int = 1
+    stage: int | None = None
 
 
 class Planner:
@@ -77,6 +81,7 @@ class Planner:
         self._sharded = cache(self._shard_once)
         self._thin = cache(self._shard_thin)
         self._parts = cache(self._cut_once)
+        self._of_stage = cache(self._stage_planner)
 
     def predict(self, settings: Settings, title: str = "") -> Prediction:
         """Returns the prediction of a step.
@@ -85,19 +90,29 @@ class Planner:
             InputError: the model does not run without values.
             SherdError: it cannot be sharded so.
         """
+        mesh, times = settings.mesh, settings.micro_batches
+        if mesh.pp == 1:
+            work, sharded, parts = self._read_and_sharded(settings)
+            return predict(work, sharded, self.cluster, mesh, parts=parts, micro_batches=times, title=title)
+        training = self.training
+        numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
+        dtype, pair = training.compute_dtype or torch.float32, Group(2, mesh.num_ranks // mesh.pp)
+        ends = [Stage(number, mesh.pp, numel * dtype.itemsize, pair) for number in (0, mesh.pp - 1)]
+        first, last = (Played(*self._of_stage(mesh.pp, end.number)._read_and_sharded(settings), end) for end in ends)
+        return predict_pipeline(first, last, self.cluster, mesh, micro_batches=times, title=title)
+
+    def _stage_planner(self, num_stages: int, number: int) -> Planner:
+        model = self.training.layout.stage(self.training.model, number, num_stages)
+        like = None if self._lender is self else self._lender._of_stage(num_stages, number)
+        return Planner(replace(self.training, model=model, stage=number), self.cluster, self._is_rough, like)
+
+    def _read_and_sharded(self, settings: Settings) -> tuple[Work, Sharded, Sequence[Part]]:
+        """Returns a micro-batch, the sharded model, and both in parts."""
         work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing
         sharded_key = settings.mesh, settings.placement, settings.reshard, settings.prefetch
         work = self._work(*work_key)
         sharded = self._sharded(*sharded_key)
-        return predict(
-            work,
-            offloaded(sharded) if settings.offload else sharded,
-            self.cluster,
-            settings.mesh,
-            parts=self._parts(work_key, sharded_key),
-            micro_batches=settings.micro_batches,
-            title=title,
-        )
+        return work, offloaded(sharded) if settings.offload else sharded, self._parts(work_key, sharded_key)
 
     def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         training = self.training
@@ -109,7 +124,7 @@ class Planner:
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
         if mesh.num_ranks == 1:
             return read_work(model, training.batch(micro_batch), loss, device_type)
-        with _imagined(mesh):
+        with _imagined(mesh, training.stage):
             laid = training.layout.lay(model, mesh)
             with laid.running():
                 return read_work(model, training.batch(micro_batch), laid.loss, device_type)
@@ -124,7 +139,9 @@ class Planner:
         names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
         return checkpointed(work, [number for number, each in enumerate(work.modules) if each.name in names])
 
-    def _cut_once(self, work_key: tuple[int, Mesh, float], sharded_key: tuple[Mesh, str, bool, int]) -> tuple[Part, ...]:
+    def _cut_once(
+        self, work_key: tuple[int, Mesh, float], sharded_key: tuple[Mesh, str, bool, int]
+    ) -> tuple[Part, ...]:
         device = self.cluster.device
         return parts_of(self._work(*work_key), self._sharded(*sharded_key), lambda op: op_seconds(op, device))
 
@@ -165,7 +182,7 @@ class Planner:
         else:
             is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
             machine = use_transports(on_one_host if is_one_host else between_hosts)
-        with _imagined(mesh), machine:
+        with _imagined(mesh, self.training.stage), machine:
             yield
 
 
@@ -174,9 +191,10 @@ def _without_data(mesh: Mesh) -> Mesh:
     return replace(mesh, shard=mesh.ep, replicate=1)
 
 
-def _imagined(mesh: Mesh) -> AbstractContextManager[None]:
-    """The ranks of `mesh`. This one has the last part of samples that are cut, whose attention sees all of them."""
-    return imagined_ranks(mesh.num_ranks, (mesh.cp - 1) * mesh.tp)
+def _imagined(mesh: Mesh, stage: int | None) -> AbstractContextManager[None]:
+    """The ranks of `mesh`. This one is of a stage, and has the last part of samples that are cut, whose attention sees
+    all of them."""
+    return imagined_ranks(mesh.num_ranks, (stage or 0) * (mesh.num_ranks // mesh.pp) + (mesh.cp - 1) * mesh.tp)
 
 
 def _spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
@@ -199,14 +217,15 @@ class RoughPlanner:
     def __init__(self, training: Training, cluster: Cluster) -> None:
         self._training, self._cluster = training, cluster
         self._played = cache(self._play)
+        self._planners = cache(self._make_planners)
 
-    @cached_property
-    def _planners(self) -> tuple[list[Planner], float]:
-        """The planners of both models, and how often their difference is added to the second."""
+    def _make_planners(self, pp: int) -> tuple[list[Planner], float]:
+        """Returns the planners of both models, with so many blocks in each stage, and how often their difference is
+        added to the second."""
         model = self._training.model
-        few, more = (with_fewer_blocks(model, number) for number in (FEW, MORE))
+        few, more = (with_fewer_blocks(model, number * pp) for number in (FEW, MORE))
         models = [model] if few is None or more is None else [few[0], more[0]]
-        num_more = (few[1] - MORE) / (MORE - FEW) if few is not None and more is not None else 0.0
+        num_more = (few[1] / pp - MORE) / (MORE - FEW) if few is not None and more is not None else 0.0
         planners: list[Planner] = []
         for each in models:
             training, first = replace(self._training, model=each), planners[0] if planners else None
@@ -221,12 +240,12 @@ class RoughPlanner:
 
     def _of_all(self, settings: Settings) -> Outcome:
         """Returns the outcome of all micro-batches."""
-        num = min(settings.micro_batches, MICRO_BATCHES)
+        num = min(settings.micro_batches, max(MICRO_BATCHES, settings.mesh.pp + 1))
         found, others = self._played(replace(settings, micro_batches=num)), settings.micro_batches - num
         return _between(self._played(replace(settings, micro_batches=num - 1)), found, 1 + others) if others else found
 
     def _play(self, settings: Settings) -> Outcome:
-        planners, num_more = self._planners
+        planners, num_more = self._planners(settings.mesh.pp)
         predictions = (planner.predict(settings) for planner in planners)
         first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
         return _between(first, more[0], 1 + num_more) if more else first

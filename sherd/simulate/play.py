@@ -23,13 +23,15 @@ from sherd.schedule.actions import ShardsChanged
 from sherd.schedule.forecast import Buffers
 from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment
 from sherd.schedule.schedule import Schedule
+from sherd.schedule.state import Keep
 from sherd.schedule.words import in_words
 from sherd.simulate.clock import Clock, Costs
 from sherd.simulate.meter import Meter
+from sherd.simulate.pipeline import Stage
 from sherd.simulate.sharded import Sharded, Traffic
 from sherd.simulate.stretches import Called, Part, Stretch
 from sherd.simulate.timeline import Lane, Timeline, TimelineUnit
-from sherd.simulate.work import Group
+from sherd.simulate.work import Group, TensorKind
 
 OPTIMIZER_TEMPORARY = "optimizer temporaries"
 
@@ -41,6 +43,7 @@ def play(
     *,
     micro_batches: int = 1,
     reduces_each: bool = True,
+    stage: Stage | None = None,
     title: str = "",
 ) -> Timeline:
     """Returns a step whose order is learnt, from shards without gradients until the optimizer has stepped.
@@ -51,12 +54,15 @@ def play(
         costs: the seconds that things take.
         micro_batches: forwards and backwards of the step.
         reduces_each: each backward reduces its gradients; otherwise only the last one of the step does.
+        stage: of a pipeline. It keeps unsharded parameters and gradients until its last backward.
         title: of the timeline.
     """
     player = _Player(parts, sharded, costs)
     for num in (1, micro_batches):  # the first step learns the order
         player.begin_step()
-        for number in range(num):
+        if stage is not None:
+            player.pipeline(stage, num)
+        for number in range(num if stage is None else 0):
             player.micro_batch(reduces_each or number == num - 1)
         player.optimizer_step()
     units = tuple(TimelineUnit.of(unit.name, unit.kind, unit.numel, unit.groups) for unit in sharded.units)
@@ -65,6 +71,14 @@ def play(
     return Timeline(
         title, True, units, tuple(clock.spans), tuple(meter.changes), meter.peak, clock.now, exposed=exposed
     )
+
+
+def pass_seconds(parts: Sequence[Part], sharded: Sharded, costs: Costs, stage: Stage) -> tuple[float, float]:
+    """Returns the seconds of a forward and of a backward of a stage of a pipeline, which nothing holds up."""
+    player = _Player(parts, sharded, costs)
+    player.begin_step()
+    ends = player.pipeline(Stage(stage.num_stages - 1, stage.num_stages), 3)
+    return ends[2] - ends[1], ends[3] - ends[2]
 
 
 class _Player:
@@ -78,6 +92,7 @@ class _Player:
         self._schedule = Schedule(sharded.specs, sharded.limits)
         self._buffers = Buffers([unit.groups for unit in sharded.units], sharded.batch_bytes)
         self._num_seen = 0
+        self._uncopied: Counter[int] = Counter()
         self._moment = "at rest"
         self.clock = Clock(costs)
         self.meter = Meter()
@@ -103,8 +118,38 @@ class _Player:
         """Play forward and backward."""
         specs = tuple(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
         self._schedule.move_to(replace(self._schedule.state, specs=specs))
-        self._uncopied: Counter[int] = Counter()
-        for part in self._parts:
+        self._go_through(self._parts)
+
+    def pipeline(self, stage: Stage, micro_batches: int) -> list[float]:
+        """Play the passes of a stage in their order. Returns when each has ended.
+
+        As in torch's stages, there is memory for what each micro-batch will receive; a pass has one of these itself.
+        """
+        usual, forward = self._sharded.specs, 1 + self._parts.index((do.EndForward(),))
+        held = tuple(
+            replace(each, after_forward=Keep.ALWAYS, reshard_after_backward=False, reduces=False) for each in usual
+        )
+        order, ends = stage.order(micro_batches), []
+        is_first, is_last_stage = stage.number == 0, stage.number == stage.num_stages - 1
+        received = stage.sent * (micro_batches * (not is_last_stage) + (micro_batches - 1) * (not is_first))
+        self._come(TensorKind.INPUT.value, -1, received)
+        for number, is_forward in enumerate(order):
+            if stage.begins is not None and len(stage.begins) == len(order):
+                self.clock.wait(Lane.MODEL, -1, stage.begins[number])
+            is_last = number == len(order) - 1
+            self._schedule.move_to(replace(self._schedule.state, specs=usual if is_last else held))
+            self._go_through(self._parts[:forward] if is_forward else self._parts[forward:])
+            ends.append(self.clock.now)
+            if not is_last_stage:  # outputs are kept until their gradients come
+                self._come(TensorKind.ACTIVATION.value, -1, stage.sent if is_forward else -stage.sent)
+            if not (is_last_stage if is_forward else is_first):
+                seconds = self._costs.collective("send", stage.sent, stage.pair)
+                self.clock.start(Lane.MODEL, "send", -1, seconds, stage.sent, after=self.clock.now)
+        self._come(TensorKind.INPUT.value, -1, -received)
+        return ends
+
+    def _go_through(self, parts: Sequence[Part]) -> None:
+        for part in parts:
             if isinstance(part, Stretch):
                 self._compute(part)
             elif isinstance(part, Called):

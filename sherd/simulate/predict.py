@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 from sherd.simulate.clock import Costs
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import Ranks, collective_seconds, op_seconds
-from sherd.simulate.play import play
+from sherd.simulate.pipeline import Stage, begins
+from sherd.simulate.play import pass_seconds, play
 from sherd.simulate.reserved import reserved_bytes
 from sherd.simulate.settings import Mesh
 from sherd.simulate.sharded import Sharded
@@ -81,6 +82,54 @@ class Prediction:
     sent: dict[str, int]
     cost_per_million_tokens: float | None
 
+    def lasting(self, seconds: float) -> Prediction:
+        """Returns the prediction of a step that lasts so long, as other ranks need it."""
+        share, cost = self.timeline.seconds / seconds, self.cost_per_million_tokens
+        return replace(
+            self,
+            timeline=replace(self.timeline, seconds=seconds),
+            tokens_per_second=self.tokens_per_second * share,
+            samples_per_second=self.samples_per_second * share,
+            mfu=self.mfu * share,
+            cost_per_million_tokens=None if cost is None else cost / share,
+        )
+
+
+@dataclass(frozen=True)
+class Played:
+    """What is played on a rank of a pipeline: a micro-batch, the same in parts, the sharded model, and its stage."""
+
+    work: Work
+    sharded: Sharded
+    parts: Sequence[Part]
+    stage: Stage
+
+
+def predict_pipeline(
+    first: Played, last: Played, cluster: Cluster, mesh: Mesh, *, micro_batches: int, title: str = ""
+) -> Prediction:
+    """Returns the prediction of a pipeline's step on the stage that takes the most memory: the first one, which has the
+    most micro-batches under way, or the last one, which has the logits. All but the last one are like the first."""
+    costs = ClusterCosts(cluster)
+    of_first, of_last = (pass_seconds(each.parts, each.sharded, costs, each.stage) for each in (first, last))
+    send = costs.collective("send", first.stage.sent, first.stage.pair)
+    times = begins([of_first] * (mesh.pp - 1) + [of_last], micro_batches, send)
+    found = [
+        predict(
+            each.work,
+            each.sharded,
+            cluster,
+            mesh,
+            parts=each.parts,
+            micro_batches=micro_batches,
+            stage=replace(each.stage, begins=its),
+            title=title,
+        )
+        for each, its in ((first, times[0]), (last, times[-1]))
+    ]
+    seconds = max(each.timeline.seconds for each in found)
+    return max(found, key=lambda each: each.driver_bytes).lasting(seconds)
+
 
 def predict(
     work: Work,
@@ -91,13 +140,16 @@ def predict(
     parts: Sequence[Part] | None = None,
     micro_batches: int = 1,
     reduces_each: bool = True,
+    stage: Stage | None = None,
     title: str = "",
 ) -> Prediction:
     """Returns the prediction of a step; see `play`. `parts`: those of `work`, if they are there already."""
     costs, device = ClusterCosts(cluster), cluster.device
     if parts is None:
         parts = parts_of(work, sharded, costs.op)
-    timeline = play(parts, sharded, costs, micro_batches=micro_batches, reduces_each=reduces_each, title=title)
+    timeline = play(
+        parts, sharded, costs, micro_batches=micro_batches, reduces_each=reduces_each, stage=stage, title=title
+    )
     seconds = timeline.seconds
     flops = micro_batches * _flops_once(work)
     tokens, samples = (micro_batches * mesh.num_data * each / seconds for each in (work.tokens, work.samples))
@@ -113,12 +165,14 @@ def predict(
         tokens,
         samples,
         flops / seconds / device.peak_flops[_dtype_of(work)],
-        _sent(timeline, sharded, parts, costs),
+        _sent(timeline, sharded, parts, stage, costs),
         hourly * mesh.num_ranks / 3600 / tokens * 1e6 if hourly is not None and tokens else None,
     )
 
 
-def _sent(timeline: Timeline, sharded: Sharded, parts: Sequence[Part], costs: ClusterCosts) -> dict[str, int]:
+def _sent(
+    timeline: Timeline, sharded: Sharded, parts: Sequence[Part], stage: Stage | None, costs: ClusterCosts
+) -> dict[str, int]:
     """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of their ring."""
     groups: dict[tuple[Lane, int], list[Group]] = {}
     for number, unit in enumerate(sharded.units):
@@ -134,6 +188,8 @@ def _sent(timeline: Timeline, sharded: Sharded, parts: Sequence[Part], costs: Cl
     for span in timeline.spans:
         if span.lane is Lane.COPY:
             sent["to the host"] += span.nbytes
+        elif span.name == "send" and stage is not None:
+            sent[costs.link(stage.pair)] += span.nbytes
         elif (span.lane, span.unit) in in_turn:
             group = next(in_turn[span.lane, span.unit])
             times = 2 if span.name == "all-reduce" else 1

@@ -97,9 +97,7 @@ COMBINED = 8
 """So many combinations of changes are tried at once."""
 
 
-def _combined(
-    space: Space, outcomes: Mapping[Settings, Outcome], settings: Settings, limit: int
-) -> Iterator[Settings]:
+def _combined(space: Space, outcomes: Mapping[Settings, Outcome], settings: Settings, limit: int) -> Iterator[Settings]:
     """Yields the best combinations of changes of `settings`, whose single changes were tried, as if these added up."""
     now = outcomes[settings]
     changes = [[(None, 0.0, 0)] for _ in space.choices]
@@ -114,8 +112,8 @@ def _combined(
 
     several = (each for each in product(*changes) if sum(value is not None for value, *_ in each) > 1)
     for combination in heapq.nsmallest(COMBINED, several, key=expected):
-        values = {name: value for name, (value, *_) in zip(space.choices, combination, strict=True) if value is not None}
-        made = space.with_values(settings, values)
+        named = zip(space.choices, combination, strict=True)
+        made = space.with_values(settings, {name: value for name, (value, *_) in named if value is not None})
         if made is not None:
             yield made
 

@@ -11,12 +11,12 @@ from typing import Any
 class Mesh:
     """The ranks on their axes, from the outermost, whose ranks are furthest apart:
 
-        pp          layers: each rank has some of them
-        replicate   samples; parameters are replicated
-        shard       samples; parameters are sharded
-          ep        a part of it: each rank has some of the experts
-        cp          tokens of the same samples; parameters are sharded over these ranks too
-        tp          parts of each layer, for the same tokens
+    pp          layers: each rank has some of them
+    replicate   samples; parameters are replicated
+    shard       samples; parameters are sharded
+      ep        a part of it: each rank has some of the experts
+    cp          tokens of the same samples; parameters are sharded over these ranks too
+    tp          parts of each layer, for the same tokens
     """
 
     shard: int
@@ -166,10 +166,10 @@ class Space:
 
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
         """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has; None
-        if it cannot be divided so."""
+        if it cannot be divided so, or into fewer than there are stages of a pipeline."""
         made = replace(settings, **values)
         times, rest = divmod(self.batch, made.mesh.num_data * made.micro_batch)
-        return replace(made, micro_batches=times) if times and not rest else None
+        return replace(made, micro_batches=times) if times >= made.mesh.pp and not rest else None
 
     @property
     def choices(self) -> list[str]:

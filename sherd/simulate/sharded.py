@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Limits, UnitSpec
-from sherd.simulate.work import Group
+from sherd.simulate.work import ALONE, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Traffic:
     reduced: int
     all_reduced: int = 0
     owned: int = 0
-    shard: Group = Group(1)
-    replicate: Group = Group(1)
+    shard: Group = ALONE
+    replicate: Group = ALONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 from sherd.schedule.moments import Moment
 from sherd.simulate.moments import moments_of
 from sherd.simulate.sharded import Sharded
-from sherd.simulate.work import Allocate, Collective, EndForward, Enter, Event, Leave, Op, Passed, Reached, Release, Work
+from sherd.simulate.work import (
+    Allocate,
+    Collective,
+    EndForward,
+    Enter,
+    Event,
+    Leave,
+    Op,
+    Passed,
+    Reached,
+    Release,
+    Work,
+)
 
 
 @dataclass(frozen=True, slots=True)

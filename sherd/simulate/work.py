@@ -93,6 +93,9 @@ class Group:
     stride: int = 1
 
 
+ALONE = Group(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective that forward or backward itself calls, as on the axes of tensor, context and expert parallelism.

@@ -74,7 +74,7 @@ def on_meta(config: Config) -> Decoder | HuggingFace:
 def parallelize(model: T, grid: Grid, config: Config) -> T:
     """Lay `model`, whole on every rank, over all axes of `grid`: a unit per block, one for the rest."""
     if isinstance(model, Decoder):
-        _keep_own_layers(model, grid)
+        own_layers(model, grid.stage, grid.axes.pp)
         cut(model, grid, config)
     for block in blocks_of(model):
         _run_as_asked(block, config)
@@ -99,16 +99,16 @@ def _run_as_asked(block: nn.Module, config: Config) -> None:
 # pp
 
 
-def _keep_own_layers(model: Decoder, grid: Grid) -> None:
-    """A stage has an equal share of the blocks, the first one also the embedding, the last one also the head. The
-    others' names stay free, so that a checkpoint knows no stages."""
-    num_blocks, num_stages = len(model.blocks), grid.axes.pp
+def own_layers(model: Decoder, stage: int, num_stages: int) -> None:
+    """Keep the layers of a stage: an equal share of the blocks, in the first one also the embedding, in the last one
+    also the head. The others' names stay free, so that a checkpoint knows no stages."""
+    num_blocks = len(model.blocks)
     for number in range(num_blocks):
-        if number * num_stages // num_blocks != grid.stage:
+        if number * num_stages // num_blocks != stage:
             model.blocks[number] = Elsewhere()
-    if grid.stage > 0:
+    if stage > 0:
         model.embedding = Elsewhere()
-    if grid.stage < num_stages - 1:
+    if stage < num_stages - 1:
         model.norm, model.head = Elsewhere(), Elsewhere()
 
 

@@ -66,14 +66,14 @@ class Passes:
             return self._losses(inputs, targets)
 
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._cross_entropy(self._forward(self.part(inputs)), self.part(targets))
+        return self.cross_entropy(self._forward(self.part(inputs)), self.part(targets))
 
     def _forward(self, part: Tensor) -> Tensor:
         """This rank's logits of `part`."""
         logits: Tensor = self.model(part)
         return logits
 
-    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Of each target, flat; `logits` are those of this rank."""
         logits = self._of_all_tp(logits).float().flatten(0, 1)
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")

@@ -48,7 +48,7 @@ class Pipelined(Passes):
         self._schedule = Schedule1F1B(
             stage,
             num,
-            loss_fn=lambda logits, targets: self._cross_entropy(logits, targets).mean() / num,
+            loss_fn=lambda logits, targets: self.cross_entropy(logits, targets).mean() / num,
             scale_grads=False,
         )
 

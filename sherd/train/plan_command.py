@@ -43,7 +43,7 @@ def add_plan(commands: Any) -> None:
     )
     p.add_argument("--cluster", default="h100", metavar="NAME", help=f"{', '.join(shipped_clusters())}, or a file")
     p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
-    p.add_argument("--mesh", metavar="AXES", help="as in replicate=2,dp=8,tp=4, and no other; unless told, the best one")
+    p.add_argument("--mesh", metavar="AXES", help="as replicate=2,dp=8,tp=4, and no other; unless told, the best one")
     p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")

@@ -1,9 +1,10 @@
-"""How models that are planned are laid over axes that are not data parallel: those of `sherd train` as it lays them, and
+"""How models that are planned are laid over axes that are not data parallel: those of `sherd train` as it lays them,
 those of transformers by their own plan for tensor parallelism."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from sherd.planning.axes import Laid, Layout
@@ -22,7 +23,8 @@ from sherd.train.config import Config, InputError
 from sherd.train.exchange import exchanged
 from sherd.train.experts import Experts, Way
 from sherd.train.mesh import Grid
-from sherd.train.parallel import cut, shard
+from sherd.train.models import Decoder
+from sherd.train.parallel import blocks_of, cut, own_layers, shard
 from sherd.train.passes import Passes
 
 __all__ = ["TrainedLayout", "spread_evenly", "transformers_layout"]
@@ -37,7 +39,7 @@ class TrainedLayout(Layout):
         names: the axes that its model can be laid over.
     """
 
-    config: Config = Config()
+    config: Config = field(default_factory=Config)
     names: tuple[str, ...] = ()
 
     @property
@@ -53,16 +55,23 @@ class TrainedLayout(Layout):
             return str(error)
         return ""
 
+    def stage(self, model: nn.Module, number: int, num_stages: int) -> nn.Module:
+        stage = copy.deepcopy(model)
+        assert isinstance(stage, Decoder), "models of transformers have no stages"
+        own_layers(stage, number, num_stages)
+        stage.blocks = nn.ModuleList(blocks_of(stage))
+        return stage
+
+    def stream_numel(self, batch: Any, mesh: Mesh) -> int:
+        return int(batch[0].numel()) // mesh.cp // mesh.tp * self.config.model.width
+
     def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
+        assert isinstance(model, Decoder), "models of transformers are laid by their own plan"
         grid = Grid(_axes(mesh), "cpu")
-        cut(model, grid, self.config)  # type: ignore[arg-type] # it is a Decoder
+        cut(model, grid, self.config)
         spread_evenly(model, grid.ep)
         passes = _OnMeta(model, grid)
-        return Laid(
-            lambda model, **options: shard(model, grid, **options),
-            lambda _, batch: passes.loss(batch[0], batch[0]),
-            passes.running,
-        )
+        return Laid(lambda model, **options: shard(model, grid, **options), passes.stage_loss, passes.running)
 
 
 class _OnMeta(Passes):
@@ -70,6 +79,18 @@ class _OnMeta(Passes):
 
     def part(self, samples: Tensor) -> Tensor:
         return samples.chunk(self.grid.axes.cp, dim=1)[self.grid.context_rank]
+
+    def stage_loss(self, model: Decoder, batch: tuple[Tensor]) -> Tensor:
+        """Returns the mean cross-entropy, or the sum of what a stage sends on, which has a gradient as large."""
+        part, axes = self.part(batch[0]), self.grid.axes
+        x = part
+        if self.grid.stage > 0:
+            shape = (len(part), part.shape[1] // axes.tp, model.model.width)
+            x = torch.empty(shape, dtype=next(model.parameters()).dtype, device="meta", requires_grad=True)
+        out = model(x)
+        if self.grid.stage == axes.pp - 1:
+            return self.cross_entropy(out, part).mean()
+        return (out.to_local() if isinstance(out, DTensor) else out).sum()
 
 
 def _axes(mesh: Mesh) -> Axes:

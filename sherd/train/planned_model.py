@@ -6,7 +6,7 @@ import importlib
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Planned:
 
     model: nn.Module
     batch: Callable[[int, int], Any]
-    layout: Layout = Layout(own_or_usual_loss)
+    layout: Layout = field(default_factory=lambda: Layout(own_or_usual_loss))
     context: int | None = None
     config: Config | None = None
 
@@ -122,7 +122,7 @@ def _trained(path: str, tree: Any) -> Planned:
     if not isinstance(model, Decoder):
         return Planned(model, _tokens, context=config.data.context, config=config)
     spread_evenly(model)
-    names = ("tp", "cp", "ep") if config.model.experts else ("tp", "cp")
+    names = ("tp", "cp", "pp", *(["ep"] if config.model.experts else []))
     layout = TrainedLayout(own_or_usual_loss, config=config, names=names)
     return Planned(model, _tokens, layout, config.data.context, config)
 

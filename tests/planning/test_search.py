@@ -111,7 +111,11 @@ def test_ranks_of_other_axes_come_from_those_that_read_other_samples():
 def test_fewer_ranks_that_read_samples_have_more_micro_batches():
     space = Space(16, 64, 8, axes=("tp",))
     found = [each for each in space.changed(Settings(Mesh(16), micro_batches=4), "mesh") if each.mesh.tp > 1]
-    assert {(each.mesh.shard, each.mesh.tp, each.micro_batches) for each in found} == {(8, 2, 8), (4, 4, 16), (2, 8, 32)}
+    assert {(each.mesh.shard, each.mesh.tp, each.micro_batches) for each in found} == {
+        (8, 2, 8),
+        (4, 4, 16),
+        (2, 8, 32),
+    }
     assert space.with_values(Settings(Mesh(16), micro_batch=3), {"mesh": Mesh(8, tp=2)}) is None
 
 
