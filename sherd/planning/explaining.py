@@ -16,12 +16,14 @@ from torch import nn
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.seal import runtime_of
 from sherd.errors import MemoryLimitError
-from sherd.memory.report import names_of, root_unit
+from sherd.memory.report import root_unit
 from sherd.planning.in_words import advice_of, lines_of_advice
 from sherd.planning.report.in_words import in_bytes
 from sherd.planning.running import Forwards, LossOfOutput, Running, most_within
 from sherd.planning.tracing import Recorder, recording
 from sherd.requirements import require_int
+from sherd.schedule.actions import Event
+from sherd.schedule.moments import begins_step
 from sherd.schedule.words import in_words
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
@@ -102,8 +104,9 @@ class _Follower(Recorder):
 
     def __init__(self, runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer, limit: int) -> None:
         super().__init__(runtime, optimizer, self._look_at_limit)
-        self.runtime, self._names, self._limit = runtime, names_of(model, runtime.units), limit
-        self._is_beyond, self._held = False, Held()
+        self.runtime, self._limit = runtime, limit
+        self._names = [each.name for each in self._units(model)]
+        self._has_raised, self._held = False, Held()
 
     def after_step(self, *_: object) -> None:
         """Begin anew, as if what is there had been there before."""
@@ -115,9 +118,14 @@ class _Follower(Recorder):
         before, self._label = self._label, label  # without the times
         return before
 
+    def begins(self, event: Event) -> None:
+        """Note an event. A new forward may raise again."""
+        self._has_raised = self._has_raised and not begins_step(event)
+        super().begins(event)
+
     def _look_at_limit(self, nbytes: int) -> None:
-        was_beyond, self._is_beyond = self._is_beyond, nbytes > self._limit
-        if self._is_beyond and not was_beyond:  # once: what cleans up after the error is let through
+        if nbytes > self._limit and not self._has_raised:
+            self._has_raised = True  # what cleans up after the error is let through
             if self._phase == "forward":
                 self.storages.become(TensorKind.ACTIVATION)
             self._held = self.storages.held_now()
@@ -143,7 +151,7 @@ def _lines(
         return
     now, device = running.predict(running.settings), runtime.root.mesh.device
     timeline = now.timeline
-    names = [each.name or each.kind for each in timeline.units]
+    names = [each.name for each in timeline.units]
     phase, number = _where(error, runtime, optimizer)
     held = most_within(timeline, phase, number)
     yield f"out of memory in {phase or 'the step'}{f' of {names[number]}' if number >= 0 else ''}"
@@ -168,7 +176,7 @@ def _advice(running: Running, size: Callable[[Prediction], int], limit: int) -> 
 
     settings = running.settings
     found = cheapest_changes(outcome, running.space, settings, limit)
-    yield f"{'what would fit' if found else 'no single change would fit'}, instead of {settings}"
+    yield f"{'what would fit' if found else 'nothing that was tried would fit'}, instead of {settings}"
     yield from lines_of_advice([advice_of(settings, outcome(settings), *each) for each in found])
 
 
