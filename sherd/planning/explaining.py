@@ -34,7 +34,7 @@ from sherd.simulate.work import TensorKind
 
 __all__ = ["explain_memory"]
 
-HEAD = "sherd explains: "
+HEAD = "explained by sherd: "
 Held = Counter[tuple[str, int]]
 """Bytes by kind and unit."""
 

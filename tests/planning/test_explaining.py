@@ -131,7 +131,7 @@ def test_the_limit_is_exact_and_the_error_says_what_is_held(world, way):
         held = dict(re.findall(r"^  (\w[\w ]*?) {2,}([\d.,]+ \w+)", said, re.MULTILINE))
         assert held == {kind: in_bytes(nbytes) for kind, nbytes in peak.by_kind.items()}
         assert "blocks.0 " in said
-        assert note.startswith("sherd explains: what would fit")
+        assert note.startswith("explained by sherd: what would fit")
 
 
 SETTINGS = {
@@ -191,7 +191,7 @@ def test_parameters_that_are_kept_may_be_freed(world):
 def test_where_nothing_fits_it_is_said(world):
     for changes, note in world(2).run(applied, composed, 0.3):
         assert changes == []
-        assert note.startswith("sherd explains: nothing that was tried would fit, instead of 2 ranks, ")
+        assert note.startswith("explained by sherd: nothing that was tried would fit, instead of 2 ranks, ")
 
 
 # An error of torch's
@@ -235,7 +235,7 @@ def test_an_error_of_torch_goes_on_with_a_note(world, make, where):
     for said, note in world(2).run(failing, make, where):
         assert said == "CUDA out of memory. Tried to allocate 20.00 MiB"
         lines = note.splitlines()
-        assert lines[0] == f"sherd explains: out of memory in {WHERE[where]}"
+        assert lines[0] == f"explained by sherd: out of memory in {WHERE[where]}"
         assert lines[1].startswith("predicted to be alive then: ")
         held = dict(re.findall(r"^  (\w[\w ]*?) {2,}([\d.,]+ \w+)", note, re.MULTILINE))
         assert {"optimizer state", "shards"} < held.keys()
@@ -363,10 +363,10 @@ def test_notes_of_many_models(world):
             assert "2 samples at once: saves" in found[way], way
         assert "2 replicas x 1 rank, " in found["replicas"]
         assert "blocks computed again, shards" in found["checkpoints"]
-        assert "sherd explains: out of memory in the step\n" in found["of the CPU"]
+        assert "explained by sherd: out of memory in the step\n" in found["of the CPU"]
         assert "optimizer state" not in found["SGD"]
         assert found["not on the error that it has caused"] == ""
-        said = "sherd explains: no more can be said: "
+        said = "explained by sherd: no more can be said: "
         assert found["a loss that fails"] == f"{said}InputError: the loss does not run without values: no"
         assert found["a cluster that is not there"].startswith(f"{said}ClusterError: cannot read the cluster")
         assert found["values"].startswith(f"{said}InputError: the model (Reading) does not run without values")
@@ -426,7 +426,7 @@ def test_blocks_in_blocks_and_wrong_uses(world):
     for notes in world(2).run(uses):
         assert [len(each) for each in notes] == [1, 1, 1]
         assert "out of memory in" in notes[0][0]
-        assert all(each[0].startswith("sherd explains: what would fit") for each in notes[1:])
+        assert all(each[0].startswith("explained by sherd: what would fit") for each in notes[1:])
 
 
 def plain_and_sharded(make):
@@ -458,7 +458,7 @@ def test_a_plain_copy_is_the_model_before_it_was_sharded(world, make):
 
 def test_the_traceback_shows_the_note(world):
     (text, _) = world(2).run(shown)
-    assert re.search(r"OutOfMemoryError: no room\nsherd explains: out of memory in optimizer\n", text)
+    assert re.search(r"OutOfMemoryError: no room\nexplained by sherd: out of memory in optimizer\n", text)
 
 
 def shown():
