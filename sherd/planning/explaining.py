@@ -160,9 +160,8 @@ def _lines(
     if device.type == "cpu":
         yield from _advice(running, lambda of: of.timeline.peak.nbytes, timeline.peak.nbytes - 1)
         return
-    memory = torch.get_device_module(device)
-    (free, total), reserved = memory.mem_get_info(device), memory.memory_reserved(device)
-    allocated, needed = memory.memory_allocated(device), now.reserved_bytes
+    (free, total), allocated = torch.accelerator.get_memory_info(device), torch.accelerator.memory_allocated(device)
+    reserved, needed = torch.accelerator.memory_reserved(device), now.reserved_bytes
     yield f"of {in_bytes(total)}, {in_bytes(free)} are free; torch has {in_bytes(allocated)} in {in_bytes(reserved)}"
     beside = max(0, free + reserved + 1 - needed)
     yield f"a step is predicted to take {in_bytes(needed)}, and {in_bytes(beside)} are taken beside it"
@@ -212,8 +211,9 @@ def _table(held: Held, names: list[str]) -> Iterator[str]:
 def _cluster(given: str | Path | Cluster | None, device: torch.device) -> Cluster:
     """Returns the cluster that is given, or the shipped one that has `device`; an H100's, if none has."""
     if given is None:
-        name = "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device)).lower()
-        given = next((each for each in shipped_clusters() if each in name), "h100" if name else "laptop")
+        name = str(getattr(torch.get_device_module(device), "get_device_name", str)(device)).lower()
+        known = (each for each in shipped_clusters() if each in name)
+        given = "laptop" if device.type == "cpu" else next(known, "h100")
     return given if isinstance(given, Cluster) else read_cluster(given)
 
 
