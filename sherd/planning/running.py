@@ -108,7 +108,7 @@ class Running(Planner):
         return replace(work, modules=modules, parameters=parameters)
 
     def _work_of(self, micro_batch: int, checkpointing: bool) -> Work:
-        return super()._work_of(micro_batch, checkpointing and not self._is_checkpointed)
+        return super()._work_of(micro_batch, False if self._is_checkpointed else checkpointing)
 
     def _shard_once(self, mesh: Mesh, placement: str, reshard: bool, prefetch: int) -> Sharded:
         sharded, specs = self._as_it_is, self._as_it_is.specs

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from sherd import explain_memory
 from sherd._torch import set_timeout
-from sherd.errors import CommError
+from sherd.errors import CommError, MemoryLimitError
 from sherd.train.axes import axes_of
 from sherd.train.checkpoint import NO_SPACE, NotSaved
 from sherd.train.codes import BAD_INPUT, NO_ROOM, NOT_SAVED, STOPPED
@@ -64,7 +64,7 @@ def _code(args: argparse.Namespace, stop: Stop) -> int:
             return NOT_SAVED  # others have left before they could save
         # One line: where this rank stood when it noticed does not help. The rank that ended first says why.
         return _crash(error)
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (torch.OutOfMemoryError, MemoryLimitError) as error:
         return _crash(error)  # with the note of explain_memory
     except BaseException:
         traceback.print_exc()
@@ -72,7 +72,8 @@ def _code(args: argparse.Namespace, stop: Stop) -> int:
 
 
 def _crash(error: BaseException) -> int:
-    print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr, flush=True)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # at once, as other ranks write too
     return 1
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import sherd
@@ -132,6 +133,11 @@ def test_the_limit_is_exact_and_the_error_says_what_is_held(world, way):
         assert held == {kind: in_bytes(nbytes) for kind, nbytes in peak.by_kind.items()}
         assert "blocks.0 " in said
         assert note.startswith("explained by sherd: what would fit")
+
+
+def test_ranks_that_are_threads_have_limits_of_their_own(threads):
+    for peak, said, _ in threads(2).run(peak_and_failure, composed):
+        assert f"{in_bytes(peak.nbytes)} are alive {peak.moment}" in said
 
 
 SETTINGS = {
@@ -397,6 +403,9 @@ def uses():
         pass
     with traced(model, optimizer), sherd.explain_memory(model, optimizer):
         step(model, optimizer)
+    with sherd.explain_memory(model, optimizer):  # nothing is followed without a limit
+        assert _get_current_dispatch_mode() is None
+        assert model._sherd_runtime.observer is None
     # One inside of another one: the error is explained once, and by the one whose limit it was.
     notes = []
     for outer, inner in ((None, None), (None, "2.5 MiB"), ("2.5 MiB", None)):
