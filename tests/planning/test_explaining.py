@@ -135,11 +135,6 @@ def test_the_limit_is_exact_and_the_error_says_what_is_held(world, way):
         assert note.startswith("explained by sherd: what would fit")
 
 
-def test_ranks_that_are_threads_have_limits_of_their_own(threads):
-    for peak, said, _ in threads(2).run(peak_and_failure, composed):
-        assert f"{in_bytes(peak.nbytes)} are alive {peak.moment}" in said
-
-
 SETTINGS = {
     "blocks computed again": {"checkpoints": True},
     "freed after forward": {"reshard_after_forward": True},
