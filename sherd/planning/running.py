@@ -69,7 +69,7 @@ class Running(Planner):
         self, model: nn.Module, stepper: torch.optim.Optimizer, seen: Forwards, loss: LossOfOutput | None, on: Cluster
     ) -> None:
         units = units_below(model)
-        meshes = {mesh for unit in units for mesh in unit.meshes if mesh.num_shards > 1}
+        meshes = {each.mesh for unit in units for each in unit.parameters if each.mesh.num_shards > 1}
         if seen.batch is None or any("shard_transport" not in vars(mesh) for mesh in meshes):
             raise StateError("the model has not run in here yet")  # and to make a transport ranks would have to meet
         own, first = units[0].mesh, num_samples(seen.batch)

@@ -311,6 +311,27 @@ def hybrid():
     return composed(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
 
 
+class Around(nn.Module):
+    """A root without parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(3))])
+
+    def forward(self, tokens, scale=1):
+        x = tokens
+        for block in self.blocks:
+            x = block(x)
+        return x * scale
+
+
+def bare_root():
+    model = Around()
+    for block in model.blocks:
+        sherd.fully_shard(block)
+    return sherd.fully_shard(model)
+
+
 def checkpointed_by_torch():
     model = Stack()
     for number, block in enumerate(model.blocks):
@@ -344,6 +365,7 @@ def kinds_of_notes():
         "a cluster that is not there": note_of(composed, ends_in_forward, cluster="h1000"),
         "values": note_of(reading, values_needed),
         "replicas": note_of(hybrid, ends_in_forward),
+        "bare root": note_of(bare_root, ends_in_forward),
         "checkpoints": note_of(checkpointed_by_torch, run_out),
         "of the CPU": note_of(composed, too_large, RuntimeError),
         "SGD": note_of(composed, ends_in_forward, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
@@ -359,7 +381,7 @@ def kinds_of_notes():
 
 def test_notes_of_many_models(world):
     for rank, found in enumerate(world(2).run(kinds_of_notes)):
-        for way in ("keywords", "loss", "replicas", "SGD", "runs"):
+        for way in ("keywords", "loss", "replicas", "bare root", "SGD", "runs"):
             assert "out of memory in forward of blocks.1\n" in found[way], way
             assert "2 samples at once: saves" in found[way], way
         assert "2 replicas x 1 rank, " in found["replicas"]
