@@ -40,6 +40,7 @@ from sherd.grad_scaler import ShardedGradScaler
 from sherd.layout.runs import Blocks, Flat, Owned
 from sherd.memory.report import memory_report, track_memory
 from sherd.optim import flatten_optimizer
+from sherd.planning.explaining import explain_memory
 from sherd.planning.plan import Plan, plan
 from sherd.policy import (
     AllGather,
@@ -108,6 +109,7 @@ __all__ = [
     "async_save",
     "auto_shard",
     "clip_grad_norm_",
+    "explain_memory",
     "explain_migration",
     "flatten_optimizer",
     "fully_shard",

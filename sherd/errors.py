@@ -20,6 +20,7 @@
     │   └── NoCheckpointError FileNotFoundError  a folder without a whole checkpoint
     ├── ClusterError    ValueError    a cluster file that cannot be read, or that holds something wrong
     ├── InputError      ValueError    what a user gave to the `sherd` command or to `plan` cannot be used
+    ├── MemoryLimitError MemoryError  tensors take more bytes than the user allows
     ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
         └── RanksDifferError          ranks have changed a model in different ways
@@ -38,6 +39,7 @@ __all__ = [
     "EquivalenceError",
     "GradientError",
     "InputError",
+    "MemoryLimitError",
     "MeshError",
     "ModuleError",
     "NoCheckpointError",
@@ -152,6 +154,10 @@ class InputError(SherdError, ValueError):
     the command prints it and exits with 2."""
 
     names_rank = False
+
+
+class MemoryLimitError(SherdError, MemoryError):
+    """Tensors take more bytes than the limit of `sherd.explain_memory` allows."""
 
 
 class EquivalenceError(SherdError, AssertionError):

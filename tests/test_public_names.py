@@ -53,6 +53,7 @@ OURS = {
     "async_save",
     "auto_shard",
     "clip_grad_norm_",
+    "explain_memory",
     "explain_migration",
     "flatten_optimizer",
     "StepsInBackward",

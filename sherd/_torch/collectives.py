@@ -195,9 +195,9 @@ def group_among(args: Sequence[object]) -> dist.ProcessGroup:
     """Returns the process group among the arguments of an operation: boxed in those of `torch.distributed`, by its name
     as the last one in functional ones. Boxed objects and the look-up of names are private (2.1 to 2.13)."""
     for each in args:
-        if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":
+        if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
             return dist.ProcessGroup.unbox(each)
-    return distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]
+    return distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type,attr-defined]
 
 
 @contextlib.contextmanager

@@ -68,14 +68,18 @@ def lines_of(
     yield f"  {'with the driver':22} {in_bytes(prediction.driver_bytes):>10}   {verdict}"
     if advice:
         yield "\nwhat would fit"
-        yield from (
-            f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {_costs(each.costs_seconds)}" for each in advice
-        )
+        yield from lines_of_advice(advice)
     elif lacks > 0:
         yield "\nno settings that were tried fit; take more ranks, or fewer tokens in a sample"
     if found is not None and found.fits:
         yield "\nwhy, and what the next best would be"
         yield from _reasons(found)
+
+
+def lines_of_advice(advice: Sequence[Advice]) -> Iterator[str]:
+    """Yields a line for each piece of advice."""
+    for each in advice:
+        yield f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {_costs(each.costs_seconds)}"
 
 
 def _speed(facts: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,16 +70,23 @@ class Storages(TorchDispatchMode):
         at_pass: is called with "backward" when the first operation of a backward is about to run, with "recompute" when
             forward runs again within it, and with "backward" when it has.
         at_call: runs each collective, of an operation, its arguments, and a function that calls it with them.
+        after_each: is called after each operation, with the bytes that are alive then. What it raises, the operation
+            raises.
     """
 
     def __init__(
-        self, device: str, at_pass: Callable[[str], None], at_call: Call = lambda func, args, call: call()
+        self,
+        device: str,
+        at_pass: Callable[[str], None],
+        at_call: Call,
+        after_each: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Note] = []
         self.before: list[Note] = []
         """The storages that were there when the mode began."""
-        self._device, self._at_pass, self._at_call = device, at_pass, at_call
+        self._now = 0
+        self._device, self._at_pass, self._at_call, self._after_each = device, at_pass, at_call, after_each
         self._thread = threading.get_ident()
         self._of: dict[int, Followed] = {}
         self._at: dict[int, Followed] = {}
@@ -91,10 +99,27 @@ class Storages(TorchDispatchMode):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow storages inside the context."""
-        with _resizes_told(self._resized), self:
-            yield
-        self._of.clear()  # deaths to come are nobody's matter
-        self._at.clear()
+        try:
+            with _resizes_told(self._resized), self:
+                yield
+        finally:
+            self._of.clear()  # deaths to come are nobody's matter
+            self._at.clear()
+
+    def forget(self) -> None:
+        """Forget what has come and gone. What is there now was there before."""
+        alive = {id(each): each for each in (*self._of.values(), *self._at.values()) if each.nbytes}
+        self.notes, self.before, self._now, self._since = [], [], 0, 0
+        self._recomputed.clear()
+        for each in alive.values():
+            self._was_there(each)
+
+    def held_now(self) -> Counter[tuple[str, int]]:
+        """Returns the bytes that are alive, by kind and unit."""
+        held: Counter[tuple[str, int]] = Counter()
+        for note in (*self.before, *self.notes):
+            held[note.kind_and_unit] += note.nbytes
+        return +held
 
     def expect(self, kind: str, unit: int, moment: Moment | str | None) -> None:
         """Take what comes from now on as of this kind and unit, until it turns out to be of another."""
@@ -164,6 +189,8 @@ class Storages(TorchDispatchMode):
         result = self._at_call(func, args, call) if is_communication(func) else call()
         for each in _dense_among((*given, result)):  # an operation as resize_ changes a storage, and makes none
             self._see(each.untyped_storage(), True, again, each.shape[-1] if each.dim() else 0)
+        if self._after_each is not None:
+            self._after_each(self._now)
         return result
 
     def _follow_passes(self) -> bool:
@@ -224,6 +251,8 @@ class Storages(TorchDispatchMode):
         # Ranks may be threads; backward on an accelerator has threads of its own.
         if self._device != "cpu" or threading.get_ident() == self._thread:
             self._see(storage, True)
+            if self._after_each is not None:
+                self._after_each(self._now)
 
     def _died(self, key: int) -> None:
         storage = self._of.pop(key, None)
@@ -235,9 +264,11 @@ class Storages(TorchDispatchMode):
 
     def _was_there(self, storage: Followed) -> None:
         storage.first = -1
+        self._now += storage.nbytes
         self.before.append(Note(0.0, None, storage, storage.holder, storage.nbytes))
 
     def _note(self, storage: Followed, nbytes: int) -> None:
+        self._now += nbytes
         self.notes.append(Note(perf_counter(), self._moment, storage, storage.holder, nbytes))
 
 

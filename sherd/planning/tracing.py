@@ -36,7 +36,7 @@ from sherd.simulate.play import OPTIMIZER_TEMPORARY
 from sherd.simulate.timeline import Lane, Span, Timeline, TimelineUnit
 from sherd.simulate.work import TensorKind
 
-__all__ = ["Trace", "traced"]
+__all__ = ["Recorder", "Trace", "recording", "traced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,16 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
         StateError: somebody observes it already, as `track_memory` does; or its parameters have no data yet.
     """
     runtime = runtime_of(root_unit(model, "traced"), model)
-    trace, recorder = Trace(), _Recorder(runtime, optimizer)
+    trace, recorder = Trace(), Recorder(runtime, optimizer)
+    with recording(recorder, runtime, model, optimizer):
+        yield trace
+        recorder.end()
+    trace.end(recorder.timeline(model, title or f"{runtime.root.class_name} on {_in_ranks(runtime.root)}"))
+
+
+@contextmanager
+def recording(recorder: Recorder, runtime: Runtime, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Have `recorder` see what happens to the model of `runtime` and to `optimizer`. Raises as `traced` does."""
     hooks = (
         model.register_forward_hook(recorder.after_forward),
         optimizer.register_step_pre_hook(recorder.before_step),
@@ -113,12 +122,10 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
     try:
         with observed(runtime, recorder, partial(_Gradients, recorder)), recorder.storages.following():
             recorder.begin()
-            yield trace
-            recorder.end()
+            yield
     finally:
         for hook in hooks:
             hook.remove()
-    trace.end(recorder.timeline(model, title or f"{runtime.root.class_name} on {_in_ranks(runtime.root)}"))
 
 
 class _Marks:
@@ -156,14 +163,14 @@ class _Marks:
             yield seconds[at] + share * (seconds[end] - seconds[at])
 
 
-class _Recorder:
-    """Sees every event and action of a runtime, every gradient, and the optimizer's step."""
+class Recorder:
+    """Sees events and actions of a runtime, gradients, and the optimizer's step. `after_each` is that of `Storages`."""
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, after_each: Callable[[int], None] | None = None) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._device = runtime.root.mesh.device
         self._marks = _Marks(self._device)
-        self.storages = Storages(self._device.type, self._passes, self._call)
+        self.storages = Storages(self._device.type, self._passes, self._call, after_each)
         self._done: list[tuple[_Label, int, int]] = []
         self._label, self._start = _Label(""), 0
         self._phase, self._running = "", [-1]
@@ -395,7 +402,7 @@ def _in_ranks(unit: Unit) -> str:
 class _Gradients:
     """Sees the gradients of one group of a unit."""
 
-    def __init__(self, recorder: _Recorder, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
+    def __init__(self, recorder: Recorder, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
         self._recorder, self._number = recorder, number
 
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:

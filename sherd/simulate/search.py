@@ -93,6 +93,8 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
     return Found(outcomes, tuple(sorted(fitting or outcomes, key=tried)), bool(fitting), limit)
 
 
+_Change = tuple[Any, float, int]  # a value, and its difference in seconds and bytes
+
 COMBINED = 8
 """So many combinations of changes are tried at once."""
 
@@ -100,14 +102,14 @@ COMBINED = 8
 def _combined(space: Space, outcomes: Mapping[Settings, Outcome], settings: Settings, limit: int) -> Iterator[Settings]:
     """Yields the best combinations of changes of `settings`, whose single changes were tried, as if these added up."""
     now = outcomes[settings]
-    changes = [[(None, 0.0, 0)] for _ in space.choices]
+    changes: list[list[_Change]] = [[(None, 0.0, 0)] for _ in space.choices]
     for name, found in zip(space.choices, changes, strict=True):
         for each in space.changed(settings, name):
             its = outcomes[each]
             found.append((getattr(each, name), its.seconds - now.seconds, its.nbytes - now.nbytes))
 
-    def expected(combination: tuple[tuple[Any, float, int], ...]) -> tuple[int, float, int]:
-        seconds, nbytes = (sum(each[at] for each in combination) for at in (1, 2))
+    def expected(combination: tuple[_Change, ...]) -> tuple[int, float, int]:
+        seconds, nbytes = sum(each[1] for each in combination), sum(each[2] for each in combination)
         return merit(Outcome(now.seconds + seconds, now.nbytes + nbytes), limit)
 
     several = (each for each in product(*changes) if sum(value is not None for value, *_ in each) > 1)

@@ -31,7 +31,7 @@ FREE = (
     *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
     *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
     *("run.checkpointing", "run.compile", "run.keep_best", "run.tensorboard", "run.logger"),
-    *("run.checkpoints", "run.async_save"),
+    *("run.checkpoints", "run.async_save", "run.memory_limit"),
 )
 """Fields that do not decide the losses, up to rounding; nor does any of `[shard]`."""
 Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
@@ -141,6 +141,7 @@ class Run:
     device: str = _field("auto", "auto is the accelerator, else cpu", "a type, such as cuda or xpu", str.isidentifier)
     precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
     checkpointing: bool = _field(False, "keep only each block's input for backward, and compute the rest again")
+    memory_limit: float = _at_least(0, 0.0, "GiB that a rank's tensors may take, which are then followed; 0: no limit")
     compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")
     eval_every: int = _at_least(0, 250, "steps between evaluations; 0: at the end only")
     save_every: int = _at_least(0, 250, "steps between checkpoints; 0: at the end only")

@@ -17,8 +17,9 @@ from typing import NoReturn
 import torch
 from torch import distributed as dist
 
+from sherd import explain_memory
 from sherd._torch import set_timeout
-from sherd.errors import CommError
+from sherd.errors import CommError, MemoryLimitError
 from sherd.train.axes import axes_of
 from sherd.train.checkpoint import NO_SPACE, NotSaved
 from sherd.train.codes import BAD_INPUT, NO_ROOM, NOT_SAVED, STOPPED
@@ -62,11 +63,18 @@ def _code(args: argparse.Namespace, stop: Stop) -> int:
                 say(f"stopped without saving: {error}")
             return NOT_SAVED  # others have left before they could save
         # One line: where this rank stood when it noticed does not help. The rank that ended first says why.
-        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr, flush=True)
-        return 1
+        return _crash(error)
+    except (torch.OutOfMemoryError, MemoryLimitError) as error:
+        return _crash(error)  # with the note of explain_memory
     except BaseException:
         traceback.print_exc()
         return 1
+
+
+def _crash(error: BaseException) -> int:
+    text = "".join(traceback.format_exception_only(error)).strip()
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # at once, as other ranks write too
+    return 1
 
 
 def _train(args: argparse.Namespace, stop: Stop) -> bool:
@@ -94,7 +102,9 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
         introduce(trainer, out, resumed, report)
         for line in swept:
             report.say(f"note   {line}")
-        return train(trainer, out, report, stop, args.trace)
+        limit = int(config.run.memory_limit * 2**30) or None
+        with explain_memory(trainer.model, trainer.optimizer, limit=limit):
+            return train(trainer, out, report, stop, args.trace)
 
 
 def _configured(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:

@@ -212,6 +212,8 @@ def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
 
 def _require_step(args: argparse.Namespace, config: Config, done: int) -> None:
     """Refuse to record a step that the run does not make. Raises InputError."""
+    if args.trace is not None and config.run.memory_limit:
+        raise InputError("--trace and run.memory_limit both follow all tensors; leave one of them out")
     if args.trace and not done < args.trace <= (config.run.steps or args.trace):
         last = f" and ends with step {config.run.steps}" if config.run.steps else ""
         raise InputError(f"--trace {args.trace}, but the run begins with step {done + 1}{last}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,6 +71,7 @@ CHECK = [
     ([*TEXT, "--steps", "3", "model.layers=1", "--nproc", "2", "wrod"], "'wrod' is not an assignment"),
     ([*TEXT, "run.steps=1.5"], "run.steps = '1.5' has the wrong type; it must be a whole number"),
     ([*TEXT, "--trace", "x"], "argument --trace: 'x' is no whole number"),
+    ([*TEXT, "--trace", "1", "run.memory_limit=1"], "--trace and run.memory_limit both follow all tensors"),
     ([*TEXT, "--trace", "0"], "argument --trace: '0' is no step; the first is 1"),
     ([*TEXT, "--trace", "9", "--steps", "4"], "--trace 9, but the run begins with step 1 and ends with step 4"),
     (["--data", os.devnull], f"{os.devnull} is neither a file nor a folder"),
@@ -311,3 +313,18 @@ def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_ne
     never_stopped, _, _ = world(2).run(run, config, tmp_path / "whole", stop_after=upto)[0]
     assert {**first, **rest} == never_stopped
     assert list(never_stopped) == list(range(1, upto + 1))
+
+
+def test_a_run_out_of_memory_says_what_held_it_and_a_change_that_it_names_fits(tmp_path):
+    words = ["train", *TEXT, "--nproc", "1", "--steps", "2", "--quiet", "run.eval_every=0", "run.memory_limit=0.03"]
+    process = start(command, [*words, "optimizer.micro_batch=8"], folder=tmp_path, output=tmp_path / "said")
+    process.join()
+    err = (tmp_path / "said.err").read_text()
+    assert process.exitcode == 1
+    assert "Traceback" not in err
+    assert "are alive when forward of blocks." in err
+    assert "explained by sherd: what would fit, instead of 1 rank, " in err
+    size = re.search(r"^  (\d) samples? at once: saves ", err, re.MULTILINE)[1]
+    process = start(command, [*words, f"optimizer.micro_batch={size}"], folder=tmp_path, output=tmp_path / "again")
+    process.join()
+    assert (process.exitcode, (tmp_path / "again.err").read_text()) == (0, "")

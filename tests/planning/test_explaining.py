@@ -1,0 +1,498 @@
+"""Does an out of memory error say what held the memory and when, and do the changes that it names fit?"""
+
+import re
+import traceback
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+import sherd
+from bench.peak import LiveBytes
+from sherd.errors import ClusterError, MemoryLimitError, ModuleError, PolicyError, StateError
+from sherd.planning.plain import plain_copy
+from sherd.planning.report.in_words import in_bytes
+from sherd.planning.tracing import traced
+from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
+
+WIDTH, VOCABULARY, LENGTH, SAMPLES = 64, 96, 32, 8
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.out(F.gelu(self.into(x)))
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head that share a weight."""
+
+    def __init__(self, checkpoints=False, blocks=4):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens, scale=None):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.head(x if scale is None else x * scale)
+
+
+def composed(checkpoints=False, mesh=None, **options):
+    torch.manual_seed(0)
+    model = Stack(checkpoints)
+    for each in (*model.blocks, model):
+        sherd.fully_shard(each, mesh=mesh, **options)
+    return model
+
+
+def wrapped(use_orig_params=True, checkpoints=False, **options):
+    torch.manual_seed(0)
+    return sherd.FullyShardedDataParallel(
+        Stack(checkpoints),
+        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) is Block,
+        use_orig_params=use_orig_params,
+        **options,
+    )
+
+
+def tokens(samples=SAMPLES):
+    return torch.arange(samples * LENGTH).view(samples, LENGTH) % VOCABULARY
+
+
+def step(model, optimizer, micro_batch=SAMPLES):
+    for _ in range(SAMPLES // micro_batch):
+        batch = tokens(micro_batch)
+        F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def notes_of(error):
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+# A limit
+
+
+def peak_and_failure(make):
+    """A settled step as it is traced, and the error under a limit of one byte less than its peak."""
+    model = make()
+    optimizer = adamw(model)
+    for _ in range(2):
+        step(model, optimizer)
+    with traced(model, optimizer) as trace:
+        step(model, optimizer)
+    peak = trace.timeline.peak
+    with sherd.explain_memory(model, optimizer, limit=peak.nbytes):
+        step(model, optimizer)
+        step(model, optimizer)
+    with (
+        pytest.raises(MemoryLimitError) as raised,
+        sherd.explain_memory(model, optimizer, limit=peak.nbytes - 1),
+    ):
+        step(model, optimizer)
+    return peak, str(raised.value), notes_of(raised.value)
+
+
+MAKES = {
+    "composed": composed,
+    "checkpoints": partial(composed, checkpoints=True),
+    "kept": partial(composed, reshard_after_forward=False),
+    "bfloat16": partial(composed, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "wrapper": wrapped,
+    "wrapper, flat parameters": partial(wrapped, False),
+}
+
+
+@pytest.mark.parametrize("way", MAKES)
+def test_the_limit_is_exact_and_the_error_says_what_is_held(world, way):
+    for peak, said, note in world(2).run(peak_and_failure, MAKES[way]):
+        assert said.splitlines()[0].endswith(
+            f"{in_bytes(peak.nbytes)} are alive {peak.moment}, more than the limit of {in_bytes(peak.nbytes - 1)}"
+        )
+        held = dict(re.findall(r"^  (\w[\w ]*?) {2,}([\d.,]+ \w+)", said, re.MULTILINE))
+        assert held == {kind: in_bytes(nbytes) for kind, nbytes in peak.by_kind.items()}
+        assert "blocks.0 " in said
+        assert note.startswith("explained by sherd: what would fit")
+
+
+SETTINGS = {
+    "blocks computed again": {"checkpoints": True},
+    "freed after forward": {"reshard_after_forward": True},
+    "kept for backward": {"reshard_after_forward": False},
+    "0 prefetched": {"prefetch_policy": PrefetchPolicy(0, 0)},
+    "1 prefetched": {"prefetch_policy": PrefetchPolicy(1, 1)},
+}
+
+
+def applied(make, share, **options):
+    """The changes that are named under a limit of `share` of the peak, after all of them have run under it."""
+    model = make(**options)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    with traced(model, optimizer) as trace:
+        step(model, optimizer)
+    limit = int(share * trace.timeline.peak.nbytes)
+    with pytest.raises(MemoryLimitError) as raised, sherd.explain_memory(model, optimizer, limit=limit):
+        step(model, optimizer)
+    del model, optimizer, trace
+    note = notes_of(raised.value)
+    changes = re.findall(r"^  (.+): saves (.+), (.+) (?:longer|shorter)$", note, re.MULTILINE)
+    for change, saved, _ in changes:
+        assert not saved.startswith("-")
+        more, size = dict(options), SAMPLES
+        for part in change.split(" and "):
+            samples = re.fullmatch(r"(\d+) samples? at once", part)
+            if samples:
+                size = int(samples[1])
+            else:
+                more |= SETTINGS[part]
+        model = make(**more)
+        optimizer = adamw(model)
+        with LiveBytes(), sherd.explain_memory(model, optimizer, limit=limit):
+            for _ in range(3):
+                step(model, optimizer, size)
+        del model, optimizer
+    return [change for change, _, _ in changes], note
+
+
+@pytest.mark.parametrize("make", [composed, wrapped])
+@pytest.mark.parametrize("share", [0.95, 0.75, 0.5])
+def test_changes_that_are_named_fit(world, make, share):
+    for changes, _ in world(2).run(applied, make, share):
+        assert 1 <= len(changes) <= 3
+        assert any("at once" in change for change in changes)
+        assert share < 0.7 or "blocks computed again" in changes
+
+
+def test_parameters_that_are_kept_may_be_freed(world):
+    for changes, _ in world(2).run(applied, composed, 0.98, reshard_after_forward=False):
+        assert "freed after forward" in changes
+
+
+def test_where_nothing_fits_it_is_said(world):
+    for changes, note in world(2).run(applied, composed, 0.3):
+        assert changes == []
+        assert note.startswith("explained by sherd: nothing that was tried would fit, instead of 2 ranks, ")
+
+
+# An error of torch's
+
+
+def failing(make, where, named=None):
+    """The error, with its note, of a step that fails in a place, and that of the step after it."""
+    model = make()
+    optimizer = adamw(model)
+    step(model, optimizer)
+    found = model.module if isinstance(model, sherd.FullyShardedDataParallel) else model
+    inner = found.blocks[2]
+    inner = getattr(inner, "module", inner)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    before = [list(model._forward_pre_hooks), list(optimizer._optimizer_step_post_hooks)]
+    if where == "forward":
+        hook = inner.out.register_forward_pre_hook(fail)
+    elif where == "backward":
+        hook = inner.out.register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+    else:
+        hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as raised, sherd.explain_memory(model, optimizer):
+        step(model, optimizer)
+    hook.remove()
+    assert before == [list(model._forward_pre_hooks), list(optimizer._optimizer_step_post_hooks)]
+    optimizer.zero_grad()
+    with sherd.explain_memory(model, optimizer):
+        step(model, optimizer)
+    return str(raised.value), notes_of(raised.value)
+
+
+WHERE = {"forward": "forward of blocks.2", "backward": "backward of blocks.2", "optimizer": "optimizer"}
+
+
+@pytest.mark.parametrize("make", [composed, wrapped, partial(wrapped, False), partial(composed, checkpoints=True)])
+@pytest.mark.parametrize("where", WHERE)
+def test_an_error_of_torch_goes_on_with_a_note(world, make, where):
+    for said, note in world(2).run(failing, make, where):
+        assert said == "CUDA out of memory. Tried to allocate 20.00 MiB"
+        lines = note.splitlines()
+        assert lines[0] == f"explained by sherd: out of memory in {WHERE[where]}"
+        assert lines[1].startswith("predicted to be alive then: ")
+        held = dict(re.findall(r"^  (\w[\w ]*?) {2,}([\d.,]+ \w+)", note, re.MULTILINE))
+        assert {"optimizer state", "shards"} < held.keys()
+        assert any(line.startswith("what would fit") for line in lines)
+        assert re.search(r"samples? at once: saves ", note)
+
+
+def run_out(*_):
+    raise torch.OutOfMemoryError("no room")
+
+
+def alone(path):
+    """Rank 0 runs out of memory where it needs no other rank. The other one has no part in anything until then."""
+    model = composed()
+    optimizer = adamw(model)
+    step(model, optimizer)
+    store = dist.FileStore(path, 2)
+    if dist.get_rank():
+        step(model, optimizer)
+        store.wait(["explained"])
+        return ""
+    optimizer.register_step_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError) as raised, sherd.explain_memory(model, optimizer):
+        step(model, optimizer)
+    store.set("explained", "yes")
+    return notes_of(raised.value)
+
+
+def test_an_error_of_one_rank_is_explained_without_the_others(world, tmp_path):
+    note, other = world(2).run(alone, str(tmp_path / "store"))
+    assert other == ""
+    assert "out of memory in optimizer" in note
+    assert "what would fit" in note
+
+
+def note_of(make, run, error=torch.OutOfMemoryError, **arguments):
+    """The note of the error that `run(model)` raises in the second step."""
+    model = make()
+    optimizer = arguments.pop("optimizer", adamw)(model)
+
+    def second_step():
+        model(tokens()).sum().backward()
+        optimizer.step()
+        run(model)
+
+    with pytest.raises(error) as raised, sherd.explain_memory(model, optimizer, **arguments):
+        second_step()
+    return notes_of(raised.value)
+
+
+def ends_in_forward(model):
+    model.blocks[1].register_forward_pre_hook(run_out)
+    model(tokens=tokens(4), scale=torch.ones(1, requires_grad=True))
+
+
+class Reading(nn.Module):
+    """Its forward needs values."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, batch):
+        return self.blocks[int(batch.sum()) % 2](torch.ones(3, WIDTH))
+
+
+def reading():
+    return sherd.fully_shard(Reading())
+
+
+def hybrid():
+    return composed(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+class Around(nn.Module):
+    """A root without parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(3))])
+
+    def forward(self, tokens, scale=1):
+        x = tokens
+        for block in self.blocks:
+            x = block(x)
+        return x * scale
+
+
+def bare_root():
+    model = Around()
+    for block in model.blocks:
+        sherd.fully_shard(block)
+    return sherd.fully_shard(model)
+
+
+def checkpointed_by_torch():
+    model = Stack()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = sherd.fully_shard(checkpoint_wrapper(block))
+    return sherd.fully_shard(model)
+
+
+def kinds_of_notes():
+    def bad_loss(output):
+        raise ValueError("no\nloss")
+
+    def cause(model):
+        try:
+            run_out()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("something else") from error
+
+    def too_large(model):
+        torch.empty(1 << 60)
+
+    def values_needed(model):
+        run_out()
+
+    def mean(output):
+        return output.float().square().mean()
+
+    found = {
+        "keywords": note_of(composed, ends_in_forward),
+        "loss": note_of(composed, ends_in_forward, loss=mean, cluster="h100"),
+        "a loss that fails": note_of(composed, ends_in_forward, loss=bad_loss),
+        "a cluster that is not there": note_of(composed, ends_in_forward, cluster="h1000"),
+        "values": note_of(reading, values_needed),
+        "replicas": note_of(hybrid, ends_in_forward),
+        "bare root": note_of(bare_root, ends_in_forward),
+        "checkpoints": note_of(checkpointed_by_torch, run_out),
+        "of the CPU": note_of(composed, too_large, RuntimeError),
+        "SGD": note_of(composed, ends_in_forward, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
+        "runs": note_of(partial(composed, placement=sherd.Flat()), ends_in_forward),
+        "not on the error that it has caused": note_of(composed, cause, RuntimeError),
+    }
+    model = composed()
+    with pytest.raises(torch.OutOfMemoryError) as raised, sherd.explain_memory(model, adamw(model)):
+        run_out()
+    found["before the first forward"] = notes_of(raised.value)
+    return found
+
+
+def test_notes_of_many_models(world):
+    for rank, found in enumerate(world(2).run(kinds_of_notes)):
+        for way in ("keywords", "loss", "replicas", "bare root", "SGD", "runs"):
+            assert "out of memory in forward of blocks.1\n" in found[way], way
+            assert "2 samples at once: saves" in found[way], way
+        assert "2 replicas x 1 rank, " in found["replicas"]
+        assert "blocks computed again, shards" in found["checkpoints"]
+        assert "explained by sherd: out of memory in the step\n" in found["of the CPU"]
+        assert "optimizer state" not in found["SGD"]
+        assert found["not on the error that it has caused"] == ""
+        said = "explained by sherd: no more can be said: "
+        assert found["a loss that fails"] == f"{said}InputError: the loss does not run without values: no"
+        assert found["a cluster that is not there"].startswith(f"{said}ClusterError: cannot read the cluster")
+        assert found["values"].startswith(f"{said}InputError: the model (Reading) does not run without values")
+        assert found["before the first forward"] == f"{said}StateError: [rank {rank}] the model has not run in here yet"
+
+
+def fails(model, optimizer):
+    step(model, optimizer)
+    run_out()
+
+
+def uses():
+    model = composed()
+    optimizer = adamw(model)
+    with pytest.raises(ModuleError, match="explain_memory expects"), sherd.explain_memory(nn.Linear(2, 2), optimizer):
+        pass
+    for limit, error in ((0, PolicyError), ("much", ClusterError), ("0 GiB", ClusterError), (1.5, PolicyError)):
+        with pytest.raises(error, match="limit"), sherd.explain_memory(model, optimizer, limit=limit):
+            pass
+    with pytest.raises(ValueError, match="lunch") as raised, sherd.explain_memory(model, optimizer, limit="1 GiB"):
+        raise ValueError("lunch")
+    assert notes_of(raised.value) == ""
+    with (
+        sherd.explain_memory(model, optimizer, limit="1 GiB"),
+        pytest.raises(StateError, match="tracked already"),
+        traced(model, optimizer),
+    ):
+        pass
+    with traced(model, optimizer), sherd.explain_memory(model, optimizer):
+        step(model, optimizer)
+    with sherd.explain_memory(model, optimizer):  # nothing is followed without a limit
+        assert _get_current_dispatch_mode() is None
+        assert model._sherd_runtime.observer is None
+    # One inside of another one: the error is explained once, and by the one whose limit it was.
+    notes = []
+    for outer, inner in ((None, None), (None, "2.5 MiB"), ("2.5 MiB", None)):
+        optimizer.zero_grad()
+        with (
+            pytest.raises((MemoryError, torch.OutOfMemoryError)) as raised,
+            sherd.explain_memory(model, optimizer, limit=outer),
+            sherd.explain_memory(model, optimizer, limit=inner),
+        ):
+            fails(model, optimizer)
+        notes += [raised.value.__notes__]
+    # A program may catch it, and go on with less.
+    with sherd.explain_memory(model, optimizer, limit="2 MiB"):
+        with pytest.raises(MemoryLimitError):
+            step(model, optimizer)
+        optimizer.zero_grad()
+        step(model, optimizer, 1)
+        with pytest.raises(MemoryLimitError):
+            step(model, optimizer)
+    assert len(model._forward_pre_hooks) == len(composed()._forward_pre_hooks)
+    assert not optimizer._optimizer_step_post_hooks
+    assert torch.UntypedStorage.resize_.__name__ != "resize_and_tell"
+    return notes
+
+
+def test_blocks_in_blocks_and_wrong_uses(world):
+    for notes in world(2).run(uses):
+        assert [len(each) for each in notes] == [1, 1, 1]
+        assert "out of memory in" in notes[0][0]
+        assert all(each[0].startswith("explained by sherd: what would fit") for each in notes[1:])
+
+
+def plain_and_sharded(make):
+    sharded = make()
+    plain = plain_copy(sharded)
+    batch = tokens().to("meta")
+    return (
+        [name for name, _ in plain.named_modules()] == [name for name, _ in Stack().named_modules()],
+        {name: (each.shape, each.dtype) for name, each in plain.named_parameters()}
+        == {name: (each.shape, each.dtype) for name, each in Stack().named_parameters()},
+        plain.head.weight is plain.embedding.weight,
+        {type(each).__name__ for each in plain.modules()},
+        all(each.is_meta for each in plain.parameters()),
+        tuple(plain(batch).shape),
+        any(each._forward_hooks or each._forward_pre_hooks for each in plain.modules()),
+        type(sharded).__name__,
+    )
+
+
+@pytest.mark.parametrize("make", [composed, wrapped, partial(wrapped, False)])
+def test_a_plain_copy_is_the_model_before_it_was_sharded(world, make):
+    names, shapes, tied, classes, on_meta, shape, hooked, kind = world(2).run(plain_and_sharded, make)[0]
+    assert all([names, shapes, tied, on_meta])
+    assert not hooked
+    assert classes == {"Stack", "Embedding", "ModuleList", "Block", "Linear"}
+    assert shape == (SAMPLES, LENGTH, VOCABULARY)
+    assert kind in ("FSDPStack", "FullyShardedDataParallel")
+
+
+def test_the_traceback_shows_the_note(world):
+    (text, _) = world(2).run(shown)
+    assert re.search(r"OutOfMemoryError: no room\nexplained by sherd: out of memory in optimizer\n", text)
+
+
+def shown():
+    model = composed()
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(run_out)
+    try:
+        with sherd.explain_memory(model, optimizer):
+            step(model, optimizer)
+    except torch.OutOfMemoryError:
+        return traceback.format_exc()
