@@ -3,7 +3,7 @@ itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -28,6 +28,12 @@ def repeated_blocks(model: nn.Module) -> Blocks:
 def in_words(blocks: Blocks) -> str:
     """Returns the blocks in words: "3 Layer of encoder.layers, 2 Block of head"."""
     return ", ".join(f"{len(each)} {type(each[0]).__name__} of {name or 'the model'}" for name, each in blocks.items())
+
+
+def evenly_spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
+    """Returns a share of `blocks`, 0 to 1, which lie as far apart as can be."""
+    number = round(share * len(blocks))
+    return [each for at, each in enumerate(blocks) if (at + 1) * number // len(blocks) > at * number // len(blocks)]
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd._torch import imagined_ranks
-from sherd.api.blocks import repeated_blocks
+from sherd.api.blocks import evenly_spread, repeated_blocks
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
@@ -135,7 +135,7 @@ class Planner:
         if not checkpointing:
             return work
         lists = repeated_blocks(self.training.model).values()
-        blocks = {id(block) for each in lists for block in _spread(each, checkpointing)}
+        blocks = {id(block) for each in lists for block in evenly_spread(each, checkpointing)}
         names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
         return checkpointed(work, [number for number, each in enumerate(work.modules) if each.name in names])
 
@@ -195,12 +195,6 @@ def _imagined(mesh: Mesh, stage: int | None) -> AbstractContextManager[None]:
     """The ranks of `mesh`. This one is of a stage, and has the last part of samples that are cut, whose attention sees
     all of them."""
     return imagined_ranks(mesh.num_ranks, (stage or 0) * (mesh.num_ranks // mesh.pp) + (mesh.cp - 1) * mesh.tp)
-
-
-def _spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
-    """Returns so many of `blocks`, evenly spread."""
-    number = round(share * len(blocks))
-    return [each for at, each in enumerate(blocks) if (at + 1) * number // len(blocks) > at * number // len(blocks)]
 
 
 FEW, MORE = 2, 4

@@ -33,6 +33,7 @@ from sherd import (
     SherdError,
     fully_shard,
 )
+from sherd.api.blocks import evenly_spread
 from sherd.train.config import Config, InputError
 from sherd.train.exchange import ToExperts
 from sherd.train.experts import MixtureOfExperts
@@ -76,8 +77,7 @@ def parallelize(model: T, grid: Grid, config: Config) -> T:
     if isinstance(model, Decoder):
         own_layers(model, grid.stage, grid.axes.pp)
         cut(model, grid, config)
-    for block in blocks_of(model):
-        _run_as_asked(block, config)
+    _run_as_asked(blocks_of(model), config)
     return shard(model, grid, **_options(config))
 
 
@@ -88,11 +88,11 @@ def cut(model: Decoder, grid: Grid, config: Config) -> None:
     _spread_experts(model, grid, config)
 
 
-def _run_as_asked(block: nn.Module, config: Config) -> None:
-    """Compute `block` again in backward, and compile it, where the config says so; its unit's hooks stay around it."""
-    if config.run.checkpointing:
+def _run_as_asked(blocks: Sequence[nn.Module], config: Config) -> None:
+    """Compute blocks again in backward, and compile them, where the config says so; their units' hooks stay around."""
+    for block in evenly_spread(blocks, config.run.checkpointing_share) if config.run.checkpointing else ():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    if config.run.compile:
+    for block in blocks if config.run.compile else ():
         block.compile()
 
 

@@ -160,7 +160,8 @@ def _activations(config: Config, axes: Axes, split: Split) -> int | None:
     if config.run.checkpointing:
         itemsize = 2 if config.run.precision == "bf16" else 4
         again = block  # of the block that is at its backward
-        block = split.micro_batch * config.data.context // axes.cp * config.model.width * itemsize
+        inputs = split.micro_batch * config.data.context // axes.cp * config.model.width * itemsize
+        block -= round(config.run.checkpointing_share * (block - inputs))
     layers = ceil(config.model.layers / axes.pp)
     # The first stage has the most micro-batches under way, the last one the logits.
     first, last = min(axes.pp, split.times) * layers * block, layers * block + rest

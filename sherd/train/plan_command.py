@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sherd.errors import SherdError
 from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
-from sherd.simulate.settings import AXES, Mesh
+from sherd.simulate.settings import AXES
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import Config, InputError
@@ -84,10 +85,9 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     cluster = read_cluster(args.cluster)
     limit = None if args.limit is None else bytes_in(args.limit, "--limit")
-    mesh = _mesh(args, cluster.devices_per_node)
     import torch
 
-    from sherd.planning.plan import num_samples, planned, resized_batch
+    from sherd.planning.plan import mesh_of, num_samples, planned, resized_batch
     from sherd.planning.planner import Training
     from sherd.train.planned_model import model_from
 
@@ -98,6 +98,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     for name in ("context", "samples", "ranks"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InputError(f"--{name} {getattr(args, name)}: expected at least 1")
+    mesh = mesh_of(_mesh(args, cluster.devices_per_node))
     context = args.context or model.context or 2048
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -128,7 +129,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in (words | flags).items() if value is not None}
 
 
-def _mesh(args: argparse.Namespace, per_node: int) -> int | Mesh:
+def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
     if args.mesh is None:
         return per_node if args.ranks is None else int(args.ranks)
     sizes: dict[str, int] = {}
@@ -137,11 +138,10 @@ def _mesh(args: argparse.Namespace, per_node: int) -> int | Mesh:
         if name not in AXES or not equals or not size.isdecimal() or int(size) < 1 or name in sizes:
             raise InputError(f"--mesh {args.mesh}: {word!r} is no axis; expected {'=N, '.join(AXES)}=N, each once")
         sizes[name] = int(size)
-    sizes.setdefault("dp", 1)
-    found = Mesh(**{AXES[name]: size for name, size in sizes.items()})
-    if args.ranks is not None and args.ranks != found.num_ranks:
-        raise InputError(f"--mesh {args.mesh} has {found.num_ranks} ranks, and --ranks is {args.ranks}")
-    return found
+    num_ranks = math.prod(size for name, size in sizes.items() if name != "ep")
+    if args.ranks not in (None, num_ranks):
+        raise InputError(f"--mesh {args.mesh} has {num_ranks} ranks, and --ranks is {args.ranks}")
+    return sizes
 
 
 # What is written
@@ -197,7 +197,8 @@ def configured(config: Config, made: Plan) -> Config:
     tree["run"] |= {
         "mesh": ",".join(axes),
         "ranks": mesh.num_ranks,
-        "checkpointing": settings.checkpointing,
+        "checkpointing": settings.checkpointing > 0,
+        "checkpointing_share": settings.checkpointing or 1.0,
         "precision": "fp32" if made.compute_dtype is None else "bf16",
     }
     tree["optimizer"] |= {

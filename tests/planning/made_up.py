@@ -79,6 +79,7 @@ def timeline(layers=12, micro_batches=1, title="llama-8b on 8 ranks", is_predict
         for layer in range(1, layers + 1):
             changes.append(Change(clock, GRADIENTS, layer, -units[layer].shard_bytes))
     spans.append(Span(Lane.COPY, "copy", -1, clock, clock + 0.001, 4 * MIB))
+    spans.append(Span(Lane.MODEL, "all-gather", 1, clock, clock + 0.001, 4 * MIB))
     spans.append(Span(Lane.COMPUTE, "optimizer", -1, clock, clock + 0.004))
     clock += 0.004
     changes.sort(key=lambda change: change.time)

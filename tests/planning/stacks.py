@@ -12,6 +12,7 @@ from sherd.simulate.work import (
     Enter,
     Event,
     Gradient,
+    Group,
     Leave,
     Module,
     Op,
@@ -46,8 +47,9 @@ def stack(num_blocks: int) -> Work:
     return Work(modules, parameters, tuple(events), samples=1, tokens=1)
 
 
-def sharded_stack(num_blocks: int, limits: Limits = Limits(), **optional: bool) -> Sharded:
-    """The stack over 8 ranks, each block and the root a unit."""
+def sharded_stack(num_blocks: int, limits: Limits = Limits(), ranks: int = 8, **optional: bool) -> Sharded:
+    """The stack over 8 ranks, or so many in its collectives, each block and the root a unit."""
+    traffic = Traffic(WEIGHT, WEIGHT, owned=SHARD, shard=Group(ranks))
     sizes = GroupSizes(
         shards=SHARD,
         unsharded=WEIGHT,
@@ -58,9 +60,7 @@ def sharded_stack(num_blocks: int, limits: Limits = Limits(), **optional: bool) 
     )
     root = Unit("", "Stack", 0, (0,), (), (), ())
     blocks = tuple(
-        Unit(
-            f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (Traffic(WEIGHT, WEIGHT, owned=SHARD),), (SHARD,)
-        )
+        Unit(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (traffic,), (SHARD,))
         for number in range(num_blocks)
     )
     specs = (UnitSpec(0, Keep.FOR_BACKWARD), *(UnitSpec(WEIGHT) for _ in blocks))
@@ -80,14 +80,8 @@ class RoundCosts(Costs):
     def copied(self, nbytes: int) -> float:
         return 0.0
 
-    def all_gather(self, nbytes: int) -> float:
-        return self.gather
-
-    def reduce_scatter(self, nbytes: int) -> float:
-        return self.reduce
-
-    def all_reduce(self, nbytes: int) -> float:
-        return 10.0
+    def collective(self, kind: str, nbytes: int, group: Group) -> float:
+        return {"all-gather": self.gather, "reduce-scatter": self.reduce}.get(kind, 10.0)
 
     def to_host(self, nbytes: int) -> float:
         return self.copy

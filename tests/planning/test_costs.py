@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sherd.simulate.cluster import Link
 from sherd.simulate.cluster_file import read_cluster, shipped_clusters
 from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, optimizer_seconds, with_tf32
-from sherd.simulate.work import Op, OpKind
+from sherd.simulate.work import Group, Op, OpKind
 
 H100 = read_cluster("h100")
 # Round figures: 1 us and 100 GB/s within a node, 10 us and 10 GB/s per device across.
@@ -122,7 +122,7 @@ def test_more_bytes_or_more_ranks_never_take_less(name, kind, size, more, per_no
     ("size", "stride", "per_node"), [(16, 1, 8), (4, 1, 4), (2, 8, 1), (4, 2, 4), (8, 2, 4), (131072, 8, 1)]
 )
 def test_a_group_of_ranks_apart_knows_how_many_share_a_node(size, stride, per_node):
-    assert Ranks.strided(size, stride, devices_per_node=8) == Ranks(size, per_node)
+    assert Ranks.of(Group(size, stride), devices_per_node=8) == Ranks(size, per_node)
 
 
 def test_an_optimizer_step_reads_and_writes_each_element_so_often():

@@ -58,7 +58,7 @@ def written(tmp_path):
 
 
 def work_of(planned, samples=2, context=16):
-    return read_work(planned.model, planned.batch(samples, context), planned.loss)
+    return read_work(planned.model, planned.batch(samples, context), planned.layout.loss)
 
 
 def names(work):

@@ -12,6 +12,7 @@ import sherd
 from sherd._torch import imagined_ranks
 from sherd.errors import ClusterError, ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report
+from sherd.planning.axes import Layout
 from sherd.planning.plan import plan
 from sherd.planning.planner import FEW, MORE, Planner, RoughPlanner, Training
 from sherd.schedule.moments import MemoryKind
@@ -114,7 +115,9 @@ def test_a_limit_that_nothing_fits_is_told():
 
 @pytest.mark.parametrize("settings", [Settings(Mesh(8)), Settings(Mesh(4, 2), checkpointing=True, micro_batch=4)])
 def test_a_rough_prediction_is_close(settings):
-    training = Training(decoder(20), lambda size: tokens(size).to("meta"), next_token, OPTIMIZERS["adamw-fused"])
+    training = Training(
+        decoder(20), lambda size: tokens(size).to("meta"), Layout(next_token), OPTIMIZERS["adamw-fused"]
+    )
     assert FEW < MORE < 20
     exact = Planner(training, read_cluster("h100")).predict(settings)
     rough = RoughPlanner(training, read_cluster("h100")).outcome(settings)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import sherd
 from sherd.layout.runs import Flat
+from sherd.planning.axes import Layout
 from sherd.planning.planner import Planner, Training
 from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy, MixedPrecisionPolicy, PrefetchPolicy
@@ -66,10 +67,9 @@ def recorded(transport="torch", placement="shard", precision=None, reshard=True,
 def predicted(transport="torch", placement="shard", precision=None, reshard=True, micro_batches=1):
     with torch.device("meta"):
         model = Decoder(DECODER)
-    training = Training(
-        model, tokens, usual_loss, ADAMW, precision, partial(sharded, comm_policy=CommPolicy(transport))
-    )
-    settings = Settings(Mesh(2), placement, reshard, False, False, 1, SAMPLES, micro_batches)
+    layout = Layout(usual_loss, partial(sharded, comm_policy=CommPolicy(transport)))
+    training = Training(model, tokens, layout, ADAMW, precision)
+    settings = Settings(Mesh(2), placement, reshard, micro_batch=SAMPLES, micro_batches=micro_batches)
     return Planner(training, read_cluster("laptop")).predict(settings).timeline
 
 

@@ -72,7 +72,7 @@ def test_a_hugging_face_config_is_planned_as_json(files, capsys):
     found = json.loads(out)
     assert code == 0
     assert found["fits"]
-    assert found["settings"]["mesh"] == {"shard": 4, "replicate": 2}
+    assert found["settings"]["mesh"] == {"shard": 4, "replicate": 2, "pp": 1, "ep": 1, "cp": 1, "tp": 1}
     assert found["settings"]["checkpointing"]
     assert sum(found["peak"]["by_kind"].values()) == found["peak"]["nbytes"] <= found["driver_bytes"]
 
@@ -102,7 +102,13 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         (["llama.json", "--limit", "80"], "expected bytes"),
         (["llama.json", "--ranks", "0"], "--ranks 0: expected at least 1"),
         (["llama.json", "--mesh", "dp=2,dp=2"], "is no axis"),
-        (["llama.json", "--mesh", "tp=2"], "is no axis"),
+        (["llama.json", "--mesh", "xp=2"], "is no axis"),
+        (["llama.json", "--mesh", "pp=2"], "nobody has said how this model is laid over pp"),
+        (["llama.json", "--mesh", "dp=2,ep=4"], "ep=4 does not divide dp=2"),
+        (["llama.json", "--mesh", "tp=3"], "does not divide the model's heads"),
+        (["train.toml", "--mesh", "dp=2,tp=3"], "tp=3, which does not divide"),
+        (["train.toml", "--mesh", "pp=2", "--micro-batch", "8"], "1 micro-batches are fewer than its 2 stages"),
+        (["llama.json", "--checkpointing", "2"], "or the share of blocks, 0 to 1"),
         (["llama.json", "--mesh", "dp=2", "--ranks", "4"], "has 2 ranks, and --ranks is 4"),
         (["llama.json", "--samples", "3"], "8 ranks do not divide it"),
         (["llama.json", "--write", "x.toml"], "needs a MODEL that is a config of sherd train"),

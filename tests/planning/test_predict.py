@@ -10,7 +10,7 @@ from sherd.simulate.predict import predict
 from sherd.simulate.settings import Mesh
 from sherd.simulate.timeline import Lane
 from sherd.simulate.transform import checkpointed
-from sherd.simulate.work import Op, OpKind
+from sherd.simulate.work import Group, Op, OpKind
 from tests.planning.stacks import BACKWARD, FORWARD, WEIGHT, sharded_stack, stack
 
 H100 = read_cluster("h100")
@@ -50,7 +50,7 @@ def test_links_carry_what_collectives_send():
     # Forward gathers four times, backward three times: the last block is still there.
     gathers, reduces = 4 + 4, 4
     for mesh, link in ((Mesh(8), "within nodes"), (Mesh(16), "across nodes")):
-        found = predict(heavy(4, 10), sharded_stack(4), H100, mesh)
+        found = predict(heavy(4, 10), sharded_stack(4, ranks=mesh.shard), H100, mesh)
         spans = [span for span in found.timeline.spans if span.lane in (Lane.GATHER, Lane.REDUCE)]
         assert len(spans) == gathers + reduces
         assert found.sent == {link: len(spans) * (WEIGHT * (mesh.shard - 1) // mesh.shard)}
@@ -58,7 +58,7 @@ def test_links_carry_what_collectives_send():
 
 def test_replicas_are_on_other_nodes_once_shards_fill_one():
     units = tuple(
-        replace(unit, traffic=tuple(replace(each, all_reduced=100) for each in unit.traffic))
+        replace(unit, traffic=tuple(replace(each, all_reduced=100, replicate=Group(2, 8)) for each in unit.traffic))
         for unit in sharded_stack(2).units
     )
     sharded = replace(sharded_stack(2), units=units)
@@ -75,6 +75,6 @@ def test_what_is_reserved_is_more_than_what_is_alive_and_the_driver_takes_its_pa
 
 
 def test_a_rank_alone_sends_nothing():
-    found = predict(heavy(2, 10), sharded_stack(2), H100, Mesh(1))
+    found = predict(heavy(2, 10), sharded_stack(2, ranks=1), H100, Mesh(1))
     assert found.sent == {}
     assert found.timeline.exposed == {}
