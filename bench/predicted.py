@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.doctor.bandwidth import measured
+from sherd.doctor.units import measured_units
 from sherd.planning.planner import Planner, Training, fully_shard_args
 from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy
@@ -47,7 +48,7 @@ from .ranks import Conditions, on_ranks
 from .rounds import timed, without_collector
 
 ROOT = Path(__file__).parent.parent
-WARMUPS, SECONDS = 2, 6.0
+WARMUPS, SECONDS = 2, 4.0
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -232,7 +233,7 @@ class Seen:
     """What a rank saw: milliseconds of steps, and one that was recorded."""
 
     laps: list[float]
-    faults: list[int]
+    cpu: list[float]
     timeline: Timeline
 
 
@@ -269,10 +270,15 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
             enough = len(laps) >= WARMUPS + 5 and (float(told) > SECONDS or len(laps) >= 40)
         gc.collect()
         dist.barrier()
-        with traced(model, optimizer, str(this)) as trace:
-            step()
+        if os.environ.get("CPU_TRACE"):
+            import sherd.planning.tracing as tracing
+            tracing.perf_counter = time.thread_time
+        for _ in range(3):
+            with traced(model, optimizer, str(this)) as trace:
+                step()
+            optimizer.zero_grad()
     kept = laps[WARMUPS:]
-    return Seen([each.wall_ms for each in kept], [each.page_faults for each in kept], trace.timeline)
+    return Seen([each.wall_ms for each in kept], [each.cpu_ms for each in kept], trace.timeline)
 
 
 def predicted(this: Case, cluster: Cluster) -> Timeline:
@@ -297,9 +303,11 @@ def predicted(this: Case, cluster: Cluster) -> Timeline:
     return Planner(training, cluster).predict(this.settings, str(this)).timeline
 
 
-def calibrate(mesh: DeviceMesh) -> str:
-    """On a rank: the cluster file of these ranks."""
-    return cluster_toml(measured("here"))
+def calibrate(mesh: DeviceMesh) -> list[str]:
+    """On a rank: the cluster files of these ranks, with either transport."""
+    cluster = measured("here")
+    links = measured_units(cluster.device.launch, "gloo")[0], cluster.within
+    return [cluster_toml(replace(cluster, within=each)) for each in links]
 
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -309,26 +317,28 @@ KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.predicted", description=__doc__)
     parser.add_argument("--seeds", default="0:20", help="FROM:TO")
-    parser.add_argument("--cluster", type=Path, help="a cluster file, measured here before; written if it is not there")
+    parser.add_argument("--clusters", type=Path, metavar="FOLDER", help="of cluster files measured before, or for them")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this page")
     parser.add_argument("--lanes", action="store_true", help="print the seconds of each lane, too")
     chosen = parser.parse_args(arguments)
     os.environ |= KEEPING
-    file = chosen.cluster or Path(tempfile.mkdtemp()) / "here.toml"
-    if not file.exists():
+    folder = chosen.clusters or Path(tempfile.mkdtemp())
+    files = {name: folder / f"{name}.toml" for name in ("gloo", "auto")}
+    if not all(file.exists() for file in files.values()):
         begin = time.perf_counter()
-        file.write_text(on_ranks(Conditions(), calibrate)[0])
+        for file, text in zip(files.values(), on_ranks(Conditions(), calibrate)[0], strict=True):
+            file.write_text(text)
         print(f"calibrated in {time.perf_counter() - begin:.0f} s", flush=True)
-    cluster, rows = read_cluster(file), []
+    clusters, rows = {name: read_cluster(file) for name, file in files.items()}, []
     for seed in range(*map(int, chosen.seeds.split(":"))):
         this = case(seed)
-        plan, ranks = predicted(this, cluster), on_ranks(Conditions(), run, seed)
+        plan, ranks = predicted(this, clusters[this.transport]), on_ranks(Conditions(), run, seed)
         laps = [max(each) for each in zip(*(rank.laps for rank in ranks), strict=True)]
         took, trace = min(laps), ranks[0].timeline
         rows.append((this, plan, took, trace))
         print(
             f"{seed:5} {plan.seconds * 1e3:8.1f} / {took:8.1f} ms = {plan.seconds * 1e3 / took:.3f}  median "
-            f"{median(laps):.1f}  bytes {plan.peak.nbytes / trace.peak.nbytes:.4f}  {this}",
+            f"{median(laps):.1f}  cpu {min(ranks[0].cpu):.1f} bytes {plan.peak.nbytes / trace.peak.nbytes:.4f}  {this}",
             flush=True,
         )
         if chosen.lanes:

@@ -19,6 +19,7 @@ from sherd.doctor.findings import Finding
 from sherd.doctor.machine import host_memory
 from sherd.doctor.operations import timed_operations
 from sherd.doctor.ranks import collective, device
+from sherd.doctor.units import measured_units
 from sherd.policy import CommPolicy
 from sherd.simulate.cluster import Cluster, Device, Link
 from sherd.simulate.cluster_file import cluster_toml, texts_of
@@ -70,6 +71,9 @@ def measured(name: str) -> Cluster:
     shares = {kind: rate / bandwidth for kind, rate in rates.items()}
     on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
     timed = timed_operations() if at.type == "cpu" else {}
+    optimizer = None
+    if at.type == "cpu" and within and hosts.count(hosts[0]) == len(hosts):
+        within, optimizer = measured_units(launch)
     said = f"measured by sherd doctor --bandwidth on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
     said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
     sources = dict.fromkeys(("devices_per_node", "device", "within", "across", "to_host"), said)
@@ -79,7 +83,7 @@ def measured(name: str) -> Cluster:
     if across is None:
         sources["across"] = f"{guess} there is one host, or hosts differ in ranks: Ethernet of 10 Gbit/s"
     links = (within or in_memory, across or Link(30e-6, 1.1e9), to_host)
-    return Cluster(name or "measured", Device(model, *on_device, timed), per_node, *links, None, "", sources)
+    return Cluster(name or "measured", Device(model, *on_device, timed), per_node, *links, None, "", sources, optimizer)
 
 
 def _slowest(call: Callable[[], object], at: torch.device) -> float:

@@ -128,8 +128,9 @@ class _Layers(nn.Module):
         x = x + self.downs[0](F.silu(self.gate(y)) * self.ups[0](y))
         x = x + self.downs[1](F.gelu(self.ups[1](self.layer_norm(x))))
         x = x + self.downs[2](F.relu(self.ups[2](self.layer_norm(x))))
-        one, other = x.chunk(2, -1)
-        x = torch.cat((one.tanh() - other, -one), -1)
+        one, other = x.unflatten(-1, (-1, 32)).transpose(0, 1).chunk(2, -1)
+        one, other = one.tanh() * 2, other * torch.ones(16, dtype=x.dtype)
+        x = torch.cat((one - other, -one), -1).transpose(0, 1).flatten(1)
         return F.cross_entropy(self.head(x).float(), tokens)
 
 

@@ -47,7 +47,7 @@ TIMED = 'a list of texts, as "2 MB: 97 us" or "151 MFLOP, 2 MB, 384 deep: 977 us
 FLOP = Kind('FLOP, as "151 MFLOP"', units={f"{p}FLOP": 1e3**i for i, p in enumerate(["", *"kMGTP"])}, may_be_zero=True)
 PRICE = Kind('a price and the code of its currency, as "2.99 USD"')
 
-LINKS = ("within", "across", "to_host")
+LINKS = ("within", "across", "to_host", "optimizer")
 DTYPES = ("bfloat16", "float32", "float16", "tfloat32", "float64")
 FIELDS: dict[str, Kind] = {
     "name": TEXT,
@@ -66,9 +66,11 @@ FIELDS: dict[str, Kind] = {
     **{f"{link}.{name}": kind for link in LINKS for name, kind in (("latency", SECONDS), ("bandwidth", BANDWIDTH))},
 }
 """Every field of a cluster file, by its dotted name."""
+OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
+"""Both may be left out, not one alone."""
 TABLE = re.compile(r"device\.timed\.\w+\.\w+", re.ASCII)
 """The names of fields that there may be besides: what an operation of a dtype takes."""
-OPTIONAL = {"price_per_hour", *(name for name in FIELDS if name.endswith(DTYPES[2:]))}
+OPTIONAL = {"price_per_hour", *(name for name in FIELDS if name.endswith(DTYPES[2:]))} | OPTIMIZER
 
 
 def shipped_clusters() -> list[str]:
@@ -92,7 +94,7 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
         reduce(getitem, tables, tree)[leaf] = _value(f"{path}: {name}", value, FIELDS[name])
     shares = {OpKind(kind): share for kind, share in tree["device"].pop("shares").items()}
     price, _, tree["currency"] = tree.pop("price_per_hour", "").partition(" ")
-    links: dict[str, Any] = {link: Link(**tree.pop(link)) for link in LINKS}
+    links: dict[str, Any] = {link: Link(**found) for link in LINKS if (found := tree.pop(link))}
     return Cluster(
         device=Device(shares=shares, **tree.pop("device")),
         **links,
@@ -144,7 +146,8 @@ def _require_known(path: Path, found: Mapping[str, object], sources: Mapping[str
         if not any(f"{field}.".startswith(f"{name}.") for field in FIELDS):
             raise ClusterError(f"{path}: unknown field {'sources.' + name!r}; expected the name of a field or a table")
     for name, kind in FIELDS.items():
-        if name not in found and name not in OPTIONAL:
+        is_optional = name in OPTIONAL and not (name in OPTIMIZER and OPTIMIZER & found.keys())
+        if name not in found and not is_optional:
             raise ClusterError(f"{path}: {name} is missing; expected {kind.expected}")
 
 
