@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.doctor.bandwidth import measured
-from sherd.doctor.units import measured_units
+from sherd.doctor.bandwidth import measured, unit_links
 from sherd.planning.planner import Planner, Training, fully_shard_args
 from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy
@@ -46,6 +45,7 @@ from sherd.train.models import Decoder as SherdDecoder
 
 from .ranks import Conditions, on_ranks
 from .rounds import timed, without_collector
+from .table import markdown
 
 ROOT = Path(__file__).parent.parent
 WARMUPS, SECONDS = 2, 4.0
@@ -270,13 +270,8 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
             enough = len(laps) >= WARMUPS + 5 and (float(told) > SECONDS or len(laps) >= 40)
         gc.collect()
         dist.barrier()
-        if os.environ.get("CPU_TRACE"):
-            import sherd.planning.tracing as tracing
-            tracing.perf_counter = time.thread_time
-        for _ in range(3):
-            with traced(model, optimizer, str(this)) as trace:
-                step()
-            optimizer.zero_grad()
+        with traced(model, optimizer, str(this)) as trace:
+            step()
     kept = laps[WARMUPS:]
     return Seen([each.wall_ms for each in kept], [each.cpu_ms for each in kept], trace.timeline)
 
@@ -306,12 +301,65 @@ def predicted(this: Case, cluster: Cluster) -> Timeline:
 def calibrate(mesh: DeviceMesh) -> list[str]:
     """On a rank: the cluster files of these ranks, with either transport."""
     cluster = measured("here")
-    links = measured_units(cluster.device.launch, "gloo")[0], cluster.within
+    links = unit_links(cluster.device.launch, "gloo")[0], cluster.within
     return [cluster_toml(replace(cluster, within=each)) for each in links]
 
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """In the environment of ranks: freed memory stays with malloc, as with an accelerator's allocator."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case, its milliseconds predicted and measured, and its peak predicted over recorded."""
+
+    this: Case
+    planned: float
+    took: float
+    peak: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured time."""
+        return self.planned / self.took
+
+
+def summary(rows: list[Row]) -> str:
+    """Returns how far the predictions are off, in a line."""
+    off, peaks = [abs(row.ratio - 1) for row in rows], [abs(row.peak - 1) for row in rows]
+    return (
+        f"{len(rows)} models: step time is off by {median(off):.1%} in the median and {max(off):.1%} at most, "
+        f"{sum(each <= 0.1 for each in off)} within 10 %; peak bytes by {max(peaks):.1%} at most."
+    )
+
+
+def page(rows: list[Row]) -> str:
+    """Returns the page of documentation, with the machine but not its name."""
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    cpu = names[0].partition(": ")[2] if names else platform.machine()
+    cells = [
+        (
+            str(row.this.seed),
+            str(row.this),
+            f"{row.planned:.0f}",
+            f"{row.took:.0f}",
+            f"{row.ratio:.2f}",
+            f"{row.peak:.3f}",
+        )
+        for row in rows
+    ]
+    heads = ("seed", "model and settings", "predicted, ms", "measured, ms", "ratio", "peak bytes, ratio")
+    return f"""# Predictions against this machine
+
+{summary(rows)}
+
+Written by `python -m bench.predicted --write`: two ranks of one thread each on {cpu}, {os.cpu_count()} cores, torch
+{torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what is freed (see
+[planning](planning.md)). No model of this page was looked at when the predictions were tuned.
+
+{markdown(heads, cells)}
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -335,7 +383,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan, ranks = predicted(this, clusters[this.transport]), on_ranks(Conditions(), run, seed)
         laps = [max(each) for each in zip(*(rank.laps for rank in ranks), strict=True)]
         took, trace = min(laps), ranks[0].timeline
-        rows.append((this, plan, took, trace))
+        rows.append(Row(this, plan.seconds * 1e3, took, plan.peak.nbytes / trace.peak.nbytes))
         print(
             f"{seed:5} {plan.seconds * 1e3:8.1f} / {took:8.1f} ms = {plan.seconds * 1e3 / took:.3f}  median "
             f"{median(laps):.1f}  cpu {min(ranks[0].cpu):.1f} bytes {plan.peak.nbytes / trace.peak.nbytes:.4f}  {this}",
@@ -344,6 +392,9 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.lanes:
             seconds = compared(plan, trace)["seconds"]
             print("      ", "; ".join(f"{name} {a * 1e3:.1f}/{b * 1e3:.1f}" for name, (a, b) in seconds.items()))
+    print(summary(rows))
+    if chosen.write:
+        chosen.write.write_text(page(rows), encoding="utf-8")
     return 0
 
 

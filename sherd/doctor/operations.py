@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from statistics import median_low
 from typing import Any
@@ -25,34 +25,31 @@ HEADS = 8
 CACHE_BYTES = 2**26  # what is written before each step, so that nothing of it is in a cache
 CELLS = 2  # per doubling of a size: what lies in one cell is told as one operation
 DTYPES = torch.float32, torch.bfloat16
-Probe = tuple[nn.Module, Tensor]
 
 
 def timed_operations() -> Mapping[str, tuple[Timed, ...]]:
     """Returns the operations that were timed on this rank, as `Device.timed` has them. All ranks come here."""
-    cells: dict[tuple[str, ...], list[tuple[Op, float]]] = {}
-    for dtype in DTYPES:
-        for model, batch in probes(dtype):
-            for op, seconds in _run(model, batch):
-                sizes = (op.flops, op.nbytes, op.depth)
-                at = (str(round(CELLS * math.log2(max(1, size)))) for size in sizes)
-                cells.setdefault((f"{op.name.removeprefix('aten.')}.{op.dtype}", *at), []).append((op, seconds))
+    cells: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
+    for model, batch in (probe for dtype in DTYPES for probe in probes(dtype)):
+        for op, seconds in _run(model, batch):
+            sizes = (op.flops, op.nbytes, op.depth)
+            at = (str(round(CELLS * math.log2(max(1, size)))) for size in sizes)
+            cells.setdefault((f"{op.name.removeprefix('aten.')}.{op.dtype}", *at), []).append((*sizes, seconds))
     found: dict[str, tuple[Timed, ...]] = {}
     for (name, *_), seen in cells.items():
-        each = [(op.flops, op.nbytes, op.depth, seconds) for op, seconds in seen]
-        flops, nbytes, depth, took = (sum(column) / len(each) for column in zip(*each, strict=True))
+        flops, nbytes, depth, took = (sum(column) / len(seen) for column in zip(*seen, strict=True))
         found[name] = (*found.get(name, ()), Timed(round(flops), round(nbytes), round(depth), took))
     return found
 
 
-def probes(dtype: torch.dtype) -> Iterator[Probe]:
+def probes(dtype: torch.dtype) -> Iterator[tuple[nn.Module, Tensor]]:
     """Yields models with inputs, which have the usual operations in many sizes."""
     for length, width in product((32, 64, 128, 256, 512, 1024), (16, 32, 64, 128)):
         samples = max(1, min(16, 1024 // length))
         yield _Attention(), torch.randn(samples, length, 3 * HEADS * width, dtype=dtype, requires_grad=True)
-    for tokens, width in product((64, 99, 256, 777, 1024, 4096, 16384), (64, 96, 128, 192, 256, 384, 512, 768)):
-        for hidden in (width, 3 * width) if width in (64, 128, 256) else (2 * width,):
-            vocabulary = 2000 if width < 256 and tokens < 16384 else 256
+    for tokens, width in product((64, 99, 256, 777, 1024, 4096, 16384, 32768), (64, 96, 128, 192, 256, 384, 512, 768)):
+        for hidden in (width, 4 * width) if width in (64, 128, 256) else (2 * width,):
+            vocabulary = 2000 if width < 256 and tokens < 4096 else 256
             if tokens * width <= 2**21 and tokens * width * hidden <= 2**29:
                 yield _Layers(width, hidden, vocabulary).to(dtype), torch.randint(vocabulary, (tokens,))
     for width, kernel, side in product((16, 24, 32, 48, 64, 96, 128, 192), (1, 3, 5), (8, 16, 32)):
@@ -139,9 +136,12 @@ class _Pictures(nn.Module):
 
     def __init__(self, width: int, kernel: int) -> None:
         super().__init__()
-        layers: Callable[..., nn.Module] = nn.Conv2d
-        self.first, self.second = (layers(width, width, kernel, padding=kernel // 2) for _ in range(2))
-        self.batch_norm, self.group_norm, self.head = nn.BatchNorm2d(width), nn.GroupNorm(4, width), nn.Linear(width, 64)
+        self.first, self.second = (nn.Conv2d(width, width, kernel, padding=kernel // 2) for _ in range(2))
+        self.batch_norm, self.group_norm, self.head = (
+            nn.BatchNorm2d(width),
+            nn.GroupNorm(4, width),
+            nn.Linear(width, 64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + F.relu(self.batch_norm(self.first(x)))

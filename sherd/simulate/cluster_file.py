@@ -85,7 +85,8 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
     found = _flat(_tree(path))
     sources = {name.removeprefix("sources."): found.pop(name) for name in [*found] if name.startswith("sources.")}
     _require_known(path, found, sources)
-    tree: dict[str, Any] = {"device": {"peak_flops": {}, "flops": {}, "shares": {}, "timed": {}}, **{link: {} for link in LINKS}}
+    device: dict[str, Any] = {name: {} for name in ("peak_flops", "flops", "shares", "timed")}
+    tree: dict[str, Any] = {"device": device, **{link: {} for link in LINKS}}
     for name, value in found.items():
         *tables, leaf = name.split(".")
         if TABLE.fullmatch(name):
