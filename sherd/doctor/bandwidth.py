@@ -195,7 +195,7 @@ def _line(sizes: Sequence[float], took: Sequence[float], launch: float = 0.0, st
 def unit_links(launch: float, transport: str = "auto") -> tuple[Link, Link]:
     """Returns the links `within` and `optimizer` of CPU ranks on one host, measured by training: of collectives with
     all that the engine does around them, as a unit gathers twice and reduces once; and of AdamW's step."""
-    collectives, steps, sizes, ranks = [], [], [4 * width**2 for width in WIDTHS], dist.get_world_size()
+    collectives, adamw, sizes, ranks = [], [], [4 * width**2 for width in WIDTHS], dist.get_world_size()
 
     def train(model: nn.Module, batch: torch.Tensor) -> None:
         model.zero_grad()
@@ -208,7 +208,8 @@ def unit_links(launch: float, transport: str = "auto") -> tuple[Link, Link]:
             fully_shard(unit, comm_policy=CommPolicy(transport))
         alone, sharded = (_slowest(partial(train, each, torch.ones(4, width)), device()) for each in (plain, model))
         collectives.append(max(1e-6, sharded - alone) / (3 * UNITS))
-        steps.append(_slowest(torch.optim.AdamW(model.parameters(), foreach=True).step, device()) / UNITS)
+        adamw.append(_slowest(torch.optim.AdamW(model.parameters(), foreach=True).step, device()) / UNITS)
     sent = [(ranks - 1) / ranks * size for size in sizes]
-    touched = [OPTIMIZERS["adamw"].accesses * size / ranks for size in sizes]
-    return _line(sent, collectives, launch, ranks - 1), _line(touched, steps)
+    accesses = OPTIMIZERS["adamw"].accesses
+    touched = [accesses * size / ranks for size in sizes]
+    return _line(sent, collectives, launch, ranks - 1), _line(touched, adamw, steps=accesses)

@@ -49,8 +49,8 @@ class Costs(ABC):
         """Returns the seconds in which `nbytes` travel between the device and its host."""
 
     @abstractmethod
-    def optimizer(self, nbytes: int, num_shards: int, on_host: bool) -> float:
-        """Returns the seconds of an optimizer's step on so many shards, of which it reads and writes `nbytes`."""
+    def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
+        """Returns the seconds of an optimizer's step that reads or writes so many tensors, of `nbytes` together."""
 
 
 class Clock:

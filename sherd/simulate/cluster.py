@@ -73,8 +73,8 @@ class Cluster:
         to_host: between a device and its host's memory.
         price_per_hour: of one device, in `currency`; None if it is not known.
         sources: where each figure comes from, by its name.
-        optimizer: seconds that its step takes for each shard, and bytes per second that it reads and writes besides;
-            None: those of copies.
+        optimizer: seconds for each time that its step reads or writes a shard, and bytes per second besides; None:
+            those of a copy.
     """
 
     name: str
