@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from sherd.api.fully_shard import fully_shard
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.transports import transport_of
 from sherd.doctor.findings import Finding
 from sherd.doctor.machine import host_memory
+from sherd.doctor.operations import timed_operations
 from sherd.doctor.ranks import collective, device
 from sherd.policy import CommPolicy
 from sherd.simulate.cluster import Cluster, Device, Link
 from sherd.simulate.cluster_file import cluster_toml, texts_of
+from sherd.simulate.sharded import OPTIMIZERS
 from sherd.simulate.work import OpKind
 from sherd.train.config import InputError
 
 MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
+WIDTHS, UNITS = (64, 128, 512, 1024), 8  # of units with a square weight each, and how many there are
 QUEUED = 200  # small operations in a row
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
 ON_CPU, ON_DEVICE = (1024, 2**13, (2, 4, 512, 64)), (8192, 2**18, (4, 16, 4096, 128))
@@ -68,6 +75,10 @@ def measured(name: str) -> Cluster:
     bandwidth = rates.pop(OpKind.POINTWISE)
     shares = {kind: rate / bandwidth for kind, rate in rates.items()}
     on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
+    timed = timed_operations() if at.type == "cpu" else {}
+    optimizer = None
+    if at.type == "cpu" and within and hosts.count(hosts[0]) == len(hosts):
+        within, optimizer = unit_links(launch)
     said = f"measured by sherd doctor --bandwidth on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
     said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
     sources = dict.fromkeys(("devices_per_node", "device", "within", "across", "to_host"), said)
@@ -77,7 +88,7 @@ def measured(name: str) -> Cluster:
     if across is None:
         sources["across"] = f"{guess} there is one host, or hosts differ in ranks: Ethernet of 10 Gbit/s"
     links = (within or in_memory, across or Link(30e-6, 1.1e9), to_host)
-    return Cluster(name or "measured", Device(model, *on_device), per_node, *links, None, "", sources)
+    return Cluster(name or "measured", Device(model, *on_device, timed), per_node, *links, None, "", sources, optimizer)
 
 
 def _slowest(call: Callable[[], object], at: torch.device) -> float:
@@ -169,7 +180,36 @@ def _link(groups: list[list[int]], launch: float) -> Link | None:
     group = dist.group.WORLD if len(groups) == 1 else dist.new_subgroups_by_enumeration(groups)[0]
     transport, kinds = transport_of(group, device(), CommPolicy()), ("all-gather", "reduce-scatter")
     calls = [(size, collective(transport, kind, size, number)) for size in SIZES for kind in kinds]
-    took = [_slowest(call, device()) / size for size, call in calls]
-    fixed, per_byte = linear_regression([1 / size for size, _ in calls], took)
+    took = [_slowest(call, device()) for _, call in calls]
+    return _line([(number - 1) / number * size for size, _ in calls], took, launch, number - 1)
+
+
+def _line(sizes: Sequence[float], took: Sequence[float], launch: float = 0.0, steps: int = 1) -> Link:
+    """Returns the link over which `sizes` took that long, `launch` apart, by least squares, where a byte counts."""
+    rates = [seconds / size for seconds, size in zip(took, sizes, strict=True)]
+    fixed, per_byte = linear_regression([1 / size for size in sizes], rates)
     # Noise may make the line fall, or pass below the launch.
-    return Link(max(fixed - launch, 1e-9) / (number - 1), (number - 1) / number / max(per_byte, min(took) / 10))
+    return Link(max(fixed - launch, 1e-9) / steps, 1 / max(per_byte, min(rates) / 10))
+
+
+def unit_links(launch: float, transport: str = "auto") -> tuple[Link, Link]:
+    """Returns the links `within` and `optimizer` of CPU ranks on one host, measured by training: of collectives with
+    all that the engine does around them, as a unit gathers twice and reduces once; and of AdamW's step."""
+    collectives, adamw, sizes, ranks = [], [], [4 * width**2 for width in WIDTHS], dist.get_world_size()
+
+    def train(model: nn.Module, batch: torch.Tensor) -> None:
+        model.zero_grad()
+        model(batch).sum().backward()
+
+    for width in WIDTHS:
+        plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(UNITS)))
+        model = copy.deepcopy(plain)
+        for unit in (*model, model):
+            fully_shard(unit, comm_policy=CommPolicy(transport))
+        alone, sharded = (_slowest(partial(train, each, torch.ones(4, width)), device()) for each in (plain, model))
+        collectives.append(max(1e-6, sharded - alone) / (3 * UNITS))
+        adamw.append(_slowest(torch.optim.AdamW(model.parameters(), foreach=True).step, device()) / UNITS)
+    sent = [(ranks - 1) / ranks * size for size in sizes]
+    accesses = OPTIMIZERS["adamw"].accesses
+    touched = [accesses * size / ranks for size in sizes]
+    return _line(sent, collectives, launch, ranks - 1), _line(touched, adamw, steps=accesses)

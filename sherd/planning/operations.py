@@ -51,7 +51,16 @@ def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         nbytes = _num_bytes([*read, *made])
     dtype = (made or read)[0].dtype if made or read else torch.float32
     flops = count(*args, **kwargs, out_val=result) if count else 0
-    return Op(kind, name, int(flops), nbytes, str(dtype).removeprefix("torch."))
+    depth = _depth(kind, name, read) if flops else 0
+    return Op(kind, name, int(flops), nbytes, str(dtype).removeprefix("torch."), depth)
+
+
+def _depth(kind: OpKind, name: str, read: Sequence[Tensor]) -> int:
+    """Returns `Op.depth` of an operation with FLOP that reads these."""
+    if "convolution" in name:
+        weight = read[2 if name.endswith("backward") else 1]
+        return weight.numel() // max(1, len(weight))
+    return read[1 if name.endswith("addmm") else 0].shape[-1]
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -41,8 +41,8 @@ class Costs(ABC):
         """Returns the seconds in which `nbytes` travel between the device and its host."""
 
     @abstractmethod
-    def optimizer(self, nbytes: int, on_host: bool) -> float:
-        """Returns the seconds of an optimizer's step that reads and writes `nbytes`."""
+    def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
+        """Returns the seconds of an optimizer's step that reads or writes so many tensors, of `nbytes` together."""
 
 
 class Clock:

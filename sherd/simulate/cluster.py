@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sherd.simulate.work import OpKind
 
@@ -21,6 +22,16 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """An operation that was timed in a training: its size, as `Op` has it, and the seconds that it took."""
+
+    flops: int
+    nbytes: int
+    depth: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator, or one rank on CPU cores. All figures as achieved, not as printed by the maker.
 
@@ -35,6 +46,7 @@ class Device:
         launch: seconds that the shortest operation takes on the device.
         host: seconds that the host needs to queue one operation, when it runs ahead of the device; for a CPU 0.
         overlaps: collectives run beside compute, as on an accelerator with streams.
+        timed: operations of several sizes, by the operation's name without "aten." and its dtype: `mm.float32`.
     """
 
     name: str
@@ -48,6 +60,7 @@ class Device:
     launch: float
     host: float
     overlaps: bool
+    timed: Mapping[str, tuple[Timed, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,8 @@ class Cluster:
         to_host: between a device and its host's memory.
         price_per_hour: of one device, in `currency`; None if it is not known.
         sources: where each figure comes from, by its name.
+        optimizer: seconds for each time that its step reads or writes a shard, and bytes per second besides; None:
+            those of a copy.
     """
 
     name: str
@@ -71,3 +86,4 @@ class Cluster:
     price_per_hour: float | None
     currency: str
     sources: dict[str, str]
+    optimizer: Link | None = None

@@ -15,7 +15,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from sherd.errors import ClusterError
-from sherd.simulate.cluster import Cluster, Device, Link
+from sherd.simulate.cluster import Cluster, Device, Link, Timed
 from sherd.simulate.work import OpKind
 
 FOLDER = Path(__file__).parent / "clusters"
@@ -42,9 +42,12 @@ SHARE = Kind("a number above 0 without a unit, as 0.75", (float, int))
 COUNT = Kind("a whole number from 1 on", (int,))
 FLAG = Kind("true or false", (bool,))
 TEXT = Kind("a text that is not empty")
+DECIMAL_BYTES = replace(BYTES, units=DECIMAL)
+TIMED = 'a list of texts, as "2 MB: 97 us" or "151 MFLOP, 2 MB, 384 deep: 977 us"'
+FLOP = Kind('FLOP, as "151 MFLOP"', units={f"{p}FLOP": 1e3**i for i, p in enumerate(["", *"kMGTP"])}, may_be_zero=True)
 PRICE = Kind('a price and the code of its currency, as "2.99 USD"')
 
-LINKS = ("within", "across", "to_host")
+LINKS = ("within", "across", "to_host", "optimizer")
 DTYPES = ("bfloat16", "float32", "float16", "tfloat32", "float64")
 FIELDS: dict[str, Kind] = {
     "name": TEXT,
@@ -63,7 +66,11 @@ FIELDS: dict[str, Kind] = {
     **{f"{link}.{name}": kind for link in LINKS for name, kind in (("latency", SECONDS), ("bandwidth", BANDWIDTH))},
 }
 """Every field of a cluster file, by its dotted name."""
-OPTIONAL = {"price_per_hour", *(name for name in FIELDS if name.endswith(DTYPES[2:]))}
+OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
+"""Both may be left out, not one alone."""
+TABLE = re.compile(r"device\.timed\.\w+\.\w+", re.ASCII)
+"""The names of fields that there may be besides: what an operation of a dtype takes."""
+OPTIONAL = {"price_per_hour", *(name for name in FIELDS if name.endswith(DTYPES[2:]))} | OPTIMIZER
 
 
 def shipped_clusters() -> list[str]:
@@ -78,13 +85,17 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
     found = _flat(_tree(path))
     sources = {name.removeprefix("sources."): found.pop(name) for name in [*found] if name.startswith("sources.")}
     _require_known(path, found, sources)
-    tree: dict[str, Any] = {"device": {"peak_flops": {}, "flops": {}, "shares": {}}, **{link: {} for link in LINKS}}
+    device: dict[str, Any] = {name: {} for name in ("peak_flops", "flops", "shares", "timed")}
+    tree: dict[str, Any] = {"device": device, **{link: {} for link in LINKS}}
     for name, value in found.items():
         *tables, leaf = name.split(".")
+        if TABLE.fullmatch(name):
+            tree["device"]["timed"][name.removeprefix("device.timed.")] = _timed(f"{path}: {name}", value)
+            continue
         reduce(getitem, tables, tree)[leaf] = _value(f"{path}: {name}", value, FIELDS[name])
     shares = {OpKind(kind): share for kind, share in tree["device"].pop("shares").items()}
     price, _, tree["currency"] = tree.pop("price_per_hour", "").partition(" ")
-    links: dict[str, Any] = {link: Link(**tree.pop(link)) for link in LINKS}
+    links: dict[str, Any] = {link: Link(**found) for link in LINKS if (found := tree.pop(link))}
     return Cluster(
         device=Device(shares=shares, **tree.pop("device")),
         **links,
@@ -128,7 +139,7 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 def _require_known(path: Path, found: Mapping[str, object], sources: Mapping[str, object]) -> None:
     """Raise ClusterError for a field that is unknown, or missing."""
     for name in found:
-        if name not in FIELDS:
+        if name not in FIELDS and not TABLE.fullmatch(name):
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected fields are {', '.join(FIELDS)}"
             raise ClusterError(f"{path}: unknown field {name!r} = {shortened(found[name])}; {hint}")
@@ -136,7 +147,8 @@ def _require_known(path: Path, found: Mapping[str, object], sources: Mapping[str
         if not any(f"{field}.".startswith(f"{name}.") for field in FIELDS):
             raise ClusterError(f"{path}: unknown field {'sources.' + name!r}; expected the name of a field or a table")
     for name, kind in FIELDS.items():
-        if name not in found and name not in OPTIONAL:
+        is_optional = name in OPTIONAL and not (name in OPTIMIZER and OPTIMIZER & found.keys())
+        if name not in found and not is_optional:
             raise ClusterError(f"{path}: {name} is missing; expected {kind.expected}")
 
 
@@ -155,6 +167,29 @@ def _value(where: str, value: object, kind: Kind) -> object:
     if not is_good:
         raise ClusterError(f"{where} = {shortened(value)}; expected {kind.expected}")
     return round(number) if "GiB" in kind.units else number if kind.units else value
+
+
+def _timed(where: str, value: object) -> tuple[Timed, ...]:
+    """Returns the operations in a list of texts. Raises ClusterError."""
+    texts, found = value if type(value) is list else [], []
+    for text in texts:
+        match = re.fullmatch(r"(?:([^,:]+), )?([^,:]+)(?:, (\d{1,18}) deep)?: ([^,:]+)", str(text), re.ASCII)
+        if not match:
+            break
+        flops, nbytes, seconds = (
+            float(str(_value(where, part, kind)))
+            for part, kind in zip((match[1] or "0 FLOP", match[2], match[4]), (FLOP, BYTES, SECONDS), strict=True)
+        )
+        found.append(Timed(round(flops), round(nbytes), int(match[3] or 0), max(seconds, 1e-9)))
+    if not found or len(found) < len(texts):
+        raise ClusterError(f"{where} = {shortened(value)}; expected {TIMED}")
+    return tuple(found)
+
+
+def _timed_text(each: Timed) -> str:
+    size, nbytes = (_text(number, kind) for number, kind in ((each.flops, FLOP), (each.nbytes, DECIMAL_BYTES)))
+    size = f"{size}, {nbytes}, {each.depth} deep" if each.flops else nbytes
+    return f"{size}: {_text(each.seconds, SECONDS)}"
 
 
 def texts_of(cluster: Cluster) -> dict[str, str]:
@@ -178,6 +213,8 @@ def cluster_toml(cluster: Cluster) -> str:
     texts = texts_of(cluster)
     bare = (SHARE, COUNT, FLAG)
     lines = [f"{name} = {text if FIELDS[name] in bare else _quoted(text)}" for name, text in texts.items()]
+    for name, timed in cluster.device.timed.items():
+        lines += [f"device.timed.{name} = [", *(f"    {_quoted(_timed_text(each))}," for each in timed), "]"]
     lines += ["", "[sources]", *(f"{_quoted(name)} = {_quoted(text)}" for name, text in cluster.sources.items())]
     return "\n".join(lines) + "\n"
 

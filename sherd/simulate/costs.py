@@ -19,13 +19,16 @@ ring runs through each device of a node, so all of them share what goes across; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from math import dist, exp, log
 
-from sherd.simulate.cluster import Cluster, Device
+from sherd.simulate.cluster import Cluster, Device, Timed
 from sherd.simulate.work import Group, Op, OpKind
 
-ADAMW = (8, 20)  # kernels, and times that each element is read or written: multiply, lerp, addcmul, sqrt, div, addcdiv
-FUSED_ADAMW = (1, 7)  # reads the parameter, its gradient and two moments; writes all but the gradient
+NEAREST = 4
+"""Of the operations that were timed so many that are nearest in size say what another one takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +47,40 @@ class Ranks:
         return cls(group.size, max(1, min(group.size, devices_per_node // group.stride)))
 
 
-def with_tf32(device: Device) -> Device:
-    """Returns `device` as it computes float32 after `torch.set_float32_matmul_precision("high")`, if it has TF32."""
-    flops, peak = (
-        {**table, "float32": table.get("tfloat32", table["float32"])} for table in (device.flops, device.peak_flops)
-    )
-    return replace(device, flops=flops, peak_flops=peak)
-
-
 def op_seconds(op: Op, device: Device) -> float:
     """Returns the seconds that `op` takes on `device`, without the host's time to queue it. A dtype without a figure
-    computes as float32, and float16 as bfloat16."""
+    computes as float32, and float16 as bfloat16. Where operations of its name and dtype were timed, these decide."""
+    timed = device.timed.get(f"{op.name.removeprefix('aten.')}.{op.dtype}")
+    if timed:
+        return _seconds_like(op, timed, device)
     moving = op.nbytes / (device.bandwidth * device.shares.get(op.kind, 1.0))
     if op.kind not in (OpKind.MATMUL, OpKind.ATTENTION):
         return device.launch + moving
-    flops = device.flops.get(op.dtype) or device.flops["bfloat16" if op.dtype == "float16" else "float32"]
+    flops = _flops(op.dtype, device)
     flops *= device.attention_share if op.kind is OpKind.ATTENTION else 1.0
     return device.launch + max(moving, op.flops / flops)
+
+
+def _flops(dtype: str, device: Device) -> float:
+    return device.flops.get(dtype) or device.flops["bfloat16" if dtype == "float16" else "float32"]
+
+
+def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
+    """Returns what `op` takes if it is as much slower than computing and moving one after the other as the nearest
+    ones that were timed are. Near is what has about as many FLOP per byte, sums as deep, and then is about as large."""
+
+    def plain(each: Op | Timed) -> float:
+        return device.launch + each.flops / _flops(op.dtype, device) + each.nbytes / device.bandwidth
+
+    def sizes(each: Op | Timed) -> tuple[float, ...]:
+        flops, nbytes, depth = (log(max(1, size)) for size in (each.flops, each.nbytes, each.depth))
+        return (3 * (flops - nbytes), 3 * depth, 0.3 * flops)
+
+    at = sizes(op)
+    near = nsmallest(NEAREST, ((dist(at, sizes(each)), log(each.seconds / plain(each))) for each in timed))
+    weights = [1 / (apart**2 + 1e-3) for apart, _ in near]
+    slower = sum(weight * by for weight, (_, by) in zip(weights, near, strict=True)) / sum(weights)
+    return plain(op) * exp(slower)
 
 
 def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -> float:
@@ -93,10 +113,3 @@ def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -
         assert kind in ("broadcast", "send"), f"no collective: {kind}"
         seconds = hops + nbytes / slowest
     return cluster.device.launch + seconds
-
-
-def optimizer_seconds(numel: int, device: Device, itemsize: int = 4, is_fused: bool = False) -> float:
-    """Returns the seconds of a step of AdamW, which memory bounds, over one buffer of `numel` elements. Parameter,
-    gradient and both moments have `itemsize` bytes each; `is_fused` is torch's `fused=True`."""
-    kernels, accesses = FUSED_ADAMW if is_fused else ADAMW
-    return kernels * device.launch + accesses * numel * itemsize / device.bandwidth

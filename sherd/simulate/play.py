@@ -166,7 +166,8 @@ class _Player:
             self.clock.wait(Lane.COPY, -1, self._landed)
         temporary = 0 if sharded.is_offloaded else optimizer.temporary_bytes(units)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
-        self.clock.compute("optimizer", -1, self._costs.optimizer(optimizer.touched(units), sharded.is_offloaded))
+        touched, num_touched = optimizer.touched(units), optimizer.accesses * sum(len(each.stepped) for each in units)
+        self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, sharded.is_offloaded))
         self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
 
     def _compute(self, stretch: Stretch) -> None:

@@ -44,7 +44,10 @@ class ClusterCosts(Costs):
         link = self._cluster.to_host
         return link.latency + nbytes / link.bandwidth
 
-    def optimizer(self, nbytes: int, on_host: bool) -> float:
+    def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
+        link = self._cluster.optimizer
+        if link and not on_host:
+            return num_tensors * link.latency + nbytes / link.bandwidth
         # A device's share of its host's memory is about as fast as its way there.
         return self.to_host(nbytes) if on_host else self.copied(nbytes)
 

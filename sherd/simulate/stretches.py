@@ -99,6 +99,7 @@ class _Cutting:
         self._seconds: dict[Op, float] = {}
         self._alive: dict[int, tuple[str, int, int]] = {}
         self._phase, self._running = "forward", [-1]
+        self._num_again = 0  # modules around that run once more
         self._cut = _Cut()
 
     def parts(self) -> Iterator[Part]:
@@ -131,10 +132,12 @@ class _Cutting:
             case Release(tensor):
                 self._release(tensor)
             case Enter(module, again):
+                self._num_again += again
                 self._phase = "recompute" if again else self._phase
                 self._running.append(self._unit_of.get(module, self._running[-1]))
             case Leave(_, again):
-                self._phase = "backward" if again else self._phase
+                self._num_again -= again
+                self._phase = "backward" if again and not self._num_again else self._phase
                 self._running.pop()
             case EndForward():
                 self._phase, self._running = "backward", [-1]

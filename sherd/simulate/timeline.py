@@ -16,9 +16,9 @@ class Lane(str, Enum):
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    MODEL = "model parallel"
+    """Collectives that forward and backward themselves call, and what pipeline stages send. Compute waits for them."""
     COPY = "host copies"
-    MODEL = "the model's own collectives"
-    """Those that forward and backward themselves call, between pipeline stages too. Compute waits for them."""
 
 
 @dataclass(frozen=True, slots=True)

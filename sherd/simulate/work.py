@@ -76,6 +76,7 @@ class Op:
         flops: floating-point operations; a multiply and an add are two.
         nbytes: bytes that it reads and writes, each tensor once.
         dtype: of its result, by torch's name: `bfloat16`.
+        depth: the length of the sums in a matrix product or convolution; in attention the width of a head; else 0.
     """
 
     kind: OpKind
@@ -83,6 +84,7 @@ class Op:
     flops: int
     nbytes: int
     dtype: str
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 import json
 import os
 import socket
+from itertools import islice
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from sherd.doctor import bandwidth
+from sherd.doctor import bandwidth, operations
 from sherd.doctor.findings import FAILURE
 from sherd.simulate.cluster_file import cluster_toml, read_cluster
 from sherd.simulate.costs import Ranks, collective_seconds
@@ -16,15 +17,28 @@ from sherd.train import cli
 from tests.forked import sherd as be_sherd
 from tests.forked import start
 
+PROBES = operations.probes
+
 
 @pytest.fixture
 def _no_rank(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
 
+def few(dtype):
+    """Of the models that train while operations are timed, some small ones."""
+    return islice(PROBES(dtype), 0, 60, 24)
+
+
+def be_quick(words, environment):
+    """Be the program sherd, as which fewer operations are timed."""
+    with mock.patch.object(operations, "probes", few):
+        be_sherd(words, environment)
+
+
 def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp_path):
     words = ["doctor", "--bandwidth", "box.toml", "--ranks", "2", "--json"]
-    process = start(be_sherd, words, {}, folder=tmp_path, output=tmp_path / "said")
+    process = start(be_quick, words, {}, folder=tmp_path, output=tmp_path / "said")
     process.join(150)
     said = (tmp_path / "said").read_text()
     assert process.exitcode == 0, said + (tmp_path / "said.err").read_text()
@@ -37,6 +51,12 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
     assert all(0.01 < share < 100 for share in device.shares.values())
     assert device.flops["float32"] > device.bandwidth / 10, "a product computes more than a sum does"
     assert device.launch < 2 * 1024**3 / device.flops["float32"], "a small operation takes less than a large one"
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    for name in ("mm", "addmm", "add", "gelu_backward", attention, f"{attention}_backward"):
+        for dtype in ("float32", "bfloat16"):
+            assert all(each.seconds > 0 and each.nbytes > 0 for each in device.timed[f"{name}.{dtype}"])
+    assert {each.depth for each in device.timed["mm.float32"]} >= {64}
+    assert cluster.optimizer.latency > 0
     assert device.library_bytes < device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
     assert cluster.within.latency > 0
     assert cluster.within.bandwidth < 100 * device.bandwidth
@@ -55,7 +75,8 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
 def measured_on(hosts):
     """What ranks measure that believe to be on these hosts."""
     here = mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank()])
-    with here, mock.patch.object(bandwidth, "MEASURE_S", 0.001):
+    none = mock.patch.object(bandwidth, "timed_operations", dict)
+    with here, none, mock.patch.object(bandwidth, "MEASURE_S", 0.001):
         return cluster_toml(bandwidth.measured("box"))
 
 

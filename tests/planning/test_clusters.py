@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sherd.errors import ClusterError
+from sherd.simulate.cluster import Link, Timed
 from sherd.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_cluster, shipped_clusters, texts_of
 from sherd.simulate.work import OpKind
 from sherd.train import cli
@@ -77,6 +78,51 @@ def test_the_table_of_the_documents_is_that_of_the_files():
     rows += [[f"`{name}`", *(column.get(name, "") for column in columns)] for name in FIELDS if name != "name"]
     rows = [row for row in rows if any(row[1:])]
     assert table == "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def test_operations_that_were_timed_read_as_they_were_written(tmp_path):
+    timed = {
+        "mm.float32": (Timed(151_000_000, 2_360_000, 384, 977e-6), Timed(1_000, 20, 2, 1e-6)),
+        "_log_softmax.bfloat16": (Timed(0, 512, 0, 3e-9), Timed(0, 40_000_000, 0, 2.5)),
+    }
+    cluster = read_cluster("laptop")
+    cluster = replace(cluster, device=replace(cluster.device, timed=timed), optimizer=Link(75e-6, 26.6e9))
+    again = read(tmp_path, cluster_toml(cluster))
+    assert again.device.timed.keys() == timed.keys()
+    for name, points in timed.items():
+        for one, other in zip(again.device.timed[name], points, strict=True):
+            assert (one.flops, one.nbytes, one.depth) == (other.flops, other.nbytes, other.depth)
+            assert one.seconds == pytest.approx(other.seconds)
+    assert (again.optimizer.latency, again.optimizer.bandwidth) == (pytest.approx(75e-6), pytest.approx(26.6e9))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"2 MB: 97 us"',
+        "[]",
+        '["2 MB"]',
+        '["2 MB: 97"]',
+        '["2 MB/s: 97 us"]',
+        '["-2 MB: 97 us"]',
+        '["1 GFLOP, 2 MB, deep: 97 us"]',
+        '["1 TFLOP/s, 2 MB, 3 deep: 97 us"]',
+        '["2 MB: 97 us", 3]',
+        "{a = 1}",
+        "3",
+    ],
+)
+def test_an_operation_that_is_wrong_is_told_in_one_line(tmp_path, value):
+    with pytest.raises(ClusterError, match=r"device\.timed\.mm\.float32") as error:
+        read(tmp_path, f"{H100}\n[device.timed.mm]\nfloat32 = {value}\n")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("left", "missing"), [("latency", "bandwidth"), ("bandwidth", "latency")])
+def test_half_an_optimizer_is_missing_the_other_half(tmp_path, left, missing):
+    value = {"latency": "1 us", "bandwidth": "1 GB/s"}[left]
+    with pytest.raises(ClusterError, match=f"optimizer.{missing} is missing; expected"):
+        read(tmp_path, f'{H100}\n[optimizer]\n{left} = "{value}"\n')
 
 
 # What is wrong

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sherd.simulate.cluster import Link
+from sherd.simulate.cluster import Link, Timed
 from sherd.simulate.cluster_file import read_cluster, shipped_clusters
-from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, optimizer_seconds, with_tf32
+from sherd.simulate.costs import Ranks, collective_seconds, op_seconds
+from sherd.simulate.predict import ClusterCosts
 from sherd.simulate.work import Group, Op, OpKind
 
 H100 = read_cluster("h100")
@@ -17,8 +18,8 @@ ROUND = replace(H100, device=replace(H100.device, launch=0.0), within=Link(1e-6,
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send")
 
 
-def op(kind, flops, nbytes, dtype="bfloat16"):
-    return Op(kind, "aten.any", flops, nbytes, dtype)
+def op(kind, flops, nbytes, dtype="bfloat16", name="aten.any"):
+    return Op(kind, name, flops, nbytes, dtype)
 
 
 # Operations
@@ -51,10 +52,35 @@ def test_a_dtype_without_a_figure_computes_as_its_neighbour(dtype, as_dtype):
     )
 
 
-def test_tf32_takes_the_place_of_float32_where_there_is_one():
-    device = with_tf32(H100.device)
-    assert (device.flops["float32"], device.peak_flops["float32"]) == (350e12, 494.7e12)
-    assert with_tf32(read_cluster("laptop").device) == read_cluster("laptop").device
+def timed(*each, name="mm", launch=0.0):
+    """The device of the H100 with operations in bfloat16 that were timed."""
+    return replace(H100.device, launch=launch, timed={f"{name}.bfloat16": each})
+
+
+def test_an_operation_that_was_timed_takes_what_it_took():
+    points = Timed(10**9, 10**6, 64, 0.5), Timed(10**9, 10**6, 512, 0.1), Timed(10**10, 10**7, 64, 6.0)
+    device = timed(*points)
+    for each in points:
+        product = Op(OpKind.MATMUL, "aten.mm", each.flops, each.nbytes, "bfloat16", each.depth)
+        assert op_seconds(product, device) == pytest.approx(each.seconds, rel=0.01)
+        assert op_seconds(replace(product, dtype="float32"), device) == op_seconds(
+            replace(product, dtype="float32"), replace(H100.device, launch=0.0)
+        ), "another dtype was not timed"
+
+
+@given(st.integers(10**3, 10**12))
+def test_between_operations_that_were_timed_it_is_as_much_slower_as_they_are(nbytes):
+    rates = (1e9, 2e9, 4e9)
+    points = (Timed(0, 10**size, 0, 10**size / rate) for size, rate in zip((5, 7, 9), rates, strict=True))
+    device = timed(*points, name="add")
+    took = op_seconds(op(OpKind.POINTWISE, 0, nbytes, name="aten.add"), device)
+    assert min(rates) * (1 - 1e-6) <= nbytes / took <= max(rates) * (1 + 1e-6)
+
+
+def test_a_product_is_like_one_with_as_many_flop_per_byte_and_not_like_one_that_is_as_large():
+    many, few = Timed(10**9, 10**6, 64, 1.0), Timed(10**11, 10**9, 64, 1.0)
+    product = Op(OpKind.MATMUL, "aten.mm", 10**11, 10**8, "bfloat16", 64)
+    assert op_seconds(product, timed(many, few)) == pytest.approx(100, rel=0.2)
 
 
 # Collectives
@@ -125,7 +151,8 @@ def test_a_group_of_ranks_apart_knows_how_many_share_a_node(size, stride, per_no
     assert Ranks.of(Group(size, stride), devices_per_node=8) == Ranks(size, per_node)
 
 
-def test_an_optimizer_step_reads_and_writes_each_element_so_often():
-    device = H100.device
-    assert optimizer_seconds(10**9, device, is_fused=True) == pytest.approx(7 * 4e9 / 3e12 + 4e-6)
-    assert optimizer_seconds(10**9, device, itemsize=2) == pytest.approx(20 * 2e9 / 3e12 + 8 * 4e-6)
+def test_an_optimizer_takes_its_time_for_each_shard_and_each_byte():
+    costs = ClusterCosts(replace(H100, optimizer=Link(1e-4, 1e9)))
+    assert costs.optimizer(10**9, 50, on_host=False) == pytest.approx(1 + 50e-4)
+    assert costs.optimizer(10**9, 50, on_host=True) == ClusterCosts(H100).optimizer(10**9, 50, on_host=True)
+    assert ClusterCosts(H100).optimizer(10**9, 50, on_host=False) == pytest.approx(4e-6 + 1e9 / (3e12 * 0.95))
