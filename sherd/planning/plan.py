@@ -23,7 +23,7 @@ from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Found, cheapest_changes, search
-from sherd.simulate.settings import AXES, NAMES, Mesh, Settings, Space
+from sherd.simulate.settings import AXES, NAMES, VALUES, Mesh, Settings, Space
 from sherd.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
 
@@ -127,14 +127,16 @@ def plan(
         compute_dtype: forward and backward compute in it, and gradients are reduced in float32 (mixed precision); None:
             parameters are computed with as they are.
         optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum", or a record of another one.
-        memory_limit: the bytes of a device that the training may take; None: all that the cluster's devices have.
+        memory_limit: the bytes of a device that the training may take; None: all that a CPU has, and of an
+            accelerator nine tenths, as its allocator leaves holes that are not predicted.
         shard: makes the units, of the model and arguments of `fully_shard`. By default those of `auto_shard`; a model
             that does not describe or repeat any is one unit.
         parallelize: by the name of an axis, `tp` or `cp`, a function of a model and that axis, a DeviceMesh of one dim,
             that lays the model over it in place, as `parallelize_module` does. Only these axes are tried. With `cp`,
             the model takes its rank's part of each sample.
-        settings: those that are not to be chosen: `placement` ("shard" or "flat"), `reshard`, `checkpointing` (True,
-            False, or the share of blocks), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
+        settings: those that are not to be chosen: `strategy` ("auto", "zero2", "zero1" or "ddp"), `placement` ("shard"
+            or "flat"), `reshard`, `checkpointing` (True, False, or the share of blocks), `offload`, `prefetch`,
+            `micro_batch` (samples in one forward of a rank).
 
     Raises:
         PolicyError: an argument that cannot be, as a batch that ranks do not divide.
@@ -219,7 +221,7 @@ def planned(
     if rest:
         raise PolicyError(f"plan(samples={samples}): {shape.num_data} ranks do not divide it; take a multiple")
     beginning = _settings(shape, of_a_rank, given)
-    limit = cluster.device.memory if memory_limit is None else memory_limit
+    limit = usual_limit(cluster) if memory_limit is None else memory_limit
     require_int("plan(memory_limit={})", limit, 1)
     evaluate = RoughPlanner(training, cluster).outcome
     found = None
@@ -242,6 +244,11 @@ def planned(
     return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
 
 
+def usual_limit(cluster: Cluster) -> int:
+    """Returns the bytes of a device that a training should not exceed."""
+    return cluster.device.memory * (9 if cluster.device.overlaps else 10) // 10
+
+
 def _first_mesh(space: Space) -> Mesh:
     """Returns the mesh that the search begins with: all ranks read other samples, if there are as many."""
     whole = Mesh(space.num_ranks)
@@ -261,8 +268,11 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
     for name in ("reshard", "offload"):
         if not isinstance(given.get(name, True), bool):
             raise PolicyError(f"plan({name}={given[name]!r}): expected True or False")
-    if given.get("placement", "shard") not in ("shard", "flat"):
-        raise PolicyError(f"plan(placement={given['placement']!r}): expected 'shard' or 'flat'")
+    for name in ("placement", "strategy"):
+        if given.get(name, VALUES[name][0]) not in VALUES[name]:
+            raise PolicyError(f"plan({name}={given[name]!r}): expected one of {', '.join(VALUES[name])}")
+    if mesh.ep > 1 and given.get("strategy", "auto") != "auto":
+        raise PolicyError(f"plan(strategy={given['strategy']!r}): with ep={mesh.ep} all is sharded; leave it out")
     require_int("plan(prefetch={})", given.get("prefetch", 1), 0)
     size = given.get("micro_batch", 1)
     require_int("plan(micro_batch={})", size, 1)

@@ -93,7 +93,16 @@ class Planner:
         mesh, times = settings.mesh, settings.micro_batches
         if mesh.pp == 1:
             work, sharded, parts = self._read_and_sharded(settings)
-            return predict(work, sharded, self.cluster, mesh, parts=parts, micro_batches=times, title=title)
+            return predict(
+                work,
+                sharded,
+                self.cluster,
+                mesh,
+                parts=parts,
+                micro_batches=times,
+                reduces_each=settings.strategy not in ACCUMULATING,
+                title=title,
+            )
         training = self.training
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
         dtype, pair = training.compute_dtype or torch.float32, Group(2, mesh.num_ranks // mesh.pp)
@@ -109,10 +118,12 @@ class Planner:
     def _read_and_sharded(self, settings: Settings) -> tuple[Work, Sharded, Sequence[Part]]:
         """Returns a micro-batch, the sharded model, and both in parts."""
         work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing
-        sharded_key = settings.mesh, settings.placement, settings.reshard, settings.prefetch
+        # What else there is decides nothing about sharding.
+        usual = Settings(settings.mesh)
+        cut = replace(settings, **{name: getattr(usual, name) for name in ("checkpointing", "offload", *SIZES)})
         work = self._work(*work_key)
-        sharded = self._sharded(*sharded_key)
-        return work, offloaded(sharded) if settings.offload else sharded, self._parts(work_key, sharded_key)
+        sharded = self._sharded(cut)
+        return work, offloaded(sharded) if settings.offload else sharded, self._parts(work_key, cut)
 
     def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         training = self.training
@@ -139,14 +150,13 @@ class Planner:
         names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
         return checkpointed(work, [number for number, each in enumerate(work.modules) if each.name in names])
 
-    def _cut_once(
-        self, work_key: tuple[int, Mesh, float], sharded_key: tuple[Mesh, str, bool, int]
-    ) -> tuple[Part, ...]:
+    def _cut_once(self, work_key: tuple[int, Mesh, float], settings: Settings) -> tuple[Part, ...]:
         device = self.cluster.device
-        return parts_of(self._work(*work_key), self._sharded(*sharded_key), lambda op: op_seconds(op, device))
+        return parts_of(self._work(*work_key), self._sharded(settings), lambda op: op_seconds(op, device))
 
-    def _shard_once(self, mesh: Mesh, placement: str, reshard: bool, prefetch: int) -> Sharded:
-        settings, work = Settings(mesh, placement, reshard, prefetch=prefetch), self._any_read[_without_data(mesh)]
+    def _shard_once(self, settings: Settings) -> Sharded:
+        mesh, prefetch = settings.mesh, settings.prefetch
+        work = self._any_read[_without_data(mesh)]
         usual = replace(settings, prefetch=1) if self._is_rough else settings
         thin, its_work = self._lender._thin(usual)
         whole = with_blocks(renumbered(thin, its_work, work), self._like, work)
@@ -197,6 +207,9 @@ def _imagined(mesh: Mesh, stage: int | None) -> AbstractContextManager[None]:
     return imagined_ranks(mesh.num_ranks, (stage or 0) * (mesh.num_ranks // mesh.pp) + (mesh.cp - 1) * mesh.tp)
 
 
+SIZES = ("micro_batch", "micro_batches")
+ACCUMULATING = ("zero1", "ddp")
+"""Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
 FEW, MORE = 2, 4
 """Of many equal blocks a rough prediction plays so many, and adds the difference for each of the others."""
 MICRO_BATCHES = 3
@@ -256,10 +269,12 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
     arguments: dict[str, Any] = {}
     if settings.prefetch != 1:
         arguments["prefetch_policy"] = PrefetchPolicy(settings.prefetch, settings.prefetch)
+    if settings.strategy != "auto":  # parameters are kept, also by a model that says itself when they are freed
+        arguments |= {"placements": settings.strategy, "reshard_after_forward": None}
+    elif not settings.reshard:
+        arguments["reshard_after_forward"] = False
     if settings.placement == "flat":
         arguments["placement"] = Flat()
-    if not settings.reshard:
-        arguments["reshard_after_forward"] = False
     if settings.offload:
         arguments["offload_policy"] = CPUOffloadPolicy()
     if compute_dtype is not None:

@@ -95,7 +95,7 @@ class Running(Planner):
             micro_batch=first,
             micro_batches=seen.micro_batches,
         )
-        fixed = {"mesh", "placement"}
+        fixed = {"mesh", "strategy", "placement"}
         fixed |= {"offload"} if own.device.type == "cpu" or sharded.is_offloaded else set()
         fixed |= {"checkpointing"} if self._is_checkpointed or not repeated_blocks(training.model) else set()
         num_ranks = self.settings.mesh.num_ranks
@@ -111,10 +111,10 @@ class Running(Planner):
     def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float) -> Work:
         return super()._work_of(micro_batch, mesh, 0.0 if self._is_checkpointed else checkpointing)
 
-    def _shard_once(self, mesh: Mesh, placement: str, reshard: bool, prefetch: int) -> Sharded:
-        sharded, specs = self._as_it_is, self._as_it_is.specs
-        if reshard != self.settings.reshard:
-            kept = Keep.NOTHING if reshard else Keep.ALWAYS
+    def _shard_once(self, settings: Settings) -> Sharded:
+        sharded, specs, prefetch = self._as_it_is, self._as_it_is.specs, settings.prefetch
+        if settings.reshard != self.settings.reshard:
+            kept = Keep.NOTHING if settings.reshard else Keep.ALWAYS
             specs = (specs[0], *(replace(each, after_forward=kept) for each in specs[1:]))
         limits = replace(sharded.limits, forward_depth=prefetch, backward_depth=prefetch)
         return replace(sharded, specs=specs, limits=limits if prefetch != self.settings.prefetch else sharded.limits)

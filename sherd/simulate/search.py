@@ -105,8 +105,9 @@ def _combined(space: Space, outcomes: Mapping[Settings, Outcome], settings: Sett
     changes: list[list[_Change]] = [[(None, 0.0, 0)] for _ in space.choices]
     for name, found in zip(space.choices, changes, strict=True):
         for each in space.changed(settings, name):
-            its = outcomes[each]
-            found.append((getattr(each, name), its.seconds - now.seconds, its.nbytes - now.nbytes))
+            seconds, nbytes = outcomes[each].seconds - now.seconds, outcomes[each].nbytes - now.nbytes
+            if seconds < 0 or nbytes < 0:  # others help nobody
+                found.append((getattr(each, name), seconds, nbytes))
 
     def expected(combination: tuple[_Change, ...]) -> tuple[int, float, int]:
         seconds, nbytes = sum(each[1] for each in combination), sum(each[2] for each in combination)

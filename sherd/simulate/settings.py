@@ -55,6 +55,7 @@ class Settings:
     """One way to train a model with batches of a given size.
 
     Attributes:
+        strategy: what is sharded over the data-parallel axes, by its name; "auto": zero3, over two axes hsdp.
         placement: "shard" or "flat": how parameters are cut.
         reshard: unsharded parameters are freed after forward, but for the root's.
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
@@ -66,6 +67,7 @@ class Settings:
     """
 
     mesh: Mesh
+    strategy: str = "auto"
     placement: str = "shard"
     reshard: bool = True
     checkpointing: float = 0.0
@@ -92,6 +94,10 @@ NAMES = tuple(each.name for each in fields(Settings))
 def _words(name: str, value: object) -> str:
     match name, value:
         case "mesh", _:
+            return str(value)
+        case "strategy", "auto":
+            return "all sharded"
+        case "strategy", _:
             return str(value)
         case "placement", _:
             return f"{value} placement"
@@ -166,10 +172,12 @@ class Space:
 
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
         """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has; None
-        if it cannot be divided so, or into fewer than there are stages of a pipeline."""
+        if it cannot be divided so, or into fewer than there are stages of a pipeline, or if experts that are on several
+        ranks are not to be sharded."""
         made = replace(settings, **values)
         times, rest = divmod(self.batch, made.mesh.num_data * made.micro_batch)
-        return replace(made, micro_batches=times) if times >= made.mesh.pp and not rest else None
+        is_possible = times >= made.mesh.pp and not rest and (made.mesh.ep == 1 or made.strategy == "auto")
+        return replace(made, micro_batches=times) if is_possible else None
 
     @property
     def choices(self) -> list[str]:
@@ -198,6 +206,7 @@ MOST_RANKS = 64
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": tuple(eighth / 8 for eighth in range(9)),
+    "strategy": ("auto", "zero2", "zero1", "ddp"),
     "placement": ("shard", "flat"),
     "reshard": (True, False),
     "prefetch": (0, 1, 2),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sherd.errors import SherdError
 from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
-from sherd.simulate.settings import AXES
+from sherd.simulate.settings import AXES, VALUES
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import Config, InputError
@@ -49,9 +49,10 @@ def add_plan(commands: Any) -> None:
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw-fused", help="adamw-fused unless told")
-    p.add_argument("--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, all that it has')
+    p.add_argument("--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, nine tenths of an accelerator's')
     chosen = p.add_argument_group("settings that are chosen unless told")
     chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")
+    chosen.add_argument("--strategy", choices=VALUES["strategy"], help="what is sharded; auto: all")
     chosen.add_argument("--placement", choices=("shard", "flat"), help="how parameters are cut")
     chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
     chosen.add_argument(
@@ -123,7 +124,7 @@ def _share(word: str) -> float:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that are told."""
-    words = {name: getattr(args, name) for name in ("placement", "prefetch", "micro_batch")}
+    words = {name: getattr(args, name) for name in ("strategy", "placement", "prefetch", "micro_batch")}
     words["checkpointing"] = args.checkpointing
     flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
     return {name: value for name, value in (words | flags).items() if value is not None}
@@ -189,7 +190,7 @@ def configured(config: Config, made: Plan) -> Config:
     mesh = settings.mesh
     axes = [f"{name}={size}" for name, field in AXES.items() if (size := getattr(mesh, field)) > 1]
     tree["shard"] |= {
-        "strategy": "auto",
+        "strategy": settings.strategy,
         "placement": settings.placement,
         "reshard": "auto" if settings.reshard else "never",
         "offload": settings.offload,

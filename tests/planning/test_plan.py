@@ -38,7 +38,14 @@ def tokens(samples=2, length=64):
 
 def given(**settings):
     """All settings, so that nothing is searched."""
-    usual = {"placement": "shard", "reshard": True, "checkpointing": False, "offload": False, "prefetch": 1}
+    usual = {
+        "strategy": "auto",
+        "placement": "shard",
+        "reshard": True,
+        "checkpointing": False,
+        "offload": False,
+        "prefetch": 1,
+    }
     return {**usual, "micro_batch": 2, **settings}
 
 
@@ -153,7 +160,7 @@ class LooksAtValues(nn.Module):
         ({"mesh": (2, 0)}, PolicyError, "mesh"),
         ({"samples": 9}, PolicyError, "8 ranks do not divide it"),
         ({"micro_batch": 3}, PolicyError, "does not divide the 2 samples"),
-        ({"placement": "rows"}, PolicyError, "expected 'shard' or 'flat'"),
+        ({"placement": "rows"}, PolicyError, "expected one of shard, flat"),
         ({"offload": "yes"}, PolicyError, "expected True or False"),
         ({"prefetch": -1}, PolicyError, "prefetch"),
         ({"depth": 2}, PolicyError, "no setting 'depth'"),

@@ -108,7 +108,10 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         (["llama.json", "--mesh", "dp=2,ep=4"], "ep=4 does not divide dp=2"),
         (["llama.json", "--mesh", "tp=3"], "does not divide the model's heads"),
         (["train.toml", "--mesh", "dp=2,tp=3"], "tp=3, which does not divide"),
-        (["train.toml", "--mesh", "pp=2,dp=4", "--ranks", "8", "--micro-batch", "2", "--samples", "8"], "1 micro-batches are fewer than its 2 stages"),
+        (
+            ["train.toml", "--mesh", "pp=2,dp=4", "--ranks", "8", "--micro-batch", "2", "--samples", "8"],
+            "1 micro-batches are fewer than its 2 stages",
+        ),
         (["llama.json", "--checkpointing", "2"], "or the share of blocks, 0 to 1"),
         (["llama.json", "--mesh", "dp=2", "--ranks", "4"], "has 2 ranks, and --ranks is 4"),
         (["llama.json", "--samples", "3"], "8 ranks do not divide it"),

@@ -36,7 +36,9 @@ def everything():
             for placement in ("shard", "flat"):
                 for checkpointing, prefetch in product(VALUES["checkpointing"], (0, 1, 2)):
                     for reshard, offload in product((False, True), repeat=2):
-                        yield Settings(mesh, placement, reshard, checkpointing, offload, prefetch, size, 4 // size)
+                        yield Settings(
+                            mesh, "auto", placement, reshard, checkpointing, offload, prefetch, size, 4 // size
+                        )
 
 
 BEGINNINGS = [Settings(Mesh(16), checkpointing=checkpointing, micro_batches=4) for checkpointing in (True, False)]
