@@ -213,7 +213,7 @@ def planned(
         axes=layout.axes,
         fits=lambda mesh: not layout.misfit(mesh),
     )
-    shape = _first_mesh(space) if isinstance(mesh, int) else mesh
+    shape = _first_mesh(space, given) if isinstance(mesh, int) else mesh
     misfit = layout.misfit(shape)
     if misfit:
         raise PolicyError(f"plan(mesh={shape}): {misfit}")
@@ -249,11 +249,12 @@ def usual_limit(cluster: Cluster) -> int:
     return cluster.device.memory * (9 if cluster.device.overlaps else 10) // 10
 
 
-def _first_mesh(space: Space) -> Mesh:
+def _first_mesh(space: Space, given: Mapping[str, Any]) -> Mesh:
     """Returns the mesh that the search begins with: all ranks read other samples, if there are as many."""
-    whole = Mesh(space.num_ranks)
+    whole, size = Mesh(space.num_ranks), given.get("micro_batch")
+    size = size if isinstance(size, int) and size > 0 else 1
     meshes = (whole, *space.meshes(whole))
-    return next((mesh for mesh in meshes if space.batch % mesh.num_data == 0), whole)
+    return next((mesh for mesh in meshes if space.batch % (mesh.num_data * size) == 0), whole)
 
 
 def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
