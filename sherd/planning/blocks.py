@@ -11,7 +11,7 @@ from torch import nn
 
 from sherd.api.blocks import repeated_blocks
 from sherd.schedule.state import UnitSpec
-from sherd.simulate.sharded import Sharded
+from sherd.simulate.sharded import Sharded, Traffic
 from sherd.simulate.sharded import Unit as PlayedUnit
 from sherd.simulate.work import Work
 
@@ -107,6 +107,17 @@ def renumbered(sharded: Sharded, before: Work, after: Work) -> Sharded:
     )
     places = {parameters[before.parameters[number].name]: place for number, place in sharded.places.items()}
     return replace(sharded, units=units, places=places)
+
+
+def with_replicas(sharded: Sharded, number: int) -> Sharded:
+    """Returns `sharded` with so many replicas, if there were several."""
+
+    def with_them(traffic: Traffic) -> Traffic:
+        group = traffic.replicate
+        return replace(traffic, replicate=replace(group, size=number)) if group.size > 1 else traffic
+
+    units = (replace(unit, traffic=tuple(map(with_them, unit.traffic))) for unit in sharded.units)
+    return replace(sharded, units=tuple(units))
 
 
 def _block_of(names: Iterable[str], blocks: Iterable[str]) -> str:

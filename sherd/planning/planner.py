@@ -20,7 +20,7 @@ from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
 from sherd.layout.runs import Flat
 from sherd.planning.axes import Layout
-from sherd.planning.blocks import renumbered, thin_out, with_blocks, with_fewer_blocks
+from sherd.planning.blocks import renumbered, thin_out, with_blocks, with_fewer_blocks, with_replicas
 from sherd.planning.reading import read_work
 from sherd.planning.sharding import sharded_of
 from sherd.planning.transports import between_hosts, on_one_host
@@ -49,7 +49,7 @@ class Training:
         compute_dtype: forward and backward compute in it (mixed precision, with gradients reduced in float32); None:
             in that of the parameters.
         samples: a batch of so many is one that the model runs with.
-        stage: of a pipeline, if `model` is only that.
+        stage: of a pipeline, if `model` is only that: "first" or "last".
     """
 
     model: nn.Module
@@ -58,15 +58,16 @@ class Training:
     optimizer: Optimizer
     compute_dtype: torch.dtype | None = None
     samples: int = 1
-    stage: int | None = None
+    stage: str = ""
 
 
 class Planner:
     """Predicts steps of `training` on `cluster`. This process must not be in a process group.
 
-    With `is_rough`, the model is read with one batch only, and its work scaled for others, and it is sharded once for
-    all that is gathered ahead: for a search. A planner `like` this one, whose model has more or fewer of the same
-    blocks, lends what it has sharded.
+    With `is_rough`, for a search, the model is read with one batch only, and its work scaled for others; it is sharded
+    once for all that is gathered ahead and for any number of replicas; and it has the blocks of two stages of a
+    pipeline, however many there are. A planner `like` this one, whose model has more or fewer of the same blocks, lends
+    what it has sharded.
     """
 
     def __init__(
@@ -106,14 +107,20 @@ class Planner:
         training = self.training
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
         dtype, pair = training.compute_dtype or torch.float32, Group(2, mesh.num_ranks // mesh.pp)
-        ends = [Stage(number, mesh.pp, numel * dtype.itemsize, pair) for number in (0, mesh.pp - 1)]
-        first, last = (Played(*self._of_stage(mesh.pp, end.number)._read_and_sharded(settings), end) for end in ends)
+        first, last = (
+            Played(
+                *self._of_stage(2 if self._is_rough else mesh.pp, name)._read_and_sharded(settings),
+                Stage(number, mesh.pp, numel * dtype.itemsize, pair),
+            )
+            for name, number in (("first", 0), ("last", mesh.pp - 1))
+        )
         return predict_pipeline(first, last, self.cluster, mesh, micro_batches=times, title=title)
 
-    def _stage_planner(self, num_stages: int, number: int) -> Planner:
+    def _stage_planner(self, num_stages: int, name: str) -> Planner:
+        number = num_stages - 1 if name == "last" else 0
         model = self.training.layout.stage(self.training.model, number, num_stages)
-        like = None if self._lender is self else self._lender._of_stage(num_stages, number)
-        return Planner(replace(self.training, model=model, stage=number), self.cluster, self._is_rough, like)
+        like = None if self._lender is self else self._lender._of_stage(num_stages, name)
+        return Planner(replace(self.training, model=model, stage=name), self.cluster, self._is_rough, like)
 
     def _read_and_sharded(self, settings: Settings) -> tuple[Work, Sharded, Sequence[Part]]:
         """Returns a micro-batch, the sharded model, and both in parts."""
@@ -156,15 +163,18 @@ class Planner:
 
     def _shard_once(self, settings: Settings) -> Sharded:
         mesh, prefetch = settings.mesh, settings.prefetch
-        work = self._any_read[_without_data(mesh)]
-        usual = replace(settings, prefetch=1) if self._is_rough else settings
+        work, usual = self._any_read[_without_data(mesh)], settings
+        if self._is_rough:
+            few = mesh.replicate if settings.strategy != "auto" else min(mesh.replicate, 2)
+            usual = replace(settings, prefetch=1, mesh=replace(mesh, replicate=few, pp=min(mesh.pp, 2)))
         thin, its_work = self._lender._thin(usual)
         whole = with_blocks(renumbered(thin, its_work, work), self._like, work)
         if whole is None:
-            with self._imagined(mesh):
+            with self._imagined(usual.mesh):
                 whole = self._shard(copy.deepcopy(self.training.model), usual, work)
         if usual != settings:
             whole = replace(whole, limits=replace(whole.limits, forward_depth=prefetch, backward_depth=prefetch))
+            whole = with_replicas(whole, mesh.replicate) if mesh.replicate != usual.mesh.replicate else whole
         return whole
 
     def _shard_thin(self, settings: Settings) -> tuple[Sharded, Work]:
@@ -197,14 +207,16 @@ class Planner:
 
 
 def _without_data(mesh: Mesh) -> Mesh:
-    """Returns `mesh` with no more ranks than a forward needs that read other samples: those that exchange experts."""
-    return replace(mesh, shard=mesh.ep, replicate=1)
+    """Returns `mesh` with no more ranks than a forward needs: of those that read other samples, as many as exchange
+    experts; of stages, a first and a last one."""
+    return replace(mesh, shard=mesh.ep, replicate=1, pp=min(mesh.pp, 2))
 
 
-def _imagined(mesh: Mesh, stage: int | None) -> AbstractContextManager[None]:
+def _imagined(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
     """The ranks of `mesh`. This one is of a stage, and has the last part of samples that are cut, whose attention sees
     all of them."""
-    return imagined_ranks(mesh.num_ranks, (stage or 0) * (mesh.num_ranks // mesh.pp) + (mesh.cp - 1) * mesh.tp)
+    before = mesh.num_ranks - mesh.num_ranks // mesh.pp if stage == "last" else 0
+    return imagined_ranks(mesh.num_ranks, before + (mesh.cp - 1) * mesh.tp)
 
 
 SIZES = ("micro_batch", "micro_batches")
@@ -226,18 +238,15 @@ class RoughPlanner:
         self._played = cache(self._play)
         self._planners = cache(self._make_planners)
 
-    def _make_planners(self, pp: int) -> tuple[list[Planner], float]:
-        """Returns the planners of both models, with so many blocks in each stage, and how often their difference is
-        added to the second."""
-        model = self._training.model
-        few, more = (with_fewer_blocks(model, number * pp) for number in (FEW, MORE))
-        models = [model] if few is None or more is None else [few[0], more[0]]
-        num_more = (few[1] / pp - MORE) / (MORE - FEW) if few is not None and more is not None else 0.0
-        planners: list[Planner] = []
-        for each in models:
-            training, first = replace(self._training, model=each), planners[0] if planners else None
-            planners.append(Planner(training, self._cluster, is_rough=True, like=first))
-        return planners, num_more
+    def _make_planners(self, num_stages: int) -> tuple[list[Planner], int | None]:
+        """Returns the planners of both models, for one stage or for two, and how many blocks the whole one has; one
+        planner, if that is not made of equal ones."""
+        training, cluster, model = self._training, self._cluster, self._training.model
+        few, more = (with_fewer_blocks(model, number * num_stages) for number in (FEW, MORE))
+        if few is None or more is None:
+            return [Planner(training, cluster)], None
+        first = Planner(replace(training, model=few[0]), cluster, is_rough=True)
+        return [first, Planner(replace(training, model=more[0]), cluster, is_rough=True, like=first)], few[1]
 
     def outcome(self, settings: Settings) -> Outcome:
         """Returns what a step takes under `settings`. Raises as `Planner.predict` does."""
@@ -252,10 +261,17 @@ class RoughPlanner:
         return _between(self._played(replace(settings, micro_batches=num - 1)), found, 1 + others) if others else found
 
     def _play(self, settings: Settings) -> Outcome:
-        planners, num_more = self._planners(settings.mesh.pp)
+        pp = settings.mesh.pp
+        planners, num_blocks = self._planners(min(pp, 2))
+        if num_blocks is not None and num_blocks < MORE * pp:
+            planners, num_blocks = [self._exact], None
         predictions = (planner.predict(settings) for planner in planners)
         first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
-        return _between(first, more[0], 1 + num_more) if more else first
+        return first if num_blocks is None else _between(first, more[0], (num_blocks / pp - FEW) / (MORE - FEW))
+
+    @cached_property
+    def _exact(self) -> Planner:
+        return Planner(self._training, self._cluster)
 
 
 def _between(first: Outcome, last: Outcome, part: float) -> Outcome:

@@ -201,7 +201,7 @@ class Space:
         yield from (each for each in found if each is not None)
 
 
-MOST_RANKS = 64
+MOST_RANKS = 16
 """No axis but those of samples gets more ranks than that."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
