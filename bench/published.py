@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sherd.planning.axes import Layout
 from sherd.planning.planner import Planner, Training
 from sherd.planning.reading import own_or_usual_loss
 from sherd.simulate.cluster import Cluster, Link
@@ -118,7 +119,7 @@ def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimiz
     return Training(
         model.train(),
         lambda samples: (torch.zeros(samples, sequence, dtype=torch.int64, device="meta"),),
-        own_or_usual_loss,
+        Layout(own_or_usual_loss),
         OPTIMIZERS[optimizer],
         torch.bfloat16 if parameters == "float32" else None,
     )
@@ -142,7 +143,7 @@ def _predict(planner: Planner, row: Row) -> list[Predicted]:
         settings = Settings(
             Mesh(row.shard, row.replicate),
             "flat" if row.sharding == "FSDP1" else "shard",
-            checkpointing=checkpointing,
+            checkpointing=float(checkpointing),
             offload=row.offload,
             micro_batch=row.micro_batch,
             micro_batches=row.micro_batches,
