@@ -72,13 +72,10 @@ class LlamaLayout(Layout):
     def axes(self) -> tuple[str, ...]:
         return "tp", "cp", "pp"
 
-    def stage(self, model: nn.Module, number: int, num_stages: int) -> nn.Module:
+    def stage(self, model: Any, number: int, num_stages: int) -> Stage:
         stage = copy.deepcopy(model)
-        assert isinstance(stage, Stage), "LlamaLayout lays stages"
         num = len(stage.blocks)
-        stage.blocks = nn.ModuleList(
-            each for at, each in enumerate(stage.blocks) if at * num_stages // num == number
-        )
+        stage.blocks = nn.ModuleList(each for at, each in enumerate(stage.blocks) if at * num_stages // num == number)
         if number > 0:
             stage.embedding = None
         if number < num_stages - 1:
@@ -89,16 +86,14 @@ class LlamaLayout(Layout):
         parts = mesh.cp * (mesh.tp if self.cuts_tokens else 1)
         return int(batch[0].numel()) // parts * self.width
 
-    def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
-        assert isinstance(model, Stage), "LlamaLayout lays stages"
+    def lay(self, model: Any, mesh: Mesh) -> Laid:
         cuts = {"tp": partial(_cut_tensors, self.cuts_tokens), "cp": _cut_sequences}
         laid = Layout(self.loss, self.shard, cuts).lay(model, mesh)
         running: Callable[[], AbstractContextManager[None]] = loss_parallel if mesh.tp > 1 else nullcontext
         return Laid(laid.shard, partial(self._loss, mesh), running)
 
-    def _loss(self, mesh: Mesh, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    def _loss(self, mesh: Mesh, model: Any, batch: tuple[Tensor]) -> Tensor:
         """Returns the mean cross-entropy, or the sum of what a stage sends on, which has a gradient as large."""
-        assert isinstance(model, Stage), "LlamaLayout lays stages"
         tokens = batch[0].chunk(mesh.cp, dim=1)[0]
         samples, length = tokens.shape
         x = tokens
@@ -111,9 +106,8 @@ class LlamaLayout(Layout):
         return F.cross_entropy(out.flatten(0, 1).float(), tokens.flatten())
 
 
-def _cut_tensors(cuts_tokens: bool, model: nn.Module, tp: DeviceMesh) -> None:
+def _cut_tensors(cuts_tokens: bool, model: Any, tp: DeviceMesh) -> None:
     """Heads and hidden numbers over `tp`; logits by vocabulary, in which the loss is computed."""
-    assert isinstance(model, Stage), "LlamaLayout lays stages"
     everywhere = Replicate()
     between = Shard(1) if cuts_tokens else everywhere
     products: dict[str, ParallelStyle] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
@@ -138,7 +132,7 @@ def _cut_tensors(cuts_tokens: bool, model: nn.Module, tp: DeviceMesh) -> None:
         parallelize_module(model.head, tp, style, src_data_rank=None)
 
 
-def _cut_sequences(model: nn.Module, cp: DeviceMesh) -> None:
+def _cut_sequences(model: Any, cp: DeviceMesh) -> None:
     """Keys and values of all are gathered for attention. Each rank has as much of it as the others."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -148,7 +142,6 @@ def _cut_sequences(model: nn.Module, cp: DeviceMesh) -> None:
         return sdpa_attention_forward(module, query, key, value, mask, **options | {"is_causal": False})
 
     AttentionInterface.register("gathered", attend)
-    assert isinstance(model, Stage), "LlamaLayout lays stages"
     model.config._attn_implementation = "gathered"
 
 
