@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sherd.planning.axes import Layout
 from sherd.planning.planner import Planner, Training
 from sherd.planning.reading import own_or_usual_loss
 from sherd.simulate.cluster import Cluster, Link
@@ -27,6 +28,7 @@ from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.train.config import read_tree
 
+from .llama_axes import LlamaLayout, Stage
 from .table import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +42,9 @@ class Row:
 
     Attributes:
         place: where in the source.
-        sharding: "FSDP1" (flat parameters), "FSDP2" or "HSDP".
+        sharding: "FSDP1" (flat parameters), "FSDP2", "HSDP", "ZeRO-1" or "ZeRO-2"; "none" of one data-parallel rank.
+        tp, cp, pp: ranks on the axes of tensor, context and pipeline parallelism.
+        cuts_tokens: over `tp`, activations between products are cut by tokens (sequence parallelism).
         checkpointing: "none", "full" or "selective".
         parameters: the dtype that the optimizer steps. Forward and backward compute in bfloat16.
         tokens: per second and GPU.
@@ -60,6 +64,10 @@ class Row:
     checkpointing: str
     held_out: bool
     replicate: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    cuts_tokens: bool = True
     micro_batches: int = 1
     compile: bool = False
     offload: bool = False
@@ -68,6 +76,17 @@ class Row:
     mfu: float | None = None
     memory: float | None = None
     memory_is: str = "reserved"
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.shard, self.replicate, pp=self.pp, cp=self.cp, tp=self.tp)
+
+    @property
+    def cut(self) -> str:
+        """What is cut besides samples: "", "tensors", or "tensors and tokens"."""
+        if self.mesh.num_ranks == self.mesh.num_data:
+            return ""
+        return "tensors and tokens" if self.cuts_tokens else "tensors"
 
 
 @dataclass(frozen=True)
@@ -96,29 +115,32 @@ def predict_rows(tree: Mapping[str, Any], rows: Iterable[Row]) -> dict[str, list
     """Returns the predictions of `rows`. Each model is read once for each of its batches."""
 
     @lru_cache(maxsize=1)
-    def planner(model: str, sequence: int, parameters: str, optimizer: str, cluster: str) -> Planner:
-        return Planner(
-            _training(tree["models"][model], sequence, parameters, optimizer), cluster_of(tree["clusters"][cluster])
-        )
+    def planner(cluster: str, model: str, *others: Any) -> Planner:
+        return Planner(_training(tree["models"][model], *others), cluster_of(tree["clusters"][cluster]))
 
-    def key(row: Row) -> tuple[str, int, str, str, str]:
-        return row.model, row.sequence, row.parameters, tree["sources"][row.source]["optimizer"], row.cluster
+    def key(row: Row) -> tuple[str, str, int, str, str, str]:
+        optimizer = tree["sources"][row.source]["optimizer"]
+        return row.cluster, row.model, row.sequence, row.parameters, optimizer, row.cut
 
     return {row.id: _predict(planner(*key(row)), row) for row in sorted(rows, key=key)}
 
 
-def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimizer: str) -> Training:
+def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimizer: str, cut: str = "") -> Training:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made = AutoConfig.for_model(**config, use_cache=False)
     name = "n_positions" if made.model_type == "gpt2" else "max_position_embeddings"
     setattr(made, name, sequence)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(made, dtype=getattr(torch, parameters))
+        model = AutoModelForCausalLM.from_config(made, dtype=getattr(torch, parameters)).train()
+    layout = Layout(own_or_usual_loss)
+    if cut:
+        model = Stage(model)
+        layout = LlamaLayout(own_or_usual_loss, width=made.hidden_size, cuts_tokens=cut.endswith("tokens"))
     return Training(
-        model.train(),
+        model,
         lambda samples: (torch.zeros(samples, sequence, dtype=torch.int64, device="meta"),),
-        own_or_usual_loss,
+        layout,
         OPTIMIZERS[optimizer],
         torch.bfloat16 if parameters == "float32" else None,
     )
@@ -140,9 +162,9 @@ def _predict(planner: Planner, row: Row) -> list[Predicted]:
     found = []
     for checkpointing in {"none": [False], "full": [True], "selective": [False, True]}[row.checkpointing]:
         settings = Settings(
-            Mesh(row.shard, row.replicate),
+            row.mesh,
             "flat" if row.sharding == "FSDP1" else "shard",
-            checkpointing=checkpointing,
+            checkpointing=float(checkpointing),
             offload=row.offload,
             micro_batch=row.micro_batch,
             micro_batches=row.micro_batches,
@@ -209,8 +231,8 @@ KINDS: dict[str, Kind] = {
     "held out": lambda row: row.held_out,
     "A100": lambda row: row.cluster.startswith("a100"),
     "H100": lambda row: row.cluster.startswith("h100"),
-    "one node": lambda row: row.shard * row.replicate <= 8,
-    "several nodes": lambda row: row.shard * row.replicate > 8,
+    "one node": lambda row: row.mesh.num_ranks <= 8,
+    "several nodes": lambda row: row.mesh.num_ranks > 8,
     "no checkpointing": lambda row: row.checkpointing == "none",
     "full checkpointing": lambda row: row.checkpointing == "full",
     "eager": lambda row: not row.compile,
@@ -222,6 +244,9 @@ KINDS: dict[str, Kind] = {
     "sequences up to 4,096": lambda row: row.sequence <= 4096,
     "sequences from 8,192": lambda row: row.sequence >= 8192,
     "up to 4,096 tokens in a micro-batch": lambda row: row.micro_batch * row.sequence <= 4096,
+    "tensor parallel": lambda row: row.tp > 1,
+    "context parallel": lambda row: row.cp > 1,
+    "pipeline": lambda row: row.pp > 1,
     "below 1 B parameters": lambda row: row.model.endswith("m"),
 }
 KINDS_OF_MEMORY: dict[str, Kind] = {
@@ -261,12 +286,13 @@ def table(rows: Sequence[Row], found: Found) -> str:
     lines = []
     for row in rows:
         batch = f"{row.micro_batch} x {row.sequence:,}" + (f", {row.micro_batches} times" * (row.micro_batches > 1))
-        words = [row.sharding, *["compile"] * row.compile, *["offload"] * row.offload]
+        axes = [f"{name} {getattr(row, name)}" for name in ("tp", "cp", "pp") if getattr(row, name) > 1]
+        words = [row.sharding, *axes, *["compile"] * row.compile, *["offload"] * row.offload]
         lines.append(
             [
                 row.place,
                 row.model,
-                f"{row.shard * row.replicate} {row.cluster}",
+                f"{row.mesh.num_ranks} {row.cluster}",
                 ", ".join(words),
                 batch,
                 row.checkpointing,
@@ -293,7 +319,10 @@ def sections(tree: Mapping[str, Any], found: Found) -> str:
     rows = [row for row in read_rows(tree) if row.id in found]
     exact = [row for row in rows if row.checkpointing != "selective"]
     selective = [row for row in rows if row.checkpointing == "selective"]
-    parts = ["### Throughput\n", distribution(throughputs(exact, found)), "\n### Memory\n"]
+    alone, others = ([row for row in exact if bool(row.cut) == is_cut] for is_cut in (False, True))
+    parts = ["### Throughput, data parallel alone\n", distribution(throughputs(alone, found))]
+    parts += ["\n### Throughput, tensor, context and pipeline parallel\n", distribution(throughputs(others, found))]
+    parts.append("\n### Memory\n")
     parts += [distribution(memories(exact, found), KINDS_OF_MEMORY), "\n### Selective checkpointing\n"]
     for name, compared in (("throughput", throughputs(selective, found)), ("memory", memories(selective, found))):
         inside = sum(each.error == 0 for each in compared)

@@ -86,7 +86,7 @@ class Layout:
 
     def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
         """Cut `model` in place for this rank of the default process group."""
-        sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}
+        sizes = {"pp": mesh.pp, "replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         whole = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for name in ("tp", "cp"):

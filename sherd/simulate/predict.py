@@ -131,7 +131,9 @@ def predict_pipeline(
         for each, its in ((first, times[0]), (last, times[-1]))
     ]
     seconds = max(each.timeline.seconds for each in found)
-    return max(found, key=lambda each: each.driver_bytes).lasting(seconds)
+    largest = max(found, key=lambda each: each.driver_bytes).lasting(seconds)
+    flops = ((mesh.pp - 1) * found[0].flops + found[1].flops) // mesh.pp  # of the ranks of all stages, in the mean
+    return replace(largest, flops=flops, mfu=largest.mfu * flops / largest.flops)
 
 
 def predict(

@@ -2,6 +2,7 @@
 docs/predictions.md what the script makes of them?"""
 
 import zlib
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,10 @@ from bench.published import (
     read_rows,
     throughputs,
 )
+from sherd.planning.planner import Planner
+from sherd.simulate.cluster_file import read_cluster
+from sherd.simulate.settings import Mesh, Settings
+from sherd.simulate.timeline import Lane
 from sherd.train.config import read_tree
 
 TREE = read_tree(str(DATA))
@@ -41,7 +46,10 @@ PARAMETERS = {  # the published numbers, of models for 2,048 tokens
     "llama2-70b": 68_976_648_192,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
 }
+ROUNDED = {"llama2-34b": 34e9, "gpt-22b": 22e9, "gpt-175b": 175e9, "gpt-530b": 530e9, "gpt-1t": 1008e9}
+PARTS = {"llama3-405b-21": 21, "llama3-405b-42": 42}  # so many of the layers
 
 
 # The data
@@ -63,7 +71,9 @@ def test_a_rows_fields_make_sense(id):
     assert {row.source, row.model, row.cluster} <= TREE["sources"].keys() | TREE["models"].keys() | TREE[
         "clusters"
     ].keys()
-    assert row.sharding in ("FSDP1", "FSDP2", "HSDP")
+    assert row.sharding in ("FSDP1", "FSDP2", "HSDP", "ZeRO-1", "ZeRO-2", "none")
+    assert (row.shard == 1) == (row.sharding == "none")
+    assert row.pp == 1 or row.micro_batches >= row.pp
     assert (row.replicate > 1) == (row.sharding == "HSDP")
     assert row.checkpointing in ("none", "full", "selective")
     assert row.parameters in ("float32", "bfloat16")
@@ -72,7 +82,7 @@ def test_a_rows_fields_make_sense(id):
     figures = [each for each in (row.tokens, row.mfu, row.memory) if each is not None]
     assert figures
     assert min(figures) > 0
-    assert min(row.shard, row.sequence, row.micro_batch, row.micro_batches) >= 1
+    assert min(row.shard, row.tp, row.cp, row.pp, row.sequence, row.micro_batch, row.micro_batches) >= 1
     assert row.mfu is None or row.mfu < 100
 
 
@@ -101,15 +111,22 @@ def test_a_cluster_is_the_shipped_one_but_for_what_is_other():
 def test_a_model_has_as_many_parameters_as_the_published_one(model):
     training = _training(TREE["models"][model], 2048, "float32", "adamw")
     numel = sum(parameter.numel() for parameter in training.model.parameters())
-    assert numel == PARAMETERS.get(model, numel)
-    assert model in PARAMETERS or model == "llama2-34b"  # Code Llama's, of which the number is published rounded
-    assert model != "llama2-34b" or round(numel / 1e9) == 34
+    if model in ROUNDED:
+        assert numel == pytest.approx(ROUNDED[model], rel=0.02)
+    elif model in PARTS:
+        block = sum(parameter.numel() for parameter in training.model.model.layers[0].parameters())
+        assert numel == PARAMETERS["llama3-405b"] - (126 - PARTS[model]) * block
+    else:
+        assert numel == PARAMETERS.get(model, numel)
+        assert model in PARAMETERS
 
 
 # Predictions
 
 
-@pytest.mark.parametrize("id", ["mosaic-a100-125m-2048-x8-mb32", "ibm-compile-h100-7b", "titan-808"])
+@pytest.mark.parametrize(
+    "id", ["mosaic-a100-125m-2048-x8-mb32", "ibm-compile-h100-7b", "titan-808", "dgxc-405b-x96", "megatron-1t-full"]
+)
 def test_a_prediction_is_the_written_one(id):
     (found,) = predict_rows(TREE, [ROWS[id]]).values()
     written = read_found()[id]
@@ -118,6 +135,44 @@ def test_a_prediction_is_the_written_one(id):
         assert each.fits == other.fits
         for field in ("tokens", "mfu", "active", "reserved"):
             assert getattr(each, field) == pytest.approx(getattr(other, field), rel=0.011), field
+
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+}
+
+
+def calls(cut, **axes):
+    """What a step of two micro-batches sends on other axes than those of data: how often, by kind."""
+    training = _training(TINY | {"num_hidden_layers": 4}, 32, "float32", "adamw", cut)
+    settings = Settings(Mesh(**({"shard": 2} | axes)), micro_batches=2)
+    spans = Planner(training, read_cluster("h100")).predict(settings).timeline.spans
+    return Counter(span.name for span in spans if span.lane is Lane.MODEL and span.nbytes > 1000)
+
+
+def test_axes_send_what_torchtitan_and_megatron_send():
+    in_block, ends, times = 4, 2, 2  # before and behind attention and the rest, forward and backward; embedding, head
+    each = times * (4 * in_block + ends)
+    assert calls("tensors", tp=4) == {"all-reduce": each}
+    assert calls("tensors and tokens", tp=4) == {"all-gather": each, "reduce-scatter": each}
+    assert calls("tensors", cp=4) == {"all-gather": times * 4 * 2, "reduce-scatter": times * 4 * 2}
+    stage = times * (2 * in_block + 1)
+    assert calls("tensors and tokens", tp=2, pp=2) == {"all-gather": stage, "reduce-scatter": stage, "send": times}
+
+
+def test_stages_share_a_model_out():
+    training = _training(TINY | {"num_hidden_layers": 7}, 32, "float32", "adamw", "tensors")
+    stages = [training.layout.stage(training.model, number, 3) for number in range(3)]
+    assert [len(stage.blocks) for stage in stages] == [3, 2, 2]
+    numel = [sum(each.numel() for each in stage.parameters()) for stage in (training.model, *stages)]
+    assert numel[0] == sum(numel[1:])
+    assert [stage.embedding is not None for stage in stages] == [True, False, False]
+    assert [stage.head is not None for stage in stages] == [False, False, True]
 
 
 def test_rows_by_id_are_printed_and_nothing_is_written(capsys, monkeypatch):
