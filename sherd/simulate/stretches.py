@@ -85,7 +85,9 @@ class _Cut:
         seconds, num_ops = self.until_most
         halves = ((seconds, num_ops, self.rising), (self.seconds - seconds, self.num_ops - num_ops, self.since))
         for its_seconds, its_ops, changed in halves:
-            changes = tuple((kind, of, nbytes) for (kind, of), nbytes in changed.items() if nbytes)
+            # What goes comes first: there are never more bytes than when all has changed.
+            by_size = sorted(changed.items(), key=lambda change: change[1])
+            changes = tuple((kind, of, nbytes) for (kind, of), nbytes in by_size if nbytes)
             if its_ops or changes:
                 yield Stretch(phase, unit, its_seconds, its_ops, changes)
 

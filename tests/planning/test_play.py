@@ -12,6 +12,7 @@ from sherd.simulate.moments import moments_of
 from sherd.simulate.sharded import Optimizer
 from sherd.simulate.stretches import parts_of
 from sherd.simulate.timeline import Lane
+from sherd.simulate.work import Allocate, Release, TensorKind
 from tests.planning.stacks import KEPT, SHARD, RoundCosts, sharded_stack, stack
 
 
@@ -127,6 +128,21 @@ def test_activations_and_states_count_and_what_comes_goes_again():
         peak = max(peak, total)
     assert peak == timeline.peak.nbytes
     assert all(a.time <= b.time for a, b in zip(timeline.changes, timeline.changes[1:], strict=False))
+
+
+def test_what_is_released_before_something_comes_is_never_there_beside_it():
+    work, events = stack(3), []
+    for event in work.events:
+        if isinstance(event, Release):  # the activation goes, and then a temporary comes in its place
+            events += [event, Allocate(100 + event.tensor, KEPT, TensorKind.TEMPORARY), Release(100 + event.tensor)]
+        else:
+            events.append(event)
+    timeline = play(replace(work, events=tuple(events)), sharded_stack(3), RoundCosts(1, 1))
+    held = most = 0
+    for change in timeline.changes:
+        held += change.nbytes if change.kind in ("activations", "temporaries") else 0
+        most = max(most, held)
+    assert most == 3 * KEPT
 
 
 def test_the_same_step_is_played_the_same_way():
