@@ -243,6 +243,8 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
     this = case(seed)
     torch.manual_seed(0)
     model = this.build()
+    if isinstance(model, SherdDecoder):
+        model.reset_parameters(0)  # as `sherd train` does; an embedding of large numbers makes denormal, slow gradients
     for block in model.blocks if this.settings.checkpointing else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     arguments = fully_shard_args(this.settings, this.compute_dtype)

@@ -133,8 +133,10 @@ def test_activations_and_states_count_and_what_comes_goes_again():
 def test_what_is_released_before_something_comes_is_never_there_beside_it():
     work, events = stack(3), []
     for event in work.events:
-        if isinstance(event, Release):  # the activation goes, and then a temporary comes in its place
-            events += [event, Allocate(100 + event.tensor, KEPT, TensorKind.TEMPORARY), Release(100 + event.tensor)]
+        if isinstance(event, Release):  # a temporary comes and goes; the activation goes; a larger temporary comes
+            small = Allocate(100 + event.tensor, 10, TensorKind.TEMPORARY)
+            large = Allocate(200 + event.tensor, 110, TensorKind.TEMPORARY)
+            events += [small, Release(small.tensor), event, large, Release(large.tensor)]
         else:
             events.append(event)
     timeline = play(replace(work, events=tuple(events)), sharded_stack(3), RoundCosts(1, 1))
@@ -142,7 +144,7 @@ def test_what_is_released_before_something_comes_is_never_there_beside_it():
     for change in timeline.changes:
         held += change.nbytes if change.kind in ("activations", "temporaries") else 0
         most = max(most, held)
-    assert most == 3 * KEPT
+    assert most == 2 * KEPT + 110
 
 
 def test_the_same_step_is_played_the_same_way():
