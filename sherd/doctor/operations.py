@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from itertools import product
 from statistics import median_low
 from typing import Any
@@ -60,7 +61,8 @@ def probes(dtype: torch.dtype) -> Iterator[tuple[nn.Module, Tensor]]:
 
 
 def _run(model: nn.Module, batch: Tensor) -> Iterator[tuple[Op, float]]:
-    """Yields each operation of forward and backward with the median of its seconds."""
+    """Yields each operation of forward and backward with its seconds: the median, and its share of what a step takes
+    besides, in autograd and between operations."""
 
     def step() -> None:
         model.zero_grad()
@@ -69,15 +71,21 @@ def _run(model: nn.Module, batch: Tensor) -> Iterator[tuple[Op, float]]:
         out.backward(torch.ones_like(out))
 
     step()
-    steps, others = [], torch.zeros(CACHE_BYTES // 4)
-    for _ in range(REPEATED):
+    steps, whole, others = [], list[float](), torch.zeros(CACHE_BYTES // 4)
+    for number in range(2 * REPEATED):
         others.add_(1)
         dist.barrier()
-        with _Timer() as timer:
+        begin = time.thread_time()
+        with _Timer() if number % 2 else nullcontext() as timer:
             step()
-        steps.append(timer.seen)
-    for at, (op, _) in enumerate(steps[0]):
-        yield op, max(1e-9, median_low([seen[at][1] for seen in steps]))
+        if timer is None:
+            whole.append(time.thread_time() - begin)
+        else:
+            steps.append(timer.seen)
+    found = [median_low(seconds) for seconds in zip(*([each for _, each in seen] for seen in steps), strict=True)]
+    besides = max(1.0, median_low(whole) / sum(found))
+    for (op, _), seconds in zip(steps[0], found, strict=True):
+        yield op, max(1e-9, seconds * besides)
 
 
 class _Timer(TorchDispatchMode):

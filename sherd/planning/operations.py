@@ -173,9 +173,16 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, True)[0] if train and p else x
 
 
+def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """As a device makes it, a scalar loss keeps the memory of the differences that it is the mean or sum of."""
+    out: Tensor = _ATEN.mse_loss.default(x, target, 0)
+    return out.resize_(()) if reduction else out
+
+
 WITHOUT_VALUES: dict[Any, Callable[..., Tensor]] = {
+    _ATEN.mse_loss.default: _mse_loss,
     _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
     _ATEN.bincount.default: lambda x, weights=None, minlength=0: x.new_empty(minlength),
 }
-"""The answers for operations whose result depends on values. All of a mask is true: transformers asks, before it
+"""The answers for operations whose result depends on values, or is otherwise on meta. All of a mask is true: transformers asks, before it
 leaves a mask out. A histogram has its least length."""
