@@ -184,5 +184,5 @@ WITHOUT_VALUES: dict[Any, Callable[..., Tensor]] = {
     _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
     _ATEN.bincount.default: lambda x, weights=None, minlength=0: x.new_empty(minlength),
 }
-"""The answers for operations whose result depends on values, or is otherwise on meta. All of a mask is true: transformers asks, before it
-leaves a mask out. A histogram has its least length."""
+"""The answers for operations whose result depends on values, or is another one on meta. All of a mask is true:
+transformers asks, before it leaves a mask out. A histogram has its least length."""
