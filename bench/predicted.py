@@ -352,13 +352,14 @@ def page(rows: list[Row]) -> str:
         for row in rows
     ]
     heads = ("seed", "model and settings", "predicted, ms", "measured, ms", "ratio", "peak bytes, ratio")
+    seeds = f"{rows[0].this.seed}:{rows[-1].this.seed + 1}"
     return f"""# Predictions against this machine
 
 {summary(rows)}
 
-Written by `python -m bench.predicted --seeds {rows[0].this.seed}:{rows[-1].this.seed + 1} --write PAGE`: two ranks of
-one thread each on {cpu}, {os.cpu_count()} cores, torch {torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what is freed (see
-[planning](planning.md)). No model of this page was looked at when the predictions were tuned.
+Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
+{os.cpu_count()} cores, torch {torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what is
+freed (see [planning](planning.md)). No model of this page was looked at when the predictions were tuned.
 
 {markdown(heads, cells)}
 """
