@@ -358,8 +358,8 @@ def page(rows: list[Row]) -> str:
 {summary(rows)}
 
 Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
-{os.cpu_count()} cores, torch {torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what is
-freed (see [planning](planning.md)). No model of this page was looked at when the predictions were tuned.
+{os.cpu_count()} cores, torch {torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what
+is freed (see [planning](planning.md)). No model of this page was looked at when the predictions were tuned.
 
 {markdown(heads, cells)}
 """
