@@ -272,8 +272,9 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
     for name in ("placement", "strategy"):
         if given.get(name, VALUES[name][0]) not in VALUES[name]:
             raise PolicyError(f"plan({name}={given[name]!r}): expected one of {', '.join(VALUES[name])}")
-    if mesh.ep > 1 and given.get("strategy", "auto") != "auto":
-        raise PolicyError(f"plan(strategy={given['strategy']!r}): with ep={mesh.ep} all is sharded; leave it out")
+    if given.get("strategy", "auto") != "auto" and (mesh.ep > 1 or given.get("offload")):
+        other = f"ep={mesh.ep}" if mesh.ep > 1 else "offload"
+        raise PolicyError(f"plan(strategy={given['strategy']!r}): with {other} all is sharded; leave it out")
     require_int("plan(prefetch={})", given.get("prefetch", 1), 0)
     size = given.get("micro_batch", 1)
     require_int("plan(micro_batch={})", size, 1)

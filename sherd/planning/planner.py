@@ -179,7 +179,7 @@ class Planner:
 
     def _shard_thin(self, settings: Settings) -> tuple[Sharded, Work]:
         """Returns the sharded model with one block of each kind, and the work by which it is numbered."""
-        work = self._work(self.training.samples, _without_data(settings.mesh), 0.0)
+        work = self._any_read[_without_data(settings.mesh)]
         with self._imagined(settings.mesh):
             model = copy.deepcopy(self.training.model)
             thin_out(model)
@@ -244,7 +244,7 @@ class RoughPlanner:
         training, cluster, model = self._training, self._cluster, self._training.model
         few, more = (with_fewer_blocks(model, number * num_stages) for number in (FEW, MORE))
         if few is None or more is None:
-            return [Planner(training, cluster)], None
+            return [Planner(training, cluster, is_rough=num_stages == 1)], None
         first = Planner(replace(training, model=few[0]), cluster, is_rough=True)
         return [first, Planner(replace(training, model=more[0]), cluster, is_rough=True, like=first)], few[1]
 

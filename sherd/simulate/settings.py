@@ -171,13 +171,14 @@ class Space:
         return (size for size in divisors(self.num_ranks) if size <= min(most, MOST_RANKS))
 
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
-        """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has; None
-        if it cannot be divided so, or into fewer than there are stages of a pipeline, or if experts that are on several
-        ranks are not to be sharded."""
+        """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has.
+
+        None if it cannot be divided so, or into fewer than there are stages of a pipeline; and if parameters are to be
+        kept on each rank while others have other experts, or all rest on the host."""
         made = replace(settings, **values)
         times, rest = divmod(self.batch, made.mesh.num_data * made.micro_batch)
-        is_possible = times >= made.mesh.pp and not rest and (made.mesh.ep == 1 or made.strategy == "auto")
-        return replace(made, micro_batches=times) if is_possible else None
+        shards_all = made.strategy == "auto" or (made.mesh.ep == 1 and not made.offload)
+        return replace(made, micro_batches=times) if times >= made.mesh.pp and not rest and shards_all else None
 
     @property
     def choices(self) -> list[str]:
