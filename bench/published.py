@@ -163,7 +163,7 @@ def _predict(planner: Planner, row: Row) -> list[Predicted]:
     for checkpointing in {"none": [False], "full": [True], "selective": [False, True]}[row.checkpointing]:
         settings = Settings(
             row.mesh,
-            "flat" if row.sharding == "FSDP1" else "shard",
+            placement="flat" if row.sharding == "FSDP1" else "shard",
             checkpointing=float(checkpointing),
             offload=row.offload,
             micro_batch=row.micro_batch,

@@ -241,7 +241,7 @@ class Recorder:
 
     def _call(self, func: Any, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Note a collective, or the wait for one, while the engine does nothing."""
-        if self._is_over or self._label.name != self._phase:
+        if self._is_over or not self._phase or self._label.name != self._phase:
             return call()
         before = self._do(_Label(self._called, self._label.unit, Lane.MODEL))
         result = call()

@@ -80,7 +80,9 @@ def files_in(folder: str) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             found |= {f"{name}: {key}": each for key, each in load_file(path).items()}
         elif path.name != "README.md":
-            found[name] = json.loads(path.read_text())
+            settings = json.loads(path.read_text())
+            # peft writes sets of names as lists, whose order is another one in each process and each set.
+            found[name] = {key: sorted(each) if isinstance(each, list) else each for key, each in settings.items()}
     return found
 
 
