@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,7 +25,7 @@ def out_of_memory(limit):
     torch.manual_seed(0)
     device = torch.device("sim", torch.accelerator.current_device_index())
     model = GPT().to(device)
-    mesh = init_device_mesh("sim", (2,))
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
     for each in (*model.blocks, model):
         sherd.fully_shard(each, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -63,7 +64,8 @@ def out_of_memory(limit):
 
 @pytest.mark.parametrize("limit", [False, True])
 def test_an_error_of_a_device_is_explained(sim_world, limit):
-    for said, (note,) in sim_world(2).run(out_of_memory, limit).values:
+    # A device's own limit is met by each rank at a moment of its own, and the others would wait for it.
+    for said, (note,) in sim_world(2 if limit else 1).run(out_of_memory, limit).values:
         if limit:
             assert re.search(r"are alive when .*blocks\.\d", said)
         else:
@@ -71,5 +73,5 @@ def test_an_error_of_a_device_is_explained(sim_world, limit):
             assert re.search(r"are free; torch has .* in .*\n", note)
             assert re.search(r"out of memory in (forward|backward) of blocks\.\d\n", note)
             assert "predicted to be alive then: " in note
-        assert "  blocks computed again: saves " in note
+        assert re.search(r"  (\d+% of )?blocks computed again: saves \d", note)
         assert re.search(r"  \d+ samples? at once: saves \d", note)
