@@ -22,7 +22,7 @@ from sherd.requirements import require_int
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
-from sherd.simulate.search import Found, cheapest_changes, search
+from sherd.simulate.search import Found, cheapest_changes, merit, search
 from sherd.simulate.settings import AXES, NAMES, VALUES, Mesh, Settings, Space
 from sherd.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
@@ -227,7 +227,9 @@ def planned(
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
         saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
-        found = search(evaluate, space, dict.fromkeys((beginning, saving)), limit)
+        found = search(
+            evaluate, space, [min((beginning, saving), key=lambda each: merit(evaluate(each), limit))], limit
+        )
     planner = Planner(training, cluster)
     title = title or f"{type(training.model).__name__} on {num_ranks} ranks"
     tried = {}
