@@ -18,10 +18,13 @@ from sherd.api.fully_shard import fully_shard
 from sherd.planning.reading import Loss
 from sherd.simulate.settings import Mesh
 
-__all__ = ["Cut", "Laid", "Layout", "Shards", "auto_units"]
+__all__ = ["CUT_AXES", "Cut", "Laid", "Layout", "Shards", "auto_units"]
 
 Shards = Callable[..., nn.Module]
 """A function that shards a model as `auto_shard` does, with the arguments of `fully_shard`."""
+
+CUT_AXES = ("tp", "cp")
+"""The axes that a user's functions lay a model over, the innermost first."""
 
 Cut = Callable[[nn.Module, DeviceMesh], object]
 """A function that lays a model over one axis, in place, as by `parallelize_module`."""
@@ -89,7 +92,7 @@ class Layout:
         sizes = {"pp": mesh.pp, "replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         whole = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        for name in ("tp", "cp"):
+        for name in CUT_AXES:
             if name in sizes:
                 self.cuts[name](model, whole[name])
         shard = flatten_mesh(whole["shard", "cp"], "shards") if "cp" in sizes else whole["shard"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
-from sherd.planning.axes import Cut, Layout, Shards, auto_units
+from sherd.planning.axes import CUT_AXES, Cut, Layout, Shards, auto_units
 from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args
 from sherd.planning.reading import Loss, own_or_usual_loss
@@ -164,7 +164,7 @@ def plan(
 
 def _cuts(parallelize: Mapping[str, Cut]) -> Mapping[str, Cut]:
     for name in parallelize:
-        if name not in ("cp", "tp"):
+        if name not in CUT_AXES:
             raise PolicyError(f"plan(parallelize={{{name!r}: ...}}): expected the axes 'cp' and 'tp'")
     return parallelize
 

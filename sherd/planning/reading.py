@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from sherd.engine.run.structures import tensors_in
 from sherd.errors import InputError
 from sherd.planning.operations import kernels_of
-from sherd.planning.recording import Recording, part_of
+from sherd.planning.recording import Recording
 from sherd.simulate.work import Module, Parameter, Work
+from sherd.tensor.ragged import local_part
 from sherd.verify.equivalence import loss_in, output_of, own_loss
 
 __all__ = ["Loss", "own_or_usual_loss", "read_work"]
@@ -101,9 +102,9 @@ def _parts(model: nn.Module) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]
         Parameter(
             name,
             number[name.rpartition(".")[0]],
-            tuple(part_of(each).shape),
+            tuple(local_part(each).shape),
             str(each.dtype).removeprefix("torch."),
-            part_of(each).nbytes,
+            local_part(each).nbytes,
             each.requires_grad,
         )
         for name, each in model.named_parameters()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import TorchDispatchMode, are_fake, local_tensor
+from sherd._torch import TorchDispatchMode, are_fake
 from sherd.planning.collectives import collective_of, is_communication
 from sherd.planning.operations import WITHOUT_VALUES, op_of, tensors_among
 from sherd.simulate.work import (
@@ -28,18 +28,14 @@ from sherd.simulate.work import (
     TensorKind,
     Use,
 )
+from sherd.tensor.ragged import local_part
 
-__all__ = ["Recording", "part_of"]
-
-
-def part_of(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor; another tensor as it is."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+__all__ = ["Recording"]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Returns the memory of `tensor` on this rank."""
-    return part_of(tensor).untyped_storage()
+    return local_part(tensor).untyped_storage()
 
 
 @dataclass(eq=False, slots=True)
@@ -242,7 +238,7 @@ class Recording(TorchDispatchMode):
         """Autograd has made the gradient of a parameter. Its memory has counted as a temporary's until now."""
         key = id(storage_of(gradient))
         number = self._number_at.get(key)
-        if number is not None and self._memory[number].nbytes == part_of(gradient).nbytes:
+        if number is not None and self._memory[number].nbytes == local_part(gradient).nbytes:
             self._memory[number].shape = ()  # no logits, whatever its shape
             self._died(key)
         self._events.append(Gradient(parameter))

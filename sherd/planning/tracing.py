@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from sherd.memory.report import root_unit
 from sherd.memory.sizes import sizes_of
 from sherd.memory.watch import observed
 from sherd.planning.collectives import collective_of
+from sherd.planning.marks import Marks
 from sherd.planning.sharding import name_of, traffic_of
 from sherd.planning.storages import Storages
 from sherd.schedule import actions as do
@@ -128,48 +128,13 @@ def recording(recorder: Recorder, runtime: Runtime, model: nn.Module, optimizer:
             hook.remove()
 
 
-class _Marks:
-    """Moments of a step, by number; on an accelerator also as compute's stream comes by."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._times: list[float] = []
-        self._events: list[torch.Event] = []
-
-    def mark(self) -> int:
-        """Returns the number of this moment."""
-        if self._device.type != "cpu":
-            self._events.append(torch.Event(self._device, enable_timing=True))
-            self._events[-1].record()
-        self._times.append(perf_counter())
-        return len(self._times) - 1
-
-    def seconds(self) -> list[float]:
-        """Returns the seconds of each mark since the first."""
-        if self._events:
-            self._events[-1].synchronize()
-            return [self._events[0].elapsed_time(each) / 1e3 for each in self._events]
-        return [each - self._times[0] for each in self._times]
-
-    def between(self, seconds: Sequence[float], times: Sequence[float]) -> Iterator[float]:
-        """Yields moments of the host's clock, which come in order, in seconds, where marks are at `seconds`."""
-        at, last = 0, len(self._times) - 1
-        for time in times:
-            while at < last - 1 and self._times[at + 1] <= time:
-                at += 1
-            end = min(at + 1, last)
-            width = self._times[end] - self._times[at]
-            share = min(1.0, max(0.0, (time - self._times[at]) / width)) if width else 1.0
-            yield seconds[at] + share * (seconds[end] - seconds[at])
-
-
 class Recorder:
     """Sees events and actions of a runtime, gradients, and the optimizer's step. `after_each` is that of `Storages`."""
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, after_each: Callable[[int], None] | None = None) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._device = runtime.root.mesh.device
-        self._marks = _Marks(self._device)
+        self._marks = Marks(self._device)
         self.storages = Storages(self._device.type, self._passes, self._call, after_each)
         self._done: list[tuple[_Label, int, int]] = []
         self._label, self._start = _Label(""), 0

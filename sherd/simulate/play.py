@@ -176,16 +176,13 @@ class _Player:
             self._come(*change)
 
     def _call(self, called: Called) -> None:
-        each = called.collective
+        each, unit, lane = called.collective, called.unit, Lane.MODEL
         seconds = self._costs.collective(each.kind, each.nbytes, each.group)
-        self._in_turn(Lane.MODEL, each.kind, called.unit, seconds, each.nbytes)
-
-    def _in_turn(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:
-        """Do work of `lane` behind what compute does now, and have compute wait for it."""
         if self._costs.overlaps:
-            self.clock.wait(lane, unit, self.clock.start(lane, name, unit, seconds, nbytes, after=self.clock.now))
+            end = self.clock.start(lane, each.kind, unit, seconds, each.nbytes, after=self.clock.now)
+            self.clock.wait(lane, unit, end)
         else:
-            self.clock.do_beside(lane, name, unit, seconds, nbytes)
+            self.clock.do_beside(lane, each.kind, unit, seconds, each.nbytes)
 
     def _come(self, kind: str, unit: int, nbytes: int) -> None:
         self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle
 
 from sherd.simulate.clock import Costs
@@ -28,6 +29,7 @@ class ClusterCosts(Costs):
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.overlaps, self.host = cluster.device.overlaps, cluster.device.host
+        self._collective = cache(self._collective_seconds)  # units are many and alike
 
     def op(self, op: Op) -> float:
         return op_seconds(op, self._cluster.device)
@@ -37,6 +39,9 @@ class ClusterCosts(Costs):
         return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
 
     def collective(self, kind: str, nbytes: int, group: Group) -> float:
+        return self._collective(kind, nbytes, group)
+
+    def _collective_seconds(self, kind: str, nbytes: int, group: Group) -> float:
         ranks = Ranks.of(group, self._cluster.devices_per_node)
         return collective_seconds(kind, nbytes, ranks, self._cluster)
 
@@ -100,7 +105,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Played:
-    """What is played on a rank of a pipeline: a micro-batch, the same in parts, the sharded model, and its stage."""
+    """A rank of a pipeline: its micro-batch, the same in parts, the sharded model, and its stage."""
 
     work: Work
     sharded: Sharded

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sherd.planning.axes import Layout
+from sherd.planning.axes import CUT_AXES, Layout
 from sherd.planning.reading import own_or_usual_loss
 from sherd.train.config import SECTIONS, Config, InputError, read_tree
 from sherd.train.extras import install
@@ -90,7 +90,7 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
         del sys.path[0]
     model, *rest = made if isinstance(made, tuple) else (made,)
     batch, loss, cuts = (*rest, *(None, own_or_usual_loss, {})[len(rest) :])[:3]
-    is_known = isinstance(cuts, dict) and set(cuts) <= {"cp", "tp"} and all(map(callable, (loss, *cuts.values())))
+    is_known = isinstance(cuts, dict) and set(cuts) <= set(CUT_AXES) and all(map(callable, (loss, *cuts.values())))
     if not isinstance(model, nn.Module) or len(rest) > 3 or not is_known:
         raise InputError(
             f"{spec} returned {type(made).__name__}; return a module, (module, batch), (module, batch, loss), or these "
