@@ -7,7 +7,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from sherd.api.blocks import in_words, repeated_blocks
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
+from sherd.api.unit_sizes import WRAPPINGS, UnitCall, Wrapping, rewrapped
 from sherd.engine.build.build import is_taken
 from sherd.engine.run.seal import unit_of
 from sherd.engine.state.ownership import belongings
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("sherd")
 
 
-def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard_args: Unpack[Options]) -> FSDPModule:
+def auto_shard(
+    model: nn.Module, policy: WrapPolicy | Wrapping | None = None, **fully_shard_args: Unpack[Options]
+) -> FSDPModule:
     """Call `fully_shard` on the modules that `policy` chooses, children before their parents, and on `model` last.
 
     Args:
@@ -42,7 +44,10 @@ def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard
             plan's last norm and `lm_head` are one unit; its rules that match no module are passed over; and a module
             with an embedding whose weight is used outside too (tied to `lm_head`) is left to the root. If a model has
             neither, the units are the blocks that it repeats: the modules in its largest lists of one class
-            (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which.
+            (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which. "pairs": as with
+            None, but each two blocks that follow one another are one unit, which halves the number of collectives.
+            "parts": large modules within a block, as attention and feed-forward, are units too, which takes less memory
+            at once. "ends": so are large modules beside the blocks, as an embedding and a head. "auto" is None.
         fully_shard_args: arguments of `fully_shard`, for every unit.
 
     Returns:
@@ -50,35 +55,30 @@ def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard
 
     Raises:
         PolicyError: no policy, and a model that neither describes itself nor repeats blocks, or whose description names
-            an unknown strategy.
+            an unknown strategy; or a word that is none of these, or is for a model that repeats blocks.
         PolicyTypeError: something that is no policy, or an argument that `fully_shard` does not take.
         ModuleError: `model` or a chosen module is sharded already. Other errors are those of `fully_shard`.
     """
     require_module("auto_shard expects a module", model)
     _check_arguments(fully_shard_args, "auto_shard")
     arguments: Kwargs = {**fully_shard_args}
-    units = _described(model, arguments) if policy is None else _chosen(model, policy, arguments)
+    if policy is None or isinstance(policy, str):
+        units = _rewrapped(model, _described(model, arguments), policy or "auto")
+    else:
+        units = _chosen(model, policy, arguments)
     _check_none_sharded(model, units)
     for unit in units:
         fully_shard(unit.modules, **unit.arguments)
     return fully_shard(model, **fully_shard_args)
 
 
-@dataclass
-class _Unit:
-    """One call of `fully_shard`: its modules and the arguments."""
-
-    modules: list[nn.Module]
-    arguments: Kwargs
-
-
-def _chosen(model: nn.Module, policy: WrapPolicy, arguments: Kwargs) -> list[_Unit]:
+def _chosen(model: nn.Module, policy: WrapPolicy, arguments: Kwargs) -> list[UnitCall]:
     """Returns the units that `policy` chooses."""
     chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
     for name, module in post_order(model):
         if module in chosen:
             _check_arguments(chosen[module], f"the policy, for {name},")
-    return [_Unit([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
+    return [UnitCall([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
 
 
 # What a model says of itself
@@ -90,9 +90,9 @@ Rule: TypeAlias = str | tuple[str, ...]
 """The name of modules that are a unit each, or names of modules that are one unit together."""
 
 
-def _described(model: nn.Module, arguments: Kwargs) -> list[_Unit]:
+def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
     """Returns the units that the model's `_fsdp_plan` and `_no_split_modules` describe, or else its repeated blocks."""
-    unit_of_module: dict[nn.Module, _Unit] = {}
+    unit_of_module: dict[nn.Module, UnitCall] = {}
     for owner, plan in _outermost_plans(model):
         for planned in _planned(owner, plan, arguments):
             for module in planned.modules:
@@ -100,11 +100,11 @@ def _described(model: nn.Module, arguments: Kwargs) -> list[_Unit]:
     classes = _no_split_classes(model)
     for module in model.modules():
         if classes & {each.__name__ for each in type(module).__mro__}:
-            unit_of_module.setdefault(module, _Unit([module], dict(arguments)))
+            unit_of_module.setdefault(module, UnitCall([module], dict(arguments)))
     unit_of_module.pop(model, None)
     if not unit_of_module and not classes:
         repeated = repeated_blocks(model)
-        unit_of_module = {block: _Unit([block], dict(arguments)) for blocks in repeated.values() for block in blocks}
+        unit_of_module = {block: UnitCall([block], dict(arguments)) for blocks in repeated.values() for block in blocks}
         if repeated:
             kind = type(model).__name__
             _log.info("auto_shard: %s does not say what its units are: they are %s", kind, in_words(repeated))
@@ -113,7 +113,16 @@ def _described(model: nn.Module, arguments: Kwargs) -> list[_Unit]:
     return _bottom_up(model, unit_of_module)
 
 
-def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, _Unit]) -> list[_Unit]:
+def _rewrapped(model: nn.Module, units: list[UnitCall], word: str) -> list[UnitCall]:
+    if word not in WRAPPINGS:
+        raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
+    lists = repeated_blocks(model).values()
+    if word != "auto" and not lists:
+        raise PolicyError(f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none")
+    return rewrapped(model, units, lists, word)
+
+
+def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, UnitCall]) -> list[UnitCall]:
     """Returns each unit once, after the units below its modules, without units that are left to the root."""
     tied = _tied_embeddings(model)
     waiting = Counter(id(unit) for unit in unit_of_module.values())
@@ -152,7 +161,7 @@ def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, object]]:
         yield from _outermost_plans(child)
 
 
-def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[_Unit]:
+def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[UnitCall]:
     """Returns the units of one plan: a dict from names below `owner` to strategies. In a name `*` stands for a number;
     a tuple of names is one unit."""
     if not isinstance(plan, Mapping):
@@ -160,7 +169,7 @@ def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[_Unit]:
             f"{type(owner).__name__}._fsdp_plan is {plan!r}; expected a dict from names to strategies"
         )
     modules = {name: module for name, module in owner.named_modules() if name}
-    units: list[_Unit] = []
+    units: list[UnitCall] = []
     for rule, strategy in _with_one_tail(plan).items():
         if strategy not in RESHARDS:
             raise PolicyError(
@@ -170,9 +179,9 @@ def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[_Unit]:
         of_unit = {"reshard_after_forward": RESHARDS[strategy], **arguments}
         if isinstance(rule, tuple):
             together = [module for name in rule for module in _matching(name, modules)]
-            units += [_Unit(together, of_unit)] if together else []
+            units += [UnitCall(together, of_unit)] if together else []
         else:
-            units += [_Unit([module], dict(of_unit)) for module in _matching(rule, modules)]
+            units += [UnitCall([module], dict(of_unit)) for module in _matching(rule, modules)]
     for module in (module for unit in units for module in unit.modules if is_container(module)):
         (name,) = (name for name, below in owner.named_modules() if below is module)
         raise PolicyError(
@@ -241,7 +250,7 @@ def _check_arguments(arguments: Mapping[str, object], who: str) -> None:
         )
 
 
-def _check_none_sharded(model: nn.Module, units: list[_Unit]) -> None:
+def _check_none_sharded(model: nn.Module, units: list[UnitCall]) -> None:
     belongings([model], (), is_taken)  # raises if torch's own FSDP has a part
     asked = {module for unit in units for module in unit.modules} | {model}
     sharded = [name or "the model" for name, each in model.named_modules() if each in asked and unit_of(each)]

@@ -3,6 +3,7 @@ itself."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -34,6 +35,11 @@ def evenly_spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
     """Returns a share of `blocks`, 0 to 1, which lie as far apart as can be."""
     number = round(share * len(blocks))
     return [each for at, each in enumerate(blocks) if (at + 1) * number // len(blocks) > at * number // len(blocks)]
+
+
+def registrations(model: nn.Module) -> Counter[int]:
+    """Returns how often each parameter is registered in `model`, by its id."""
+    return Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:

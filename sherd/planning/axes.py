@@ -31,10 +31,10 @@ Cut = Callable[[nn.Module, DeviceMesh], object]
 
 
 def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
-    """Shard `model` by `auto_shard`; one in which that finds no units is one unit."""
+    """Shard `model` by `auto_shard`; one in which that finds no units is one unit, if no policy is given."""
     says = ("_no_split_modules", "_fsdp_plan")
     describes_itself = any(getattr(each, name, None) for each in model.modules() for name in says)
-    if describes_itself or repeated_blocks(model):
+    if describes_itself or repeated_blocks(model) or "policy" in fully_shard_args:
         return auto_shard(model, **fully_shard_args)
     sharded: nn.Module = fully_shard(model, **fully_shard_args)
     return sharded
@@ -73,6 +73,11 @@ class Layout:
     def axes(self) -> tuple[str, ...]:
         """The axes besides data-parallel ones that may have several ranks."""
         return tuple(self.cuts)
+
+    @property
+    def rewraps(self) -> bool:
+        """Whether `shard` takes the words that `auto_shard` takes as `policy`."""
+        return self.shard is auto_units
 
     def misfit(self, mesh: Mesh) -> str:
         """Returns why the model cannot be laid over `mesh`, in words; empty if it can."""

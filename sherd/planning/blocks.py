@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from sherd.api.blocks import repeated_blocks
+from sherd.api.blocks import registrations, repeated_blocks
+from sherd.api.unit_sizes import in_groups
 from sherd.schedule.state import UnitSpec
 from sherd.simulate.sharded import Sharded, Traffic
 from sherd.simulate.sharded import Unit as PlayedUnit
 from sherd.simulate.work import Work
 
+Run = tuple[str, ...]
+"""The names of blocks that follow one another and whose units are made together: one block, or two that are a unit."""
 
-def thin_out(model: nn.Module) -> dict[str, str]:
-    """Remove from `model` all blocks but the first of each kind. Returns the removed ones' names, each with the name of
-    the block that is like it. What is left is not to be run.
 
-    Blocks are of one kind if their modules and parameters have the same names, classes, shapes and dtypes. A block that
+def thin_out(model: nn.Module, together: int = 1) -> dict[Run, Run]:
+    """Remove from `model` all runs of `together` blocks but the first of each kind. Returns the removed ones' names,
+    each with the names of the run that is like it. What is left is not to be run.
+
+    Blocks are of one kind if their modules and parameters have the same names, classes, shapes and dtypes. A run that
     shares a parameter with another module stays.
     """
-    places = _places(model)
+    places = registrations(model)
     names = {id(module): name for name, module in model.named_modules()}
     lists = {id(block): each for each in model.modules() for block in each.children()}
-    like: dict[str, str] = {}
+    like: dict[Run, Run] = {}
     for blocks in repeated_blocks(model).values():
-        first: dict[tuple[object, ...], nn.Module] = {}
-        for block in blocks:
-            kept = first.setdefault(_kind(block), block)
-            if kept is not block and all(places[id(each)] == 1 for each in block.parameters()):
-                like[names[id(block)]] = names[id(kept)]
-                parent = lists[id(block)]
-                parent._modules = {key: each for key, each in parent._modules.items() if each is not block}
+        first: dict[tuple[object, ...], Sequence[nn.Module]] = {}
+        for run in in_groups(blocks, together):
+            kept = first.setdefault(tuple(map(_kind, run)), run)
+            if kept is not run and all(places[id(each)] == 1 for block in run for each in block.parameters()):
+                like[_names(run, names)] = _names(kept, names)
+                parent = lists[id(run[0])]
+                parent._modules = {key: each for key, each in parent._modules.items() if each not in run}
     return like
 
 
-def _places(model: nn.Module) -> Counter[int]:
-    """Returns how often each parameter is registered, by its id."""
-    return Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+def _names(run: Sequence[nn.Module], names: Mapping[int, str]) -> Run:
+    return tuple(names[id(block)] for block in run)
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
@@ -52,7 +54,7 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
     return (*modules, *parameters)
 
 
-def with_blocks(sharded: Sharded, like: Mapping[str, str], work: Work) -> Sharded | None:
+def with_blocks(sharded: Sharded, like: Mapping[Run, Run], work: Work) -> Sharded | None:
     """Returns `sharded`, of a model that was thinned out, with the blocks that were removed. None if parameters of
     blocks belong to units around them, which would be larger than they are in `sharded`.
 
@@ -61,34 +63,34 @@ def with_blocks(sharded: Sharded, like: Mapping[str, str], work: Work) -> Sharde
         like: what `thin_out` has returned.
         work: of the whole model.
     """
-    kept = set(like.values())
+    kept = {block: run for run in like.values() for block in run}
     numbers = {module.name: number for number, module in enumerate(work.modules)}
-    block_of_unit = [_block_of([work.modules[at].name for at in unit.modules], kept) for unit in sharded.units]
+    run_of_unit = [_run_of([work.modules[at].name for at in unit.modules], kept) for unit in sharded.units]
     names = {parameter.name: number for number, parameter in enumerate(work.parameters)}
     for number, place in sharded.places.items():
-        if _block_of([work.parameters[number].name], kept) != block_of_unit[place.unit]:
+        if _run_of([work.parameters[number].name], kept) != run_of_unit[place.unit]:
             return None
 
-    def in_block(unit: PlayedUnit, before: str, block: str) -> PlayedUnit:
-        own = [block + work.modules[at].name.removeprefix(before) for at in unit.modules]
+    def in_run(unit: PlayedUnit, run: Run, before: Run) -> PlayedUnit:
+        own = [_renamed(work.modules[at].name, before, run) for at in unit.modules]
         return replace(unit, name=", ".join(own), modules=tuple(numbers[name] for name in own))
 
-    # By the old number of a unit and the block that it is in now.
-    units = {(at, block_of_unit[at]): unit for at, unit in enumerate(sharded.units)}
-    for block, before in like.items():
+    # By the old number of a unit and the run that it is in now.
+    units = {(at, run_of_unit[at]): unit for at, unit in enumerate(sharded.units)}
+    for run, before in like.items():
         for at, unit in enumerate(sharded.units):
-            if block_of_unit[at] == before:
-                units[at, block] = in_block(unit, before, block)
+            if run_of_unit[at] == before:
+                units[at, run] = in_run(unit, run, before)
     order = sorted(units, key=lambda each: min(units[each].modules))
     moved = {each: number for number, each in enumerate(order)}
-    of_kept = [moved[at, block_of_unit[at]] for at in range(len(sharded.units))]
+    of_kept = [moved[at, run_of_unit[at]] for at in range(len(sharded.units))]
+    removed = {block: run for run in like for block in run}
     places = {}
     for name, number in names.items():
-        block = _block_of([name], like)
-        before = like.get(block, "")
-        found = sharded.places.get(names[before + name.removeprefix(block)])
+        run = _run_of([name], removed)
+        found = sharded.places.get(names[_renamed(name, run, like[run]) if run else name])
         if found is not None:
-            places[number] = replace(found, unit=moved[found.unit, block or block_of_unit[found.unit]])
+            places[number] = replace(found, unit=moved[found.unit, run or run_of_unit[found.unit]])
     return replace(
         sharded,
         units=tuple(units[each] for each in order),
@@ -120,12 +122,19 @@ def with_replicas(sharded: Sharded, number: int) -> Sharded:
     return replace(sharded, units=tuple(units))
 
 
-def _block_of(names: Iterable[str], blocks: Iterable[str]) -> str:
-    """Returns the block that all of these modules or parameters are in, "" for none."""
-    for block in blocks:
-        if all(name == block or name.startswith(block + ".") for name in names):
-            return block
-    return ""
+def _run_of(names: Iterable[str], runs: Mapping[str, Run]) -> Run:
+    """Returns the run, by its blocks' names, that all of these modules or parameters are in; () for none."""
+    found = {next((run for block, run in runs.items() if _is_in(name, block)), ()) for name in names}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _is_in(name: str, block: str) -> bool:
+    return name == block or name.startswith(block + ".")
+
+
+def _renamed(name: str, before: Run, after: Run) -> str:
+    """Returns the name in the blocks `after` of what `name` is in the blocks `before`."""
+    return next(new + name.removeprefix(old) for old, new in zip(before, after, strict=True) if _is_in(name, old))
 
 
 def _moved(spec: UnitSpec, numbers: Sequence[int]) -> UnitSpec:
@@ -145,7 +154,7 @@ def with_fewer_blocks(model: nn.Module, num_blocks: int) -> tuple[nn.Module, int
     lists = list(repeated_blocks(model).values())
     if len(lists) != 1 or len(lists[0]) <= num_blocks or len({_kind(block) for block in lists[0]}) > 1:
         return None
-    places = _places(model)
+    places = registrations(model)
     if any(places[id(each)] > 1 for block in lists[0][1:] for each in block.parameters()):
         return None
     short = copy.deepcopy(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from sherd.requirements import require_int
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
-from sherd.simulate.search import Found, cheapest_changes, merit, search
+from sherd.simulate.search import Found, Outcome, cheapest_changes, merit, search
 from sherd.simulate.settings import AXES, NAMES, VALUES, Mesh, Settings, Space
 from sherd.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
@@ -135,8 +135,8 @@ def plan(
             that lays the model over it in place, as `parallelize_module` does. Only these axes are tried. With `cp`,
             the model takes its rank's part of each sample.
         settings: those that are not to be chosen: `strategy` ("auto", "zero2", "zero1" or "ddp"), `placement` ("shard"
-            or "flat"), `reshard`, `checkpointing` (True, False, or the share of blocks), `offload`, `prefetch`,
-            `micro_batch` (samples in one forward of a rank).
+            or "flat"), `wrapping` (the units, by a word that `auto_shard` takes), `reshard`, `checkpointing` (True,
+            False, or the share of blocks), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
 
     Raises:
         PolicyError: an argument that cannot be, as a batch that ranks do not divide.
@@ -203,7 +203,7 @@ def planned(
         raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
     require_int("plan(samples={})", samples, 1)
     num_ranks = mesh if isinstance(mesh, int) else mesh.num_ranks
-    fixed = {*given, *([] if isinstance(mesh, int) else ["mesh"])}
+    fixed = {*given, *([] if isinstance(mesh, int) else ["mesh"]), *([] if training.layout.rewraps else ["wrapping"])}
     layout = training.layout
     space = Space(
         num_ranks,
@@ -220,12 +220,13 @@ def planned(
     of_a_rank, rest = divmod(samples, shape.num_data)
     if rest:
         raise PolicyError(f"plan(samples={samples}): {shape.num_data} ranks do not divide it; take a multiple")
-    beginning = _settings(shape, of_a_rank, given)
+    beginning = _settings(shape, of_a_rank, given, layout)
     limit = usual_limit(cluster) if memory_limit is None else memory_limit
     require_int("plan(memory_limit={})", limit, 1)
     evaluate = RoughPlanner(training, cluster).outcome
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
+        space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
         saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
         found = search(
             evaluate, space, [min((beginning, saving), key=lambda each: merit(evaluate(each), limit))], limit
@@ -246,6 +247,18 @@ def planned(
     return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
 
 
+def _wrappings(evaluate: Callable[[Settings], Outcome], layout: Layout, settings: Settings) -> tuple[str, ...]:
+    """Returns the ways to make units that go with the model."""
+    possible = []
+    for word in VALUES["wrapping"] if layout.rewraps else ("auto",):
+        try:
+            evaluate(replace(settings, wrapping=word))
+            possible.append(word)
+        except PolicyError:
+            continue  # it repeats no blocks, or reads a parameter of one from outside
+    return tuple(possible)
+
+
 def usual_limit(cluster: Cluster) -> int:
     """Returns the bytes of a device that a training should not exceed."""
     return cluster.device.memory * (9 if cluster.device.overlaps else 10) // 10
@@ -259,7 +272,7 @@ def _first_mesh(space: Space, given: Mapping[str, Any]) -> Mesh:
     return next((mesh for mesh in meshes if space.batch % (mesh.num_data * size) == 0), whole)
 
 
-def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
+def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Layout) -> Settings:
     """Returns the settings that are given, and the usual ones besides. `samples`: of a rank in a step."""
     choosable = set(NAMES) - {"mesh", "micro_batches"}
     for name in given:
@@ -271,9 +284,11 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any]) -> Settings:
     for name in ("reshard", "offload"):
         if not isinstance(given.get(name, True), bool):
             raise PolicyError(f"plan({name}={given[name]!r}): expected True or False")
-    for name in ("placement", "strategy"):
+    for name in ("placement", "strategy", "wrapping"):
         if given.get(name, VALUES[name][0]) not in VALUES[name]:
             raise PolicyError(f"plan({name}={given[name]!r}): expected one of {', '.join(VALUES[name])}")
+    if given.get("wrapping", "auto") != "auto" and not layout.rewraps:
+        raise PolicyError(f"plan(wrapping={given['wrapping']!r}): the units are made by `shard`; leave one of them out")
     if given.get("strategy", "auto") != "auto" and (mesh.ep > 1 or given.get("offload")):
         other = f"ep={mesh.ep}" if mesh.ep > 1 else "offload"
         raise PolicyError(f"plan(strategy={given['strategy']!r}): with {other} all is sharded; leave it out")

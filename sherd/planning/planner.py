@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from math import floor
 from typing import Any
 
@@ -18,9 +18,10 @@ from sherd.api.blocks import evenly_spread, repeated_blocks
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
+from sherd.errors import PolicyError
 from sherd.layout.runs import Flat
 from sherd.planning.axes import Layout
-from sherd.planning.blocks import renumbered, thin_out, with_blocks, with_fewer_blocks, with_replicas
+from sherd.planning.blocks import Run, renumbered, thin_out, with_blocks, with_fewer_blocks, with_replicas
 from sherd.planning.reading import read_work
 from sherd.planning.sharding import sharded_of
 from sherd.planning.transports import between_hosts, on_one_host
@@ -32,7 +33,7 @@ from sherd.simulate.predict import Played, Prediction, predict, predict_pipeline
 from sherd.simulate.search import Outcome
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import Optimizer, Sharded
-from sherd.simulate.stretches import Part, parts_of
+from sherd.simulate.stretches import Part, parts_of, read_outside
 from sherd.simulate.transform import checkpointed, scaled
 from sherd.simulate.work import Group, Work
 
@@ -81,6 +82,7 @@ class Planner:
         self._work = cache(self._work_of)
         self._sharded = cache(self._shard_once)
         self._thin = cache(self._shard_thin)
+        self._like = cache(self._find_like)
         self._parts = cache(self._cut_once)
         self._of_stage = cache(self._stage_planner)
 
@@ -89,7 +91,7 @@ class Planner:
 
         Raises:
             InputError: the model does not run without values.
-            SherdError: it cannot be sharded so.
+            PolicyError: forward reads a parameter while its unit would be sharded. SherdError: it cannot be sharded so.
         """
         mesh, times = settings.mesh, settings.micro_batches
         if mesh.pp == 1:
@@ -158,8 +160,11 @@ class Planner:
         return checkpointed(work, [number for number, each in enumerate(work.modules) if each.name in names])
 
     def _cut_once(self, work_key: tuple[int, Mesh, float], settings: Settings) -> tuple[Part, ...]:
-        device = self.cluster.device
-        return parts_of(self._work(*work_key), self._sharded(settings), lambda op: op_seconds(op, device))
+        device, work, sharded = self.cluster.device, self._work(*work_key), self._sharded(settings)
+        name = read_outside(work, sharded) if settings.wrapping != "auto" else None
+        if name is not None:
+            raise PolicyError(f"wrapping={settings.wrapping!r}: forward reads {name} while no module of its unit runs")
+        return parts_of(work, sharded, lambda op: op_seconds(op, device))
 
     def _shard_once(self, settings: Settings) -> Sharded:
         mesh, prefetch = settings.mesh, settings.prefetch
@@ -168,7 +173,7 @@ class Planner:
             few = mesh.replicate if settings.strategy != "auto" else min(mesh.replicate, 2)
             usual = replace(settings, prefetch=1, mesh=replace(mesh, replicate=few, pp=min(mesh.pp, 2)))
         thin, its_work = self._lender._thin(usual)
-        whole = with_blocks(renumbered(thin, its_work, work), self._like, work)
+        whole = with_blocks(renumbered(thin, its_work, work), self._like(together(settings)), work)
         if whole is None:
             with self._imagined(usual.mesh):
                 whole = self._shard(copy.deepcopy(self.training.model), usual, work)
@@ -182,7 +187,7 @@ class Planner:
         work = self._any_read[_without_data(settings.mesh)]
         with self._imagined(settings.mesh):
             model = copy.deepcopy(self.training.model)
-            thin_out(model)
+            thin_out(model, together(settings))
             return self._shard(model, settings, work), work
 
     def _shard(self, model: nn.Module, settings: Settings, work: Work) -> Sharded:
@@ -190,9 +195,8 @@ class Planner:
         model = laid.shard(model, **fully_shard_args(settings, self.training.compute_dtype))
         return sharded_of(model, work, self.training.optimizer)
 
-    @cached_property
-    def _like(self) -> dict[str, str]:
-        return thin_out(copy.deepcopy(self.training.model))
+    def _find_like(self, together: int) -> dict[Run, Run]:
+        return thin_out(copy.deepcopy(self.training.model), together)
 
     @contextmanager
     def _imagined(self, mesh: Mesh) -> Iterator[None]:
@@ -204,6 +208,11 @@ class Planner:
             machine = use_transports(on_one_host if is_one_host else between_hosts)
         with _imagined(mesh, self.training.stage), machine:
             yield
+
+
+def together(settings: Settings) -> int:
+    """Returns how many blocks are in a unit, at most."""
+    return 2 if settings.wrapping == "pairs" else 1
 
 
 def _without_data(mesh: Mesh) -> Mesh:
@@ -237,14 +246,15 @@ class RoughPlanner:
         self._training, self._cluster = training, cluster
         self._played = cache(self._play)
         self._planners = cache(self._make_planners)
+        self._whole = cache(lambda is_rough: Planner(training, cluster, is_rough))
 
-    def _make_planners(self, num_stages: int) -> tuple[list[Planner], int | None]:
-        """Returns the planners of both models, for one stage or for two, and how many blocks the whole one has; one
-        planner, if that is not made of equal ones."""
+    def _make_planners(self, times: int) -> tuple[list[Planner], int | None]:
+        """Returns the planners of both models, with so many times `FEW` and `MORE` blocks, and how many blocks the
+        whole one has; nothing, if that is not made of more and equal ones."""
         training, cluster, model = self._training, self._cluster, self._training.model
-        few, more = (with_fewer_blocks(model, number * num_stages) for number in (FEW, MORE))
+        few, more = (with_fewer_blocks(model, number * times) for number in (FEW, MORE))
         if few is None or more is None:
-            return [Planner(training, cluster, is_rough=num_stages == 1)], None
+            return [], None
         first = Planner(replace(training, model=few[0]), cluster, is_rough=True)
         return [first, Planner(replace(training, model=more[0]), cluster, is_rough=True, like=first)], few[1]
 
@@ -261,17 +271,13 @@ class RoughPlanner:
         return _between(self._played(replace(settings, micro_batches=num - 1)), found, 1 + others) if others else found
 
     def _play(self, settings: Settings) -> Outcome:
-        pp = settings.mesh.pp
-        planners, num_blocks = self._planners(min(pp, 2))
-        if num_blocks is not None and num_blocks < MORE * pp:
-            planners, num_blocks = [self._exact], None
+        pp, run = settings.mesh.pp, together(settings)
+        planners, num_blocks = self._planners(min(pp, 2) * run)
+        if num_blocks is None or num_blocks < MORE * pp * run:
+            planners, num_blocks = [self._whole(pp == 1)], None
         predictions = (planner.predict(settings) for planner in planners)
         first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
-        return first if num_blocks is None else _between(first, more[0], (num_blocks / pp - FEW) / (MORE - FEW))
-
-    @cached_property
-    def _exact(self) -> Planner:
-        return Planner(self._training, self._cluster)
+        return first if num_blocks is None else _between(first, more[0], (num_blocks / pp / run - FEW) / (MORE - FEW))
 
 
 def _between(first: Outcome, last: Outcome, part: float) -> Outcome:
@@ -281,8 +287,9 @@ def _between(first: Outcome, last: Outcome, part: float) -> Outcome:
 
 
 def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns the arguments of `fully_shard`, besides `mesh`, that `settings` stand for."""
-    arguments: dict[str, Any] = {}
+    """Returns the arguments of `fully_shard`, besides `mesh`, that `settings` stand for, and the policy of `auto_shard`
+    that makes other units than it does by itself."""
+    arguments: dict[str, Any] = {"policy": settings.wrapping} if settings.wrapping != "auto" else {}
     if settings.prefetch != 1:
         arguments["prefetch_policy"] = PrefetchPolicy(settings.prefetch, settings.prefetch)
     if settings.strategy != "auto":  # parameters are kept, also by a model that says itself when they are freed

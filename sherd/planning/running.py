@@ -95,7 +95,7 @@ class Running(Planner):
             micro_batch=first,
             micro_batches=seen.micro_batches,
         )
-        fixed = {"mesh", "strategy", "placement"}
+        fixed = {"mesh", "strategy", "placement", "wrapping"}
         fixed |= {"offload"} if own.device.type == "cpu" or sharded.is_offloaded else set()
         fixed |= {"checkpointing"} if self._is_checkpointed or not repeated_blocks(training.model) else set()
         num_ranks = self.settings.mesh.num_ranks

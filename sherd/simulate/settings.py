@@ -57,6 +57,7 @@ class Settings:
     Attributes:
         strategy: what is sharded over the data-parallel axes, by its name; "auto": zero3, over two axes hsdp.
         placement: "shard" or "flat": how parameters are cut.
+        wrapping: the units, by a word of `auto_shard`: "auto", "pairs", "parts" or "ends".
         reshard: unsharded parameters are freed after forward, but for the root's.
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
             again. They are spread evenly.
@@ -69,6 +70,7 @@ class Settings:
     mesh: Mesh
     strategy: str = "auto"
     placement: str = "shard"
+    wrapping: str = "auto"
     reshard: bool = True
     checkpointing: float = 0.0
     offload: bool = False
@@ -88,6 +90,12 @@ class Settings:
         return [name for name in NAMES if getattr(self, name) != getattr(other, name)]
 
 
+UNITS = {
+    "auto": "units as usual",
+    "pairs": "pairs of blocks as units",
+    "parts": "parts of blocks as units",
+    "ends": "embedding and head as units",
+}
 NAMES = tuple(each.name for each in fields(Settings))
 
 
@@ -101,6 +109,8 @@ def _words(name: str, value: object) -> str:
             return str(value)
         case "placement", _:
             return f"{value} placement"
+        case "wrapping", _:
+            return UNITS[str(value)]
         case "reshard", True:
             return "freed after forward"
         case "reshard", False:
@@ -132,6 +142,7 @@ class Space:
         fixed: names of settings that are as they are.
         most_samples: in one forward of a rank.
         axes: those of a mesh, besides `replicate` and `shard`, that may have several ranks.
+        wrappings: the ways to make units that the model allows.
         fits: tells whether the model can be laid over a mesh.
     """
 
@@ -141,6 +152,7 @@ class Space:
     fixed: frozenset[str] = frozenset()
     most_samples: int = 64
     axes: tuple[str, ...] = ()
+    wrappings: tuple[str, ...] = ("auto",)
     fits: Callable[[Mesh], bool] = lambda mesh: True
 
     def meshes(self, near: Mesh) -> Iterator[Mesh]:
@@ -195,6 +207,8 @@ class Space:
         values: Iterable[Any] = VALUES.get(name, ())
         if name == "mesh":
             values = self.meshes(settings.mesh)
+        elif name == "wrapping":
+            values = self.wrappings
         elif name == "micro_batch":
             values = (size for size in divisors(self.batch // settings.mesh.num_data) if size <= self.most_samples)
         others = (value for value in values if value != getattr(settings, name))
@@ -209,6 +223,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": tuple(eighth / 8 for eighth in range(9)),
     "strategy": ("auto", "zero2", "zero1", "ddp"),
     "placement": ("shard", "flat"),
+    "wrapping": ("auto", "pairs", "parts", "ends"),
     "reshard": (True, False),
     "prefetch": (0, 1, 2),
     "offload": (True, False),

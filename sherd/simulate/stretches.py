@@ -20,6 +20,7 @@ from sherd.simulate.work import (
     Passed,
     Reached,
     Release,
+    Use,
     Work,
 )
 
@@ -59,6 +60,28 @@ Part = Stretch | Called | tuple[Moment, ...]
 def parts_of(work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) -> tuple[Part, ...]:
     """Returns the parts of a micro-batch in their order. What forward and backward have left goes at the end."""
     return tuple(_Cutting(work, sharded, seconds_of).parts())
+
+
+def read_outside(work: Work, sharded: Sharded) -> str | None:
+    """Returns the name of a parameter that forward reads while no module of its unit runs; None if there is none."""
+    unit_of = {module: number for number, unit in enumerate(sharded.units) for module in unit.modules}
+    for number, each in enumerate(work.modules):  # those around come first
+        if number not in unit_of and each.parent is not None:
+            unit_of[number] = unit_of[each.parent]
+    running: list[int] = []
+    for event in work.events:
+        match event:
+            case Enter(module):
+                running.append(unit_of[module])
+            case Leave():
+                running.pop()
+            case Use(parameter):
+                found = work.parameters[parameter]
+                if unit_of[found.module] not in running:
+                    return found.name
+            case _:
+                pass
+    return None
 
 
 @dataclass

@@ -22,11 +22,13 @@ __all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run", "Shard",
 T = TypeVar("T")
 LARGEST_MICRO_BATCH = 8  # samples; more of them take memory, and are hardly faster
 # The engine's strategies, alike over all ranks that read samples, or over replicate otherwise than over dp; and its
-# transports. Written down once more, as a config is checked without torch: test_choices_are_those_of_the_engine.
+# transports, and the ways to make units. Written down once more, as a config is checked without torch:
+# test_choices_are_those_of_the_engine.
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
 KEEP_WHOLE = ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
 TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
+WRAPPINGS = ("auto", "pairs", "parts", "ends")
 FREE = (
     *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
     *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
@@ -121,6 +123,11 @@ class Shard:
     reshard: str = _one_of(
         ("auto", "always", "never"), "free whole parameters after forward; auto is always, but for the root"
     )
+    wrapping: str = _one_of(
+        WRAPPINGS,
+        "what is a unit; auto: a block; pairs: two blocks; parts: also attention and feed-forward; ends: also embedding"
+        " and head",
+    )
     offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for accelerators)")
     transport: str = _one_of(
         TRANSPORTS, "how bytes travel; auto is shared memory on one host of CPU ranks, else gloo, or the device's own"
@@ -203,6 +210,11 @@ class Config:
         m = self.model
         if m.hf:
             return
+        if m.tied and self.shard.wrapping == "ends":
+            raise InputError(
+                "shard.wrapping = 'ends' makes a unit of the embedding, which a head reads too that is tied; set "
+                "model.tied = false, or choose another wrapping"
+            )
         if m.width % m.heads or m.width // m.heads % 2:
             raise InputError(
                 f"model.width = {m.width} does not split into model.heads = {m.heads} heads of even width; "

@@ -34,6 +34,7 @@ from sherd import (
     fully_shard,
 )
 from sherd.api.blocks import evenly_spread
+from sherd.api.unit_sizes import UnitCall, Wrapping, rewrapped
 from sherd.train.config import Config, InputError
 from sherd.train.exchange import ToExperts
 from sherd.train.experts import MixtureOfExperts
@@ -213,12 +214,14 @@ def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
 # replicate, dp, and cp once more
 
 
-def shard(model: T, grid: Grid, **options: Any) -> T:
-    """Shard `model`: a unit per block, one for the rest, with these options of `fully_shard`."""
+def shard(model: T, grid: Grid, policy: Wrapping = "auto", **options: Any) -> T:
+    """Shard `model`, with these options of `fully_shard`: a unit per block, or as `policy` says in a word of
+    `auto_shard`, and one for the rest."""
+    blocks, cut_of = blocks_of(model), functools.partial(_cut_of, grid, options.get("placement"))
+    units = [UnitCall([block], {"shard_placement_fn": cut_of}) for block in blocks]
     try:
-        for block in blocks_of(model):
-            cut_of = functools.partial(_cut_of, grid, options.get("placement"))
-            fully_shard(block, mesh=grid.data, shard_placement_fn=cut_of, **options)
+        for unit in rewrapped(model, units, [blocks], policy):
+            fully_shard(unit.modules, mesh=grid.data, **unit.arguments, **options)
         fully_shard(model, mesh=grid.data, **options)
     except SherdError as error:
         raise InputError(f"[shard] does not go with this model or mesh: {' '.join(str(error).split())}") from error
@@ -226,7 +229,7 @@ def shard(model: T, grid: Grid, **options: Any) -> T:
 
 
 def _options(config: Config) -> dict[str, Any]:
-    """The arguments of `fully_shard` that are the same for all units."""
+    """The arguments of `shard`."""
     run, shard = config.run, config.shard
     precision = MixedPrecisionPolicy()
     if run.precision == "bf16":
@@ -238,6 +241,7 @@ def _options(config: Config) -> dict[str, Any]:
         "reshard_after_forward": {"auto": None, "always": True, "never": False}[shard.reshard],
         "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
         "comm_policy": CommPolicy(shard.transport),
+        "policy": shard.wrapping,
     }
 
 

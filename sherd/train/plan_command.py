@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -56,6 +57,7 @@ def add_plan(commands: Any) -> None:
     chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")
     chosen.add_argument("--strategy", choices=VALUES["strategy"], help="what is sharded; auto: all")
     chosen.add_argument("--placement", choices=("shard", "flat"), help="how parameters are cut")
+    chosen.add_argument("--wrapping", choices=VALUES["wrapping"], help="what is a unit; auto: each block")
     chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
     chosen.add_argument(
         "--checkpointing", type=_share, metavar="yes|no|SHARE", help="keep only inputs of blocks, or of a share of them"
@@ -70,12 +72,15 @@ def add_plan(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code. Raises InputError, also for what others raise."""
+    gc.disable()  # looking for garbage among the many records of a search takes a sixth of its time
     try:
         made, model = _plan(args)
     except InputError:
         raise
     except SherdError as error:
         raise InputError(" ".join(str(error).split())) from error
+    finally:
+        gc.enable()
     print(json.dumps(_as_json(made)) if args.json else str(made), end="\n" if args.json else "")
     try:
         _write(args, made, model)
@@ -126,7 +131,7 @@ def _share(word: str) -> float:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that are told."""
-    words = {name: getattr(args, name) for name in ("strategy", "placement", "prefetch", "micro_batch")}
+    words = {name: getattr(args, name) for name in ("strategy", "placement", "wrapping", "prefetch", "micro_batch")}
     words["checkpointing"] = args.checkpointing
     flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
     return {name: value for name, value in (words | flags).items() if value is not None}
@@ -194,6 +199,7 @@ def configured(config: Config, made: Plan) -> Config:
     tree["shard"] |= {
         "strategy": settings.strategy,
         "placement": settings.placement,
+        "wrapping": settings.wrapping,
         "reshard": "auto" if settings.reshard else "never",
         "offload": settings.offload,
     }

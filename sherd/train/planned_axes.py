@@ -32,7 +32,7 @@ __all__ = ["TrainedLayout", "spread_evenly", "transformers_layout"]
 
 @dataclass(frozen=True)
 class TrainedLayout(Layout):
-    """The layout of a decoder of `sherd train`.
+    """The layout of a model of `sherd train`.
 
     Attributes:
         config: what it was made of.
@@ -45,6 +45,10 @@ class TrainedLayout(Layout):
     @property
     def axes(self) -> tuple[str, ...]:
         return self.names
+
+    @property
+    def rewraps(self) -> bool:
+        return True
 
     def misfit(self, mesh: Mesh) -> str:
         axes = _axes(mesh)
@@ -66,12 +70,14 @@ class TrainedLayout(Layout):
         return int(batch[0].numel()) // mesh.cp // mesh.tp * self.config.model.width
 
     def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
-        assert isinstance(model, Decoder), "models of transformers are laid by their own plan"
         grid = Grid(_axes(mesh), "cpu")
+        shards = partial(shard, grid=grid)
+        if not isinstance(model, Decoder):
+            return Laid(shards, self.loss)
         cut(model, grid, self.config)
         spread_evenly(model, grid.ep)
         passes = _OnMeta(model, grid)
-        return Laid(lambda model, **options: shard(model, grid, **options), passes.stage_loss, passes.running)
+        return Laid(shards, passes.stage_loss, passes.running)
 
 
 class _OnMeta(Passes):

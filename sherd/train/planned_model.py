@@ -118,12 +118,11 @@ def _trained(path: str, tree: Any) -> Planned:
     if path.endswith(".json") and not tree.keys() & SECTIONS.keys():
         raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train")
     config = Config.of(tree)
-    model = on_meta(config)
-    if not isinstance(model, Decoder):
-        return Planned(model, _tokens, context=config.data.context, config=config)
-    spread_evenly(model)
-    names = ("tp", "cp", "pp", *(["ep"] if config.model.experts else []))
-    layout = TrainedLayout(own_or_usual_loss, config=config, names=names)
+    model, names = on_meta(config), []
+    if isinstance(model, Decoder):
+        spread_evenly(model)
+        names = ["tp", "cp", "pp", *(["ep"] if config.model.experts else [])]
+    layout = TrainedLayout(own_or_usual_loss, config=config, names=tuple(names))
     return Planned(model, _tokens, layout, config.data.context, config)
 
 

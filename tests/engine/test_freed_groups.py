@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from sherd import fully_shard
 from sherd.engine.run.seal import unit_of
 from sherd.memory.watch import watched
-from sherd.schedule.actions import GroupPassed
+from sherd.schedule.actions import AfterBackward, GradientsReady, GroupPassed
 from sherd.schedule.state import Live
 from tests.parity.training import assert_named_close, whole_grads
 
@@ -208,3 +208,35 @@ def test_a_group_whose_gradients_came_first_stays_for_a_checkpoint_that_reads_it
     for found in world(2).run(steps_of_recomputed, True):
         for each, plain in zip(found, expected, strict=True):
             assert_named_close(each, plain, "gradient", rtol=1e-4, atol=1e-7)
+
+
+class Nested(nn.Module):
+    """A block under a checkpoint; its layers are units of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x[:, :8], use_reentrant=False)
+
+
+def events_of_the_third_backward() -> tuple[list[dict], list[object]]:
+    model = built(Nested)
+    for number in (0, 2):
+        fully_shard(model.block[number])
+    fully_shard(model)
+    found = [backward(model) for _ in range(2)]
+    with watched(model, unit_of(model)) as watch:
+        return [*found, backward(model)], list(watch.step)
+
+
+def test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction(world):
+    plain = backward(built(Nested))
+    for found, events in world(2).run(events_of_the_third_backward):
+        for each in found:
+            assert_as_plain(each, plain)
+        complete = [each for each in events if isinstance(each, AfterBackward | GradientsReady)]
+        assert AfterBackward(1, unreduced=True) in complete, complete
+        assert AfterBackward(2, unreduced=True) in complete, complete
+        assert not any(isinstance(each, GradientsReady) for each in complete)

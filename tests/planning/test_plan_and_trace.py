@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import sherd
+from sherd.api.blocks import evenly_spread
 from sherd.layout.runs import Flat
-from sherd.planning.axes import Layout
+from sherd.planning.axes import Layout, auto_units
 from sherd.planning.planner import Planner, Training
 from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy, MixedPrecisionPolicy, PrefetchPolicy
@@ -23,16 +25,10 @@ from sherd.train.compare_command import compared
 from sherd.train.config import Model
 from sherd.train.models import Decoder
 
-DECODER = Model(layers=3, width=64, heads=4, kv_heads=2, hidden=160)
+DECODER = Model(layers=3, width=64, heads=4, kv_heads=2, hidden=160, tied=False)
 SAMPLES, LENGTH = 4, 64
 TWO = Mesh(2)
 ADAMW = Optimizer(states=2, accesses=20, scalars=4)
-
-
-def sharded(model, **options):
-    for block in model.blocks:
-        sherd.fully_shard(block, **options)
-    return sherd.fully_shard(model, **options)
 
 
 def usual_loss(model, batch):
@@ -45,11 +41,21 @@ def tokens(samples):
 
 
 def recorded(
-    transport="torch", placement="shard", precision=None, reshard=True, micro_batches=1, strategy="auto", mesh=TWO
+    transport="torch",
+    precision=None,
+    placement="shard",
+    wrapping="auto",
+    reshard=True,
+    checkpointing=0,
+    micro_batches=1,
+    strategy="auto",
+    mesh=TWO,
 ):
     torch.manual_seed(0)
     model = Decoder(DECODER)
     model.reset_parameters(0)
+    for block in evenly_spread(model.blocks, checkpointing):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     options = {"comm_policy": CommPolicy(transport), "prefetch_policy": PrefetchPolicy(1, 1)}
     if placement == "flat":
         options["placement"] = Flat()
@@ -61,7 +67,7 @@ def recorded(
         options["placements"] = strategy
     if mesh.replicate > 1:
         options["mesh"] = init_device_mesh("cpu", (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
-    sharded(model, **options)
+    sherd.auto_shard(model, wrapping, **options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = torch.randint(256, (SAMPLES, LENGTH))
     for _ in range(3):
@@ -74,14 +80,12 @@ def recorded(
     return trace.timeline
 
 
-def predicted(
-    transport="torch", placement="shard", precision=None, reshard=True, micro_batches=1, strategy="auto", mesh=TWO
-):
+def predicted(transport="torch", precision=None, mesh=TWO, **settings):
     with torch.device("meta"):
         model = Decoder(DECODER)
-    layout = Layout(usual_loss, partial(sharded, comm_policy=CommPolicy(transport)))
+    layout = Layout(usual_loss, partial(auto_units, comm_policy=CommPolicy(transport)))
     training = Training(model, tokens, layout, ADAMW, precision)
-    settings = Settings(mesh, strategy, placement, reshard, micro_batch=SAMPLES, micro_batches=micro_batches)
+    settings = Settings(mesh, micro_batch=SAMPLES, **settings)
     return Planner(training, read_cluster("laptop")).predict(settings).timeline
 
 
@@ -107,6 +111,19 @@ WAYS = [
     {"transport": "auto", "placement": "flat"},
     {"transport": "auto", "precision": torch.bfloat16},
     {"transport": "gloo"},
+    {"wrapping": "pairs"},
+    {"wrapping": "parts"},
+    {"wrapping": "ends"},
+    {"wrapping": "ends", "reshard": False, "micro_batches": 2},
+    {"wrapping": "parts", "placement": "flat", "precision": torch.bfloat16},
+]
+CHECKPOINTED = [
+    {},
+    {"checkpointing": 0.625},
+    {"wrapping": "pairs", "placement": "flat"},
+    {"wrapping": "pairs", "checkpointing": 0.625},
+    {"wrapping": "parts"},
+    {"wrapping": "parts", "transport": "auto"},
 ]
 STRATEGIES = [
     {"strategy": "zero2"},
@@ -122,15 +139,31 @@ STRATEGIES = [
 ]
 
 
+def assert_same_buffers(plan, trace):
+    planned, found = engine(most(plan)), engine(most(trace))
+    # Numbers that a transport makes for itself are not predicted.
+    assert abs(planned.pop(MemoryKind.TRANSPORT.value, 0) - found.pop(MemoryKind.TRANSPORT.value, 0)) <= 64
+    assert planned == found
+
+
 @pytest.mark.parametrize("way", STRATEGIES, ids=str)
 def test_other_strategies_run_as_they_are_predicted(world, way):
     plan = predicted(**way)
     for trace in world(way.get("mesh", TWO).num_ranks).run(recorded, **way)[:1]:
-        planned, found = engine(most(plan)), engine(most(trace))
-        # Numbers that a transport makes for itself are not predicted.
-        assert abs(planned.pop(MemoryKind.TRANSPORT.value, 0) - found.pop(MemoryKind.TRANSPORT.value, 0)) <= 64
-        assert planned == found
+        assert_same_buffers(plan, trace)
         assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, rel=0.03)
+        assert counts(plan) == counts(trace)
+
+
+@pytest.mark.parametrize("way", CHECKPOINTED, ids=str)
+def test_a_step_with_checkpoints_runs_as_it_is_predicted(world, way):
+    way = {"checkpointing": 1.0} | way
+    plan = predicted(**way)
+    for trace in world(2).run(recorded, **way):
+        assert_same_buffers(plan, trace)
+        assert engine(plan.peak.by_kind) == engine(trace.peak.by_kind)
+        assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, abs=4)
+        assert plan.peak.moment == trace.peak.moment
         assert counts(plan) == counts(trace)
 
 

@@ -28,7 +28,33 @@ CHOICES = {
     "recomputed": {"run": {"checkpointing": True}},
     "recomputed flat": {"run": {"checkpointing": True}, "shard": {"placement": "flat", "transport": "coalesced"}},
 }
+WRAPPINGS = {
+    "pairs": {"shard": {"wrapping": "pairs"}, "model": {"layers": 3}},
+    "pairs flat recomputed": {
+        "shard": {"wrapping": "pairs", "placement": "flat"},
+        "model": {"layers": 3},
+        "run": {"checkpointing": True, "checkpointing_share": 0.34},
+    },
+    "parts": {"shard": {"wrapping": "parts"}, "run": {"checkpointing": True}},
+    "ends": {"shard": {"wrapping": "ends", "reshard": "always"}, "model": {"tied": False}},
+    "pairs zero2": {"shard": {"wrapping": "pairs", "strategy": "zero2"}},
+}
 MESHES = {
+    "parts of experts": {
+        "model": {"experts": 4, "balance": 0.1},
+        "shard": {"wrapping": "parts"},
+        "run": {"mesh": "dp=4,ep=2"},
+    },
+    "pairs of a stage": {
+        "model": {"layers": 5, "tied": False},
+        "shard": {"wrapping": "pairs"},
+        "run": {"mesh": "pp=2,dp=2"},
+    },
+    "ends of stages with tp": {
+        "model": {"layers": 2, "tied": False, "heads": 2, "kv_heads": 2},
+        "shard": {"wrapping": "ends"},
+        "run": {"mesh": "pp=2,tp=2"},
+    },
     "hfsdp": {"shard": {"strategy": "hfsdp", "placement": "flat"}, "run": {"mesh": "replicate=2,dp=2"}},
     "zero1 within": {"shard": {"strategy": "zero1_across_zero2_within"}, "run": {"mesh": "replicate=2,dp=2"}},
     "hsdp_zero2": {"shard": {"strategy": "hsdp_zero2"}, "run": {"mesh": "replicate=2,dp=2"}},
@@ -73,6 +99,10 @@ def same(world, text, choices, num_ranks):  # noqa: F811
 
 def test_losses_are_those_of_plain_pytorch_however_a_run_is_sharded(world, text):  # noqa: F811
     same(world, text, CHOICES, 2)
+
+
+def test_losses_are_the_same_with_units_of_all_sizes(world, text):  # noqa: F811
+    same(world, text, WRAPPINGS, 2)
 
 
 def test_losses_are_the_same_over_several_axes(world, text):  # noqa: F811

@@ -133,21 +133,22 @@ def is_running(unit: Reader) -> bool:
 
 
 class _Part:
-    """A parameter that was saved, or a view of one, which lies in the memory of `source`."""
+    """A parameter that was saved, or a view of one, which lies in the memory of `source`. `will_be_read`: by the node
+    that saves it."""
 
     __slots__ = ("_counts", "_shape", "_source", "_was_read")
 
-    def __init__(self, tensor: torch.Tensor, source: weakref.ref[Source]) -> None:
+    def __init__(self, tensor: torch.Tensor, source: weakref.ref[Source], will_be_read: bool = True) -> None:
         self._shape = tensor.shape
         self._source = source
-        self._was_read = False
+        self._was_read = not will_be_read
         owner = source()
         self._counts = owner is not None and not owner.is_parameter(tensor)
         if owner is not None:
             owner.is_saved = True
         if owner is not None and self._counts:
             owner.num_saved_views += 1
-            owner.num_unread_views += 1
+            owner.num_unread_views += will_be_read
 
     def __del__(self) -> None:
         owner = self._source() if self._counts else None
@@ -214,7 +215,9 @@ def _pack_through(
     source, kept, unit = source_of(tensor), other(tensor), running[-1]
     if unit is not None and not unit.is_under_other_hooks:
         unit.runs_under_other_hooks()
-    return kept, None, unit, None if source is None else _Part(tensor, source)
+    # What runs again in backward for hooks of others gives them what the nodes of forward will read; its own never run:
+    # test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction.
+    return kept, None, unit, None if source is None else _Part(tensor, source, will_be_read=not in_backward())
 
 
 def _unpack_through(other: Callable[[Any], torch.Tensor], saved: _Saved) -> torch.Tensor:
