@@ -63,7 +63,7 @@ def auto_shard(
     _check_arguments(fully_shard_args, "auto_shard")
     arguments: Kwargs = {**fully_shard_args}
     if policy is None or isinstance(policy, str):
-        units = _rewrapped(model, _described(model, arguments), policy or "auto")
+        units = _by_word(model, policy or "auto", arguments)
     else:
         units = _chosen(model, policy, arguments)
     _check_none_sharded(model, units)
@@ -90,6 +90,16 @@ Rule: TypeAlias = str | tuple[str, ...]
 """The name of modules that are a unit each, or names of modules that are one unit together."""
 
 
+def _by_word(model: nn.Module, word: str, arguments: Kwargs) -> list[UnitCall]:
+    """Returns the units that the model describes, changed as `word` says."""
+    if word not in WRAPPINGS:
+        raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
+    lists = repeated_blocks(model).values()
+    if word != "auto" and not lists:
+        raise PolicyError(f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none")
+    return rewrapped(model, _described(model, arguments), lists, word)
+
+
 def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
     """Returns the units that the model's `_fsdp_plan` and `_no_split_modules` describe, or else its repeated blocks."""
     unit_of_module: dict[nn.Module, UnitCall] = {}
@@ -111,15 +121,6 @@ def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
     if not unit_of_module:
         raise PolicyError(_says_nothing(model, classes))
     return _bottom_up(model, unit_of_module)
-
-
-def _rewrapped(model: nn.Module, units: list[UnitCall], word: str) -> list[UnitCall]:
-    if word not in WRAPPINGS:
-        raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
-    lists = repeated_blocks(model).values()
-    if word != "auto" and not lists:
-        raise PolicyError(f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none")
-    return rewrapped(model, units, lists, word)
 
 
 def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, UnitCall]) -> list[UnitCall]:

@@ -100,4 +100,6 @@ def _reasons(found: Found) -> Iterator[str]:
         else:
             longer = _costs(outcome.seconds - best.seconds)
             said = f"take {longer}, {in_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+        if outcome == best:
+            said = "make no difference"
         yield f"  {chosen[name]}: {other.in_words()[name]} would {said}"

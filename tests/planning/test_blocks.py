@@ -47,11 +47,11 @@ def shell(model):
     return Work(modules, parameters, (), 1, 1)
 
 
-def on(num_ranks, shard, widths, tied, thin):
+def on(num_ranks, shard, widths, tied, thin, together=1):
     with imagined_ranks(num_ranks), torch.device("meta"):
         model = Stack(widths, tied)
         work = shell(model)
-        like = thin_out(model) if thin else {}
+        like = thin_out(model, together) if thin else {}
         sharded = sharded_of(shard(model, init_device_mesh("cpu", (num_ranks,))), work, ADAMW)
         return like, with_blocks(sharded, like, work) if thin else sharded
 
@@ -86,13 +86,27 @@ def test_blocks_that_are_alike_need_not_be_sharded_each(shard, num_ranks, tied):
     widths = [16, 24] * 3 + [16]
     _, whole = on(num_ranks, shard, widths, tied, thin=False)
     like, thinned = on(num_ranks, shard, widths, tied, thin=True)
-    assert Counter(like.values()) == {"blocks.0": 3, "blocks.1": 2}
+    assert Counter(like.values()) == {("blocks.0",): 3, ("blocks.1",): 2}
+    assert thinned == whole
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": sherd.Flat()}], ids=["shard", "flat"])
+@pytest.mark.parametrize("widths", [[16, 24] * 3 + [16], [16] * 6, [16, 16, 24, 24, 16, 16, 24]])
+def test_pairs_of_blocks_need_not_be_sharded_each(widths, options):
+    def pairs(model, mesh):
+        return sherd.auto_shard(model, "pairs", mesh=mesh, **options)
+
+    _, whole = on(4, pairs, widths, False, thin=False, together=2)
+    like, thinned = on(4, pairs, widths, False, thin=True, together=2)
+    assert like
+    assert all(len(run) == 2 for run in like)
+    assert [unit.name for unit in whole.units][1] == "blocks.0, blocks.1"
     assert thinned == whole
 
 
 def test_blocks_that_are_no_units_are_all_needed():
     like, thinned = on(4, lambda model, mesh: sherd.fully_shard(model, mesh=mesh), [16, 16], False, thin=True)
-    assert like == {"blocks.1": "blocks.0"}
+    assert like == {("blocks.1",): ("blocks.0",)}
     assert thinned is None
 
 

@@ -121,7 +121,7 @@ def test_models_of_transformers_are_laid_by_their_own_plan(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
     words = ["--context", "32", "--checkpointing", "no", "--reshard", "yes", "--offload", "no", "--prefetch", "1"]
-    words += ["--placement", "shard", "--strategy", "auto", "--micro-batch", "1", "--json"]
+    words += ["--placement", "shard", "--wrapping", "auto", "--strategy", "auto", "--micro-batch", "1", "--json"]
     found = []
     for mesh in ("dp=8", "dp=2,tp=4"):
         assert main(["plan", str(file), "--mesh", mesh, *words]) == 0

@@ -41,6 +41,7 @@ def given(**settings):
     usual = {
         "strategy": "auto",
         "placement": "shard",
+        "wrapping": "auto",
         "reshard": True,
         "checkpointing": False,
         "offload": False,
@@ -97,6 +98,7 @@ def test_what_is_chosen_fits_and_shards():
     with imagined_ranks(mesh.num_ranks):
         device_mesh = mesh_of(mesh.replicate, mesh.shard)
         sherd.auto_shard(decoder(), mesh=device_mesh, **found.fully_shard_args)
+    assert {each.wrapping for each in found.found.outcomes} == {"auto", "pairs", "parts", "ends"}
     roomy = plan(model, 8, tokens(4, 2048), loss=next_token, samples=64)
     assert roomy.prediction.timeline.seconds <= found.prediction.timeline.seconds
     assert str(found).count("\n") > 10
@@ -120,7 +122,17 @@ def test_a_limit_that_nothing_fits_is_told():
     assert "no settings that were tried fit" in str(made(memory_limit=1))
 
 
-@pytest.mark.parametrize("settings", [Settings(Mesh(8)), Settings(Mesh(4, 2), checkpointing=True, micro_batch=4)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(Mesh(8)),
+        Settings(Mesh(4, 2), checkpointing=True, micro_batch=4),
+        Settings(Mesh(8), wrapping="pairs"),
+        Settings(Mesh(4, 2), wrapping="parts", checkpointing=True),
+        Settings(Mesh(8), wrapping="ends", placement="flat"),
+    ],
+    ids=str,
+)
 def test_a_rough_prediction_is_close(settings):
     training = Training(
         decoder(20), lambda size: tokens(size).to("meta"), Layout(next_token), OPTIMIZERS["adamw-fused"]
@@ -131,6 +143,35 @@ def test_a_rough_prediction_is_close(settings):
     assert rough.seconds == pytest.approx(exact.timeline.seconds, rel=0.02)
     # What is reserved is a multiple of 2 MiB in each pool.
     assert rough.nbytes == pytest.approx(exact.driver_bytes, rel=0.02, abs=16 << 20)
+
+
+class ReadsFromOutside(nn.Module):
+    """The head's weight is that of the embedding, which is called for nothing but its rows."""
+
+    def __init__(self, reads_part):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(6))
+        self.reads_part = reads_part
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = nn.functional.linear(block[0](x), block[1].weight) if self.reads_part else block(x)
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+def test_units_whose_parameters_are_read_from_outside_are_not_chosen():
+    with torch.device("meta"):
+        model, other = ReadsFromOutside(False), ReadsFromOutside(True)
+    found = plan(model, 4, tokens(1, 16), cluster="laptop")
+    assert {each.wrapping for each in found.found.outcomes} == {"auto", "pairs", "parts"}
+    with pytest.raises(
+        PolicyError, match=r"wrapping='ends': forward reads embedding\.weight while no module of its unit"
+    ):
+        made(model, wrapping="ends")
+    with pytest.raises(PolicyError, match=r"wrapping='parts': forward reads blocks\.0\.1\.weight"):
+        made(other, wrapping="parts")
 
 
 def test_a_real_model_is_neither_read_nor_changed():
@@ -161,6 +202,9 @@ class LooksAtValues(nn.Module):
         ({"samples": 9}, PolicyError, "8 ranks do not divide it"),
         ({"micro_batch": 3}, PolicyError, "does not divide the 2 samples"),
         ({"placement": "rows"}, PolicyError, "expected one of shard, flat"),
+        ({"wrapping": "triples"}, PolicyError, "expected one of auto, pairs, parts, ends"),
+        ({"model": nn.Embedding(4, 4), "wrapping": "pairs"}, PolicyError, "is for repeated blocks"),
+        ({"wrapping": "pairs", "shard": sherd.fully_shard}, PolicyError, "the units are made by `shard`"),
         ({"offload": "yes"}, PolicyError, "expected True or False"),
         ({"prefetch": -1}, PolicyError, "prefetch"),
         ({"depth": 2}, PolicyError, "no setting 'depth'"),

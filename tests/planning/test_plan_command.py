@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sherd.planning.files import from_json
+from sherd.simulate.settings import UNITS
 from sherd.train.cli import main
 from sherd.train.config import Config, read_tree
 
@@ -68,6 +69,17 @@ def test_a_config_is_planned_and_what_is_written_runs(files, capsys):
     assert "<h2>What is alive at the peak</h2>" in (files / "p.html").read_text()
 
 
+@pytest.mark.parametrize("wrapping", ["pairs", "parts", "ends"])
+def test_units_are_written_as_they_are_planned(files, capsys, wrapping):
+    wanted = files / "chosen.toml"
+    words = ("--cluster", "laptop", "--mesh", "dp=2", "--wrapping", wrapping, "--micro-batch", 2, "--write", wanted)
+    code, out, _ = said(capsys, files / "train.toml", *words)
+    assert code == 0
+    assert UNITS[wrapping] in out
+    assert Config.of(read_tree(str(wanted))).shard.wrapping == wrapping
+    assert main(["train", "--config", str(wanted), "--dry-run", "--nproc", "2"]) == 0
+
+
 def test_a_hugging_face_config_is_planned_as_json(files, capsys):
     code, out, _ = said(capsys, files / "llama.json", "--mesh", "replicate=2,dp=4", "--checkpointing", "yes", "--json")
     found = json.loads(out)
@@ -117,6 +129,8 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         (["llama.json", "--samples", "3"], "8 ranks do not divide it"),
         (["llama.json", "--write", "x.toml"], "needs a MODEL that is a config of sherd train"),
         (["llama.json", "--placement", "rows"], "invalid choice"),
+        (["llama.json", "--wrapping", "all"], "invalid choice"),
+        (["made.py:make", "--wrapping", "pairs"], "the model (Linear) does not run without values"),
     ],
 )
 def test_what_cannot_be_planned_is_told_in_one_line(files, capsys, monkeypatch, words, says):

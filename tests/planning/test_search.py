@@ -37,7 +37,14 @@ def everything():
                 for checkpointing, prefetch in product(VALUES["checkpointing"], (0, 1, 2)):
                     for reshard, offload in product((False, True), repeat=2):
                         yield Settings(
-                            mesh, "auto", placement, reshard, checkpointing, offload, prefetch, size, 4 // size
+                            mesh,
+                            placement=placement,
+                            reshard=reshard,
+                            checkpointing=checkpointing,
+                            offload=offload,
+                            prefetch=prefetch,
+                            micro_batch=size,
+                            micro_batches=4 // size,
                         )
 
 
