@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.doctor.bandwidth import measured, unit_links
+from sherd.doctor.bandwidth import EXACTLY, measured, unit_links, with_operations
+from sherd.doctor.operations import timed_operations
+from sherd.doctor.own_model import step as own_step
 from sherd.planning.axes import Layout
-from sherd.planning.planner import Planner, Training, fully_shard_args
+from sherd.planning.planner import Planner, Training, compute_in, fully_shard_args
 from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy
-from sherd.simulate.cluster import Cluster
+from sherd.simulate.cluster import Cluster, Timed
 from sherd.simulate.cluster_file import cluster_toml, read_cluster
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import OPTIMIZERS
@@ -307,32 +310,48 @@ def calibrate(mesh: DeviceMesh) -> list[str]:
     return [cluster_toml(replace(cluster, within=each)) for each in links]
 
 
+def own_operations(mesh: DeviceMesh, seed: int) -> Mapping[str, tuple[Timed, ...]]:
+    """On a rank: the operations of the model of `seed`, unsharded, timed one by one."""
+    this = case(seed)
+    torch.manual_seed(0)
+    model = this.build()
+    if isinstance(model, SherdDecoder):
+        model.reset_parameters(0)
+    if this.compute_dtype is not None:
+        compute_in(this.compute_dtype, model)
+    batch = this.batch(this.settings.micro_batch)
+    return timed_operations([partial(own_step, model, batch, this.loss)], EXACTLY)
+
+
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """In the environment of ranks: freed memory stays with malloc, as with an accelerator's allocator."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case, its milliseconds predicted and measured, and its peak predicted over recorded."""
+    """A case, its milliseconds predicted and measured, and its peak predicted over recorded. `from_own`: as predicted
+    when the model's own operations were timed too."""
 
     this: Case
     planned: float
+    from_own: float
     took: float
     peak: float
 
-    @property
-    def ratio(self) -> float:
-        """Predicted over measured time."""
-        return self.planned / self.took
-
 
 def summary(rows: list[Row]) -> str:
-    """Returns how far the predictions are off, in a line."""
-    off, peaks = [abs(row.ratio - 1) for row in rows], [abs(row.peak - 1) for row in rows]
+    """Returns how far the predictions are off, in lines."""
+    own = [abs(row.from_own / row.took - 1) for row in rows]
+    usual = [abs(row.planned / row.took - 1) for row in rows]
+    peaks = [abs(row.peak - 1) for row in rows]
     return (
-        f"{len(rows)} models: step time is off by {median(off):.1%} in the median and {max(off):.1%} at most, "
-        f"{sum(each <= 0.1 for each in off)} within 10 %; peak bytes by {max(peaks):.1%} at most."
+        f"{len(rows)} models. With each one's own operations timed, step time is off by {_off(own)}; with the usual "
+        f"ones alone, by {_off(usual)}. Peak bytes are off by {max(peaks):.1%} at most."
     )
+
+
+def _off(by: Sequence[float]) -> str:
+    return f"{median(by):.1%} in the median and {max(by):.1%} at most, {sum(each <= 0.1 for each in by)} within 10 %"
 
 
 def page(rows: list[Row]) -> str:
@@ -344,14 +363,17 @@ def page(rows: list[Row]) -> str:
         (
             str(row.this.seed),
             str(row.this),
-            f"{row.planned:.0f}",
             f"{row.took:.0f}",
-            f"{row.ratio:.2f}",
+            f"{row.from_own:.0f}",
+            f"{row.from_own / row.took:.2f}",
+            f"{row.planned:.0f}",
+            f"{row.planned / row.took:.2f}",
             f"{row.peak:.3f}",
         )
         for row in rows
     ]
-    heads = ("seed", "model and settings", "predicted, ms", "measured, ms", "ratio", "peak bytes, ratio")
+    heads = ("seed", "model and settings", "measured, ms", *("from its own operations, ms", "ratio"))
+    heads = (*heads, "from the usual ones, ms", "ratio", "peak bytes, ratio")
     seeds = f"{rows[0].this.seed}:{rows[-1].this.seed + 1}"
     return f"""# Predictions against this machine
 
@@ -383,13 +405,17 @@ def main(arguments: list[str] | None = None) -> int:
     clusters, rows = {name: read_cluster(file) for name, file in files.items()}, []
     for seed in range(*map(int, chosen.seeds.split(":"))):
         this = case(seed)
-        plan, ranks = predicted(this, clusters[this.transport]), on_ranks(Conditions(), run, seed)
+        cluster = clusters[this.transport]
+        timed = with_operations(cluster.device.timed, on_ranks(Conditions(), own_operations, seed)[0])
+        plan = predicted(this, replace(cluster, device=replace(cluster.device, timed=timed)))
+        usual, ranks = predicted(this, cluster).seconds * 1e3, on_ranks(Conditions(), run, seed)
         laps = [max(each) for each in zip(*(rank.laps for rank in ranks), strict=True)]
         took, trace = min(laps), ranks[0].timeline
-        rows.append(Row(this, plan.seconds * 1e3, took, plan.peak.nbytes / trace.peak.nbytes))
+        rows.append(Row(this, usual, plan.seconds * 1e3, took, plan.peak.nbytes / trace.peak.nbytes))
+        ratios = f"{plan.seconds * 1e3 / took:.3f} ({usual / took:.3f})"
         print(
-            f"{seed:5} {plan.seconds * 1e3:8.1f} / {took:8.1f} ms = {plan.seconds * 1e3 / took:.3f}  median "
-            f"{median(laps):.1f}  cpu {min(ranks[0].cpu):.1f} bytes {plan.peak.nbytes / trace.peak.nbytes:.4f}  {this}",
+            f"{seed:5} {plan.seconds * 1e3:8.1f} / {took:8.1f} ms = {ratios}  median {median(laps):.1f}  "
+            f"cpu {min(ranks[0].cpu):.1f} bytes {plan.peak.nbytes / trace.peak.nbytes:.4f}  {this}",
             flush=True,
         )
         if chosen.lanes:

@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import linear_regression
@@ -21,10 +21,11 @@ from sherd.comm.objects import all_gather_objects
 from sherd.comm.transports import transport_of
 from sherd.doctor.findings import Finding
 from sherd.doctor.machine import host_memory
-from sherd.doctor.operations import timed_operations
+from sherd.doctor.operations import Step, timed_operations, usual_steps
+from sherd.doctor.own_model import steps_of
 from sherd.doctor.ranks import collective, device
 from sherd.policy import CommPolicy
-from sherd.simulate.cluster import Cluster, Device, Link
+from sherd.simulate.cluster import Cluster, Device, Link, Timed
 from sherd.simulate.cluster_file import cluster_toml, texts_of
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.simulate.work import OpKind
@@ -33,7 +34,9 @@ from sherd.train.config import InputError
 MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
 WIDTHS, UNITS = (64, 128, 512, 1024), 8  # of units with a square weight each, and how many there are
+VECTORS, ROWS = 7, 512  # of a unit besides, and of what goes through all of them
 QUEUED = 200  # small operations in a row
+EXACTLY = 256  # cells per doubling of a size: what is told as one operation are equal ones
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
 ON_CPU, ON_DEVICE = (1024, 2**13, (2, 4, 512, 64)), (8192, 2**18, (4, 16, 4096, 128))
 
@@ -44,9 +47,10 @@ def require_free(file: str) -> None:
         raise InputError(f"--bandwidth {file}: it is there, or its folder is not; name a new file in a folder")
 
 
-def of_the_bandwidth(file: str) -> Iterator[Finding]:
-    """Measure with all ranks of the default process group, and write `file` on rank 0. Yields a line per figure."""
-    cluster = measured(Path(file).stem)
+def of_the_bandwidth(file: str, model: str = "") -> Iterator[Finding]:
+    """Measure with all ranks of the default process group, and write `file` on rank 0. Yields a line per figure.
+    `model`: one whose operations are timed too."""
+    cluster = measured(Path(file).stem, steps_of(model) if model else ())
     if dist.get_rank() == 0:
         Path(file).write_text(cluster_toml(cluster), encoding="utf-8")
     texts = texts_of(cluster)
@@ -54,8 +58,9 @@ def of_the_bandwidth(file: str) -> Iterator[Finding]:
     yield Finding("bandwidth", "written", file)
 
 
-def measured(name: str) -> Cluster:
-    """Returns the cluster of these ranks, by its `name`. Of each figure that of the slowest rank counts."""
+def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
+    """Returns the cluster of these ranks, by its `name`. Of each figure that of the slowest rank counts. `own`: steps
+    of the user's model, for CPUs."""
     at, hosts = device(), all_gather_objects(socket.gethostname(), "the names of hosts")
     per_node, statm = hosts.count(hosts[0]), Path("/proc/self/statm")
     resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 2**29
@@ -75,7 +80,9 @@ def measured(name: str) -> Cluster:
     bandwidth = rates.pop(OpKind.POINTWISE)
     shares = {kind: rate / bandwidth for kind, rate in rates.items()}
     on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
-    timed = timed_operations() if at.type == "cpu" else {}
+    timed: Mapping[str, tuple[Timed, ...]] = {}
+    if at.type == "cpu":
+        timed = with_operations(timed_operations(usual_steps()), timed_operations(own, EXACTLY))
     optimizer = None
     if at.type == "cpu" and within and hosts.count(hosts[0]) == len(hosts):
         within, optimizer = unit_links(launch)
@@ -89,6 +96,13 @@ def measured(name: str) -> Cluster:
         sources["across"] = f"{guess} there is one host, or hosts differ in ranks: Ethernet of 10 Gbit/s"
     links = (within or in_memory, across or Link(30e-6, 1.1e9), to_host)
     return Cluster(name or "measured", Device(model, *on_device, timed), per_node, *links, None, "", sources, optimizer)
+
+
+def with_operations(
+    timed: Mapping[str, tuple[Timed, ...]], others: Mapping[str, tuple[Timed, ...]]
+) -> Mapping[str, tuple[Timed, ...]]:
+    """Returns the operations of both."""
+    return {name: (*timed.get(name, ()), *others.get(name, ())) for name in {**timed, **others}}
 
 
 def _slowest(call: Callable[[], object], at: torch.device) -> float:
@@ -192,9 +206,25 @@ def _line(sizes: Sequence[float], took: Sequence[float], launch: float = 0.0, st
     return Link(max(fixed - launch, 1e-9) / steps, 1 / max(per_byte, min(rates) / 10))
 
 
+class _Unit(nn.Module):
+    """A product with a square weight, and with vectors, as a block's biases and norms are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.vectors = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(VECTORS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.weight
+        for vector in self.vectors:
+            x = x * vector
+        return x
+
+
 def unit_links(launch: float, transport: str = "auto") -> tuple[Link, Link]:
     """Returns the links `within` and `optimizer` of CPU ranks on one host, measured by training: of collectives with
-    all that the engine does around them, as a unit gathers twice and reduces once; and of AdamW's step."""
+    all that the engine does around them, as a unit gathers twice and reduces once, where compute has its caches; and of
+    AdamW's step."""
     collectives, adamw, sizes, ranks = [], [], [4 * width**2 for width in WIDTHS], dist.get_world_size()
 
     def train(model: nn.Module, batch: torch.Tensor) -> None:
@@ -202,13 +232,15 @@ def unit_links(launch: float, transport: str = "auto") -> tuple[Link, Link]:
         model(batch).sum().backward()
 
     for width in WIDTHS:
-        plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(UNITS)))
+        plain = nn.Sequential(*(_Unit(width) for _ in range(UNITS)))
         model = copy.deepcopy(plain)
         for unit in (*model, model):
             fully_shard(unit, comm_policy=CommPolicy(transport))
-        alone, sharded = (_slowest(partial(train, each, torch.ones(4, width)), device()) for each in (plain, model))
+        batch = torch.randn(ROWS, width)
+        alone, sharded = (_slowest(partial(train, each, batch), device()) for each in (plain, model))
         collectives.append(max(1e-6, sharded - alone) / (3 * UNITS))
-        adamw.append(_slowest(torch.optim.AdamW(model.parameters(), foreach=True).step, device()) / UNITS)
+        weights = [each for each in model.parameters() if each.dim() > 1]
+        adamw.append(_slowest(torch.optim.AdamW(weights, foreach=True).step, device()) / UNITS)
     sent = [(ranks - 1) / ranks * size for size in sizes]
     accesses = OPTIMIZERS["adamw"].accesses
     touched = [accesses * size / ranks for size in sizes]

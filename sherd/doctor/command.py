@@ -23,7 +23,9 @@ from sherd.comm.objects import all_gather_objects, do_without_numpy
 from sherd.doctor.bandwidth import of_the_bandwidth, require_free
 from sherd.doctor.findings import FAILURE, OK, Finding, as_json, as_table, exit_code
 from sherd.doctor.machine import of_the_machine
+from sherd.doctor.own_model import steps_of
 from sherd.doctor.ranks import of_the_ranks
+from sherd.train.config import InputError
 from sherd.train.device import accelerator
 from sherd.train.launch import start
 from sherd.train.machines import apart, take_the_way_to_the_others
@@ -34,6 +36,7 @@ __all__ = ["doctor"]
 
 MEETING = timedelta(seconds=30)  # by which one rank may be later than another
 LIMIT_S = 120.0  # after which a rank that is stuck shows where, and ends
+MEASURING_S = 900.0  # the same with --bandwidth, which takes a minute or two on CPUs, and longer with a model
 STUCK = (
     "look at stderr for what it was doing; if ranks did not meet, check the interfaces and variables above, and try "
     "--ranks 1"
@@ -44,6 +47,7 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Be a launcher or a rank; returns the exit code. Raises InputError for a file that cannot be written."""
     if not args.into:
         require_free(args.bandwidth)
+        _check_model(args)
     if is_rank():
         _be_rank(args)
     num_ranks = args.ranks or (torch.accelerator.device_count() if accelerator() else 2)
@@ -62,15 +66,24 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
     return _told(findings, args)
 
 
+def _check_model(args: argparse.Namespace) -> None:
+    """Raise InputError for a model that cannot be timed."""
+    if not args.model:
+        return
+    if not args.bandwidth or accelerator() is not None:
+        raise InputError(f"--model {args.model} goes with --bandwidth, and is for CPUs")
+    next(steps_of(args.model))
+
+
 def _be_rank(args: argparse.Namespace) -> NoReturn:
     """Look at the ranks, and leave: what a launcher has started leaves its findings in a file."""
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(MEASURING_S if args.bandwidth else LIMIT_S, exit=True)
     rank, findings = int(os.environ["RANK"]), []
     try:
         with _group():
             if not args.into:
                 findings += _of_all_machines()
-            findings += of_the_bandwidth(args.bandwidth) if args.bandwidth else of_the_ranks()
+            findings += of_the_bandwidth(args.bandwidth, args.model) if args.bandwidth else of_the_ranks()
     except Exception as error:
         # torch says in many lines what it was doing.
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

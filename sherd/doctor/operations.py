@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from statistics import median_low
 from typing import Any
@@ -24,23 +25,44 @@ from sherd.simulate.work import Op
 REPEATED = 3
 HEADS = 8
 CACHE_BYTES = 2**26  # what is written before each step, so that nothing of it is in a cache
-CELLS = 2  # per doubling of a size: what lies in one cell is told as one operation
+CELLS = 2
 DTYPES = torch.float32, torch.bfloat16
+Step = Callable[[], None]
+"""Forward and backward of a model."""
 
 
-def timed_operations() -> Mapping[str, tuple[Timed, ...]]:
-    """Returns the operations that were timed on this rank, as `Device.timed` has them. All ranks come here."""
+def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS) -> Mapping[str, tuple[Timed, ...]]:
+    """Returns the operations of `steps` that were timed on this rank, as `Device.timed` has them. All ranks come here.
+
+    Args:
+        steps: forwards and backwards of models, which are repeated.
+        cells_per_doubling: of a size: what lies in one cell is told as one operation.
+    """
     cells: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
-    for model, batch in (probe for dtype in DTYPES for probe in probes(dtype)):
-        for op, seconds in _run(model, batch):
+    for step in steps:
+        for op, seconds in _run(step):
             sizes = (op.flops, op.nbytes, op.depth)
-            at = (str(round(CELLS * math.log2(max(1, size)))) for size in sizes)
+            at = (str(round(cells_per_doubling * math.log2(max(1, size)))) for size in sizes)
             cells.setdefault((f"{op.name.removeprefix('aten.')}.{op.dtype}", *at), []).append((*sizes, seconds))
     found: dict[str, tuple[Timed, ...]] = {}
     for (name, *_), seen in cells.items():
         flops, nbytes, depth, took = (sum(column) / len(seen) for column in zip(*seen, strict=True))
         found[name] = (*found.get(name, ()), Timed(round(flops), round(nbytes), round(depth), took))
     return found
+
+
+def usual_steps() -> Iterator[Step]:
+    """Yields steps of models that have the usual operations in many sizes."""
+    for dtype in DTYPES:
+        for model, batch in probes(dtype):
+            yield partial(_step, model, batch)
+
+
+def _step(model: nn.Module, batch: Tensor) -> None:
+    model.zero_grad()
+    batch.grad = None
+    out = model(batch)
+    out.backward(torch.ones_like(out))
 
 
 def probes(dtype: torch.dtype) -> Iterator[tuple[nn.Module, Tensor]]:
@@ -60,16 +82,9 @@ def probes(dtype: torch.dtype) -> Iterator[tuple[nn.Module, Tensor]]:
             yield _Pictures(width, kernel).to(dtype), torch.randn(samples, width, side, side, dtype=dtype)
 
 
-def _run(model: nn.Module, batch: Tensor) -> Iterator[tuple[Op, float]]:
-    """Yields each operation of forward and backward with its seconds: the median, and its share of what a step takes
-    besides, in autograd and between operations."""
-
-    def step() -> None:
-        model.zero_grad()
-        batch.grad = None
-        out = model(batch)
-        out.backward(torch.ones_like(out))
-
+def _run(step: Step) -> Iterator[tuple[Op, float]]:
+    """Yields each operation of `step` with its seconds: the median, and its share of what the step takes besides, in
+    autograd and between operations."""
     step()
     steps, whole, others = [], list[float](), torch.zeros(CACHE_BYTES // 4)
     for number in range(2 * REPEATED):

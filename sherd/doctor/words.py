@@ -9,6 +9,7 @@ from sherd.train.codes import BAD_INPUT
 
 ABOUT = "tell what this machine and its ranks are like, what is wrong with them, and what to do about it"
 MEASURE = "measure compute, memory and links instead, and write them to FILE (cluster.toml), for sherd plan"
+OWN = "with --bandwidth, on CPUs: also time the operations of this model, which is named as for sherd plan"
 CODES = f"exit code: 0, all is well; 1, with --strict, there is a warning; {BAD_INPUT}, there is a failure"
 
 
@@ -33,6 +34,7 @@ def add_doctor(commands: Commands) -> None:
     )
     p.add_argument("--ranks", type=_at_least_one, metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--bandwidth", nargs="?", const="cluster.toml", default="", metavar="FILE", help=MEASURE)
+    p.add_argument("--model", default="", metavar="MODEL", help=OWN)
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--strict", action="store_true", help="exit with 1 after a warning")
     p.add_argument("--into", default="", help=argparse.SUPPRESS)  # the folder in which the started ranks leave findings

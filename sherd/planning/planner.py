@@ -140,7 +140,7 @@ class Planner:
             return scaled(self._read(training.samples, mesh), micro_batch / training.samples)
         model, loss = copy.deepcopy(training.model), training.layout.loss
         if training.compute_dtype is not None:
-            _compute_in(training.compute_dtype, model)
+            compute_in(training.compute_dtype, model)
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
         if mesh.num_ranks == 1:
             return read_work(model, training.batch(micro_batch), loss, device_type)
@@ -305,7 +305,7 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
     return arguments
 
 
-def _compute_in(dtype: torch.dtype, model: nn.Module) -> None:
+def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
     """Let `model` compute as under a MixedPrecisionPolicy: parameters are cast, and inputs of units, which are its
     blocks and itself; buffers stay."""
     for parameter in model.parameters():

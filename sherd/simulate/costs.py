@@ -29,6 +29,8 @@ from sherd.simulate.work import Group, Op, OpKind
 
 NEAREST = 4
 """Of the operations that were timed so many that are nearest in size say what another one takes."""
+SAME = 0.01
+"""One whose sizes differ by no more than that, in logarithms, says it alone: it was timed in the same model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
 
     at = sizes(op)
     near = nsmallest(NEAREST, ((dist(at, sizes(each)), log(each.seconds / plain(each))) for each in timed))
+    if near[0][0] < SAME:
+        near = near[:1]
     weights = [1 / (apart**2 + 1e-3) for apart, _ in near]
     slower = sum(weight * by for weight, (_, by) in zip(weights, near, strict=True)) / sum(weights)
     return plain(op) * exp(slower)

@@ -21,7 +21,7 @@ from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
 from sherd.train.planned_axes import TrainedLayout, spread_evenly, transformers_layout
 
-__all__ = ["Planned", "model_from"]
+__all__ = ["Planned", "model_from", "token_batch"]
 
 HINT = "name a factory as package.module:function or file.py:function, or give a config.json or a config of sherd train"
 
@@ -96,7 +96,7 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
             f"{spec} returned {type(made).__name__}; return a module, (module, batch), (module, batch, loss), or these "
             "with a dict of functions by the axes cp and tp"
         )
-    return Planned(model, (lambda *_: batch) if rest else _tokens, Layout(loss, cuts=cuts))
+    return Planned(model, (lambda *_: batch) if rest else token_batch, Layout(loss, cuts=cuts))
 
 
 def _hugging_face(path: str) -> Planned:
@@ -111,7 +111,7 @@ def _hugging_face(path: str) -> Planned:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise InputError(f"{path} makes no causal LM of transformers: {_first_line(error)}") from error
-    return Planned(model, _tokens, transformers_layout(model), getattr(config, "max_position_embeddings", None))
+    return Planned(model, token_batch, transformers_layout(model), getattr(config, "max_position_embeddings", None))
 
 
 def _trained(path: str, tree: Any) -> Planned:
@@ -123,10 +123,11 @@ def _trained(path: str, tree: Any) -> Planned:
         spread_evenly(model)
         names = ["tp", "cp", "pp", *(["ep"] if config.model.experts else [])]
     layout = TrainedLayout(own_or_usual_loss, config=config, names=tuple(names))
-    return Planned(model, _tokens, layout, config.data.context, config)
+    return Planned(model, token_batch, layout, config.data.context, config)
 
 
-def _tokens(samples: int, length: int) -> tuple[Tensor]:
+def token_batch(samples: int, length: int) -> tuple[Tensor]:
+    """Returns tokens on the meta device, the batch of a model that brings none of its own."""
     return (torch.zeros(samples, length, dtype=torch.int64, device="meta"),)
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from sherd.doctor import bandwidth, operations
 from sherd.doctor.findings import FAILURE
 from sherd.simulate.cluster_file import cluster_toml, read_cluster
-from sherd.simulate.costs import Ranks, collective_seconds
+from sherd.simulate.costs import Ranks, collective_seconds, op_seconds
+from sherd.simulate.work import Op, OpKind
 from sherd.train import cli
 from tests.forked import sherd as be_sherd
 from tests.forked import start
@@ -36,8 +37,29 @@ def be_quick(words, environment):
         be_sherd(words, environment)
 
 
+FACTORY = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 24)
+        self.layers = nn.ModuleList(nn.Conv1d(24, 24, 7, padding=3) for _ in range(6))
+    def forward(self, x):
+        x = self.words(x).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.transpose(1, 2)
+def make():
+    return Model(), torch.zeros(3, 100, dtype=torch.int64)
+def fails():
+    return 3
+"""
+
+
 def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp_path):
-    words = ["doctor", "--bandwidth", "box.toml", "--ranks", "2", "--json"]
+    (tmp_path / "made.py").write_text(FACTORY)
+    words = ["doctor", "--bandwidth", "box.toml", "--ranks", "2", "--json", "--model", "made.py:make"]
     process = start(be_quick, words, {}, folder=tmp_path, output=tmp_path / "said")
     process.join(150)
     said = (tmp_path / "said").read_text()
@@ -56,6 +78,11 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
         for dtype in ("float32", "bfloat16"):
             assert all(each.seconds > 0 and each.nbytes > 0 for each in device.timed[f"{name}.{dtype}"])
     assert {each.depth for each in device.timed["mm.float32"]} >= {64}
+    own = [each for each in device.timed["convolution.float32"] if each.depth == 24 * 7]
+    assert {round(each.flops / (2 * 100 * 24 * 24 * 7), 3) for each in own} == {3, 12}, "of 3 samples, and of 12"
+    for each in own:
+        alike = Op(OpKind.MATMUL, "aten.convolution", each.flops, each.nbytes, "float32", each.depth)
+        assert op_seconds(alike, device) == pytest.approx(each.seconds, rel=0.01)
     assert cluster.optimizer.latency > 0
     assert device.library_bytes < device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
     assert cluster.within.latency > 0
@@ -75,7 +102,7 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
 def measured_on(hosts):
     """What ranks measure that believe to be on these hosts."""
     here = mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank()])
-    none = mock.patch.object(bandwidth, "timed_operations", dict)
+    none = mock.patch.object(bandwidth, "timed_operations", return_value={})
     with here, none, mock.patch.object(bandwidth, "MEASURE_S", 0.001):
         return cluster_toml(bandwidth.measured("box"))
 

@@ -1,0 +1,87 @@
+"""Do steps of a user's own model run, so that its operations can be timed, and is a wrong one refused in a line?"""
+
+import json
+
+import pytest
+import torch
+
+from sherd.doctor.operations import timed_operations
+from sherd.doctor.own_model import steps_of
+from sherd.train.cli import main
+from tests.doctor.test_bandwidth import FACTORY
+
+CONFIG = """
+[model]
+layers = 4
+width = 32
+heads = 2
+kv_heads = 2
+experts = 4
+[data]
+context = 16
+[run]
+precision = "bf16"
+"""
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    (tmp_path / "train.toml").write_text(CONFIG)
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "made.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+
+
+def timed(spec):
+    return timed_operations(steps_of(spec), 256)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("spec", "num_steps", "names"),
+    [
+        ("train.toml", 2, {"mm.bfloat16", "topk.float32"}),
+        ("llama.json", 4, {"mm.bfloat16", "mm.float32", "silu_backward.float32"}),
+        ("made.py:make", 4, {"convolution.float32", "convolution_backward.bfloat16"}),
+    ],
+)
+def test_the_operations_of_a_model_are_timed(world, spec, num_steps, names):
+    assert len(list(steps_of(spec))) == num_steps
+    for found in world(2).run(timed, spec):
+        assert found.keys() >= names, sorted(found)
+        assert all(each.seconds > 0 for every in found.values() for each in every)
+
+
+@pytest.mark.usefixtures("files")
+def test_values_are_neither_denormal_nor_out_of_range():
+    for step in steps_of("llama.json"):
+        model, batch, loss = step.args
+        assert all(torch.isfinite(each).all() for each in model.parameters())
+        assert 0.5 < loss(model, batch).item() < 50
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "made.py:make"], "--model made.py:make goes with --bandwidth, and is for CPUs"),
+        (["--bandwidth", "box.toml", "--model", "made.py:fails"], "returned int"),
+        (["--bandwidth", "box.toml", "--model", "none.json"], "none.json is no file"),
+    ],
+)
+def test_what_cannot_be_timed_is_told_in_one_line(capsys, monkeypatch, words, says):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["doctor", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert says in err
