@@ -150,6 +150,7 @@ def markdown(lines: list[list[str]]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
+@cache
 def sections() -> dict[str, str]:
     """What stands between the page's markers."""
     return {

@@ -1,8 +1,8 @@
 """`python -m bench.predicted`: are the steps of random models on two CPU ranks predicted as they then run?
 
-A seed decides a model and its settings. `sherd doctor --bandwidth` measures this machine once, as its file has it;
-each model is predicted from that, and run. Of several steps the fastest one counts, on the slowest rank, and so it
-does in the doctor's measurements.
+A seed decides a model and its settings. `sherd doctor --bandwidth` measures this machine once, as its file has it, and
+the operations of each model as with `--model`; each is predicted from that, and run. Of several steps the fastest one
+counts, on the slowest rank, and so it does in the doctor's measurements of links.
 """
 
 from __future__ import annotations
@@ -381,7 +381,9 @@ def page(rows: list[Row]) -> str:
 
 Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
 {os.cpu_count()} cores, torch {torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what
-is freed (see [planning](planning.md)). No model of this page was looked at when the predictions were tuned.
+is freed (see [planning](planning.md)). No model of this page was looked at when the predictions were tuned. *From its
+own operations*: a step of the unsharded model was run on both ranks before, and its operations timed one by one, as
+`sherd doctor --bandwidth --model` does; *from the usual ones*: `sherd doctor --bandwidth` alone.
 
 {markdown(heads, cells)}
 """

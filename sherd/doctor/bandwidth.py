@@ -32,9 +32,10 @@ from sherd.simulate.work import OpKind
 from sherd.train.config import InputError
 
 MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
+STEPS_S = 2.0  # so are steps of models, whose difference counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
-WIDTHS, UNITS = (64, 128, 512, 1024), 8  # of units with a square weight each, and how many there are
-VECTORS, ROWS = 7, 512  # of a unit besides, and of what goes through all of them
+WIDTHS, UNITS = (64, 128, 512, 1024, 2048), 8  # of units with a square weight each, and how many there are
+VECTORS, INPUTS = 7, 2**16  # of a unit besides, and elements that go through all of them
 QUEUED = 200  # small operations in a row
 EXACTLY = 256  # cells per doubling of a size: what is told as one operation are equal ones
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
@@ -105,11 +106,12 @@ def with_operations(
     return {name: (*timed.get(name, ()), *others.get(name, ())) for name in {**timed, **others}}
 
 
-def _slowest(call: Callable[[], object], at: torch.device) -> float:
-    """Returns the seconds of `call`: the shortest run of each rank, of these the longest. All ranks run at once."""
+def _slowest(call: Callable[[], object], at: torch.device, seconds: float = 0.0) -> float:
+    """Returns the seconds of `call`: the shortest run of each rank, of these the longest. All ranks run at once, again
+    and again for so many `seconds`, `MEASURE_S` at least."""
     call()
     once: float = max(all_gather_objects(_seconds(call, at), "times"))
-    repeated = min(max(3, int(MEASURE_S / once)), 1000)  # a collective equally often on all ranks
+    repeated = min(max(3, int(max(seconds, MEASURE_S) / once)), 1000)  # a collective equally often on all ranks
     slowest: float = max(all_gather_objects(min(_seconds(call, at) for _ in range(repeated)), "times"))
     return slowest
 
@@ -236,8 +238,8 @@ def unit_links(launch: float, transport: str = "auto") -> tuple[Link, Link]:
         model = copy.deepcopy(plain)
         for unit in (*model, model):
             fully_shard(unit, comm_policy=CommPolicy(transport))
-        batch = torch.randn(ROWS, width)
-        alone, sharded = (_slowest(partial(train, each, batch), device()) for each in (plain, model))
+        batch = torch.randn(INPUTS // width, width)
+        alone, sharded = (_slowest(partial(train, each, batch), device(), STEPS_S) for each in (plain, model))
         collectives.append(max(1e-6, sharded - alone) / (3 * UNITS))
         weights = [each for each in model.parameters() if each.dim() > 1]
         adamw.append(_slowest(torch.optim.AdamW(weights, foreach=True).step, device()) / UNITS)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.engine.run.structures import map_tensors, tensors_in
-from sherd.errors import ModuleError, PolicyError, StateError
+from sherd.errors import ModuleError, PolicyError, SherdError, StateError
 from sherd.planning.axes import CUT_AXES, Cut, Layout, Shards, auto_units
 from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args
@@ -242,7 +242,8 @@ def planned(
     prediction = tried[settings]
     advice = []
     if prediction.driver_bytes > limit:
-        changes = cheapest_changes(evaluate, replace(space, fixed=frozenset()), settings, limit)
+        space = replace(space, fixed=frozenset(), wrappings=_wrappings(evaluate, layout, settings))
+        changes = cheapest_changes(evaluate, space, settings, limit)
         advice = [advice_of(settings, evaluate(settings), other, outcome) for other, outcome in changes]
     return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
 
@@ -254,8 +255,8 @@ def _wrappings(evaluate: Callable[[Settings], Outcome], layout: Layout, settings
         try:
             evaluate(replace(settings, wrapping=word))
             possible.append(word)
-        except PolicyError:
-            continue  # it repeats no blocks, or reads a parameter of one from outside
+        except SherdError:
+            continue  # it repeats no blocks, reads a parameter of one from outside, or cannot be sharded so
     return tuple(possible)
 
 

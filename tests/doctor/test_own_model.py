@@ -39,13 +39,13 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
     (tmp_path / "made.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def timed(spec):
     return timed_operations(steps_of(spec), 256)
 
 
-@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     ("spec", "num_steps", "names"),
     [
@@ -54,9 +54,9 @@ def timed(spec):
         ("made.py:make", 4, {"convolution.float32", "convolution_backward.bfloat16"}),
     ],
 )
-def test_the_operations_of_a_model_are_timed(world, spec, num_steps, names):
+def test_the_operations_of_a_model_are_timed(world, files, spec, num_steps, names):
     assert len(list(steps_of(spec))) == num_steps
-    for found in world(2).run(timed, spec):
+    for found in world(2).run(timed, str(files / spec)):
         assert found.keys() >= names, sorted(found)
         assert all(each.seconds > 0 for every in found.values() for each in every)
 

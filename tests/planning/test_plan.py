@@ -118,6 +118,14 @@ def test_what_does_not_fit_gets_advice_that_fits():
     assert "too much by" in str(found)
 
 
+def test_other_units_may_be_what_fits():
+    with torch.device("meta"):
+        model = ReadsFromOutside(False, rows=4_000_000, is_tied=False)
+    usual = plan(model, (1, 8), tokens(2, 64), **given())
+    found = plan(model, (1, 8), tokens(2, 64), memory_limit=usual.prediction.driver_bytes - (400 << 20), **given())
+    assert "embedding and head as units" in [each.change for each in found.advice]
+
+
 def test_a_limit_that_nothing_fits_is_told():
     assert "no settings that were tried fit" in str(made(memory_limit=1))
 
@@ -146,11 +154,13 @@ def test_a_rough_prediction_is_close(settings):
 
 
 class ReadsFromOutside(nn.Module):
-    """The head's weight is that of the embedding, which is called for nothing but its rows."""
+    """A head whose weight is that of the embedding, or one of its own; and blocks of whose parts only weights are
+    read."""
 
-    def __init__(self, reads_part):
+    def __init__(self, reads_part, rows=1000, is_tied=True):
         super().__init__()
-        self.embedding = nn.Embedding(1000, 64)
+        self.embedding = nn.Embedding(rows, 64)
+        self.head = None if is_tied else nn.Linear(64, rows)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(6))
         self.reads_part = reads_part
 
@@ -158,7 +168,7 @@ class ReadsFromOutside(nn.Module):
         x = self.embedding(x)
         for block in self.blocks:
             x = nn.functional.linear(block[0](x), block[1].weight) if self.reads_part else block(x)
-        return nn.functional.linear(x, self.embedding.weight)
+        return nn.functional.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
 
 def test_units_whose_parameters_are_read_from_outside_are_not_chosen():
