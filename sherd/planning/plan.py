@@ -86,7 +86,8 @@ class Plan:
 
     @property
     def fully_shard_args(self) -> dict[str, Any]:
-        """The arguments of `auto_shard` or `fully_shard`, besides `mesh`, that make the sharding as it was planned."""
+        """The arguments of `auto_shard`, besides `mesh`, that make the sharding as it was planned. Without `policy`,
+        which is there for other units than its usual ones, they are those of `fully_shard`."""
         return fully_shard_args(self.settings, self.compute_dtype)
 
     def __str__(self) -> str:
@@ -249,15 +250,14 @@ def planned(
 
 
 def _wrappings(evaluate: Callable[[Settings], Outcome], layout: Layout, settings: Settings) -> tuple[str, ...]:
-    """Returns the ways to make units that go with the model."""
-    possible = []
+    """Returns the ways to make units that go with the model, and differ from one another."""
+    possible: dict[Outcome, str] = {}
     for word in VALUES["wrapping"] if layout.rewraps else ("auto",):
         try:
-            evaluate(replace(settings, wrapping=word))
-            possible.append(word)
+            possible.setdefault(evaluate(replace(settings, wrapping=word)), word)
         except SherdError:
             continue  # it repeats no blocks, reads a parameter of one from outside, or cannot be sharded so
-    return tuple(possible)
+    return tuple(possible.values())
 
 
 def usual_limit(cluster: Cluster) -> int:

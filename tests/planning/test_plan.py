@@ -98,7 +98,8 @@ def test_what_is_chosen_fits_and_shards():
     with imagined_ranks(mesh.num_ranks):
         device_mesh = mesh_of(mesh.replicate, mesh.shard)
         sherd.auto_shard(decoder(), mesh=device_mesh, **found.fully_shard_args)
-    assert {each.wrapping for each in found.found.outcomes} == {"auto", "pairs", "parts", "ends"}
+    # Embedding and head are small beside a block, so that "ends" would be as "auto".
+    assert {each.wrapping for each in found.found.outcomes} == {"auto", "pairs", "parts"}
     roomy = plan(model, 8, tokens(4, 2048), loss=next_token, samples=64)
     assert roomy.prediction.timeline.seconds <= found.prediction.timeline.seconds
     assert str(found).count("\n") > 10
