@@ -24,7 +24,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     value is read, and the model may be in the middle of a step.
 
     Raises:
-        UnsupportedError: a parameter is also cut over other axes (tensor parallelism).
+        UnsupportedError: a parameter is also cut over other axes (tensor parallelism), or a module holds what cannot be
+            copied, as a process group.
     """
     memo: dict[int, Any] = {}
     modules = list(model.modules())
@@ -38,7 +39,12 @@ def plain_copy(model: nn.Module) -> nn.Module:
         if not isinstance(module, FullyShardedDataParallel):
             own = {name: each for name, each in vars(module).items() if name not in _OURS and "_hooks" not in name}
             own = {name: each for name, each in own.items() if not isinstance(each, BoundForward)}
-            vars(memo[id(module)]).update(vars(nn.Module()) | copy.deepcopy(own, memo))
+            try:
+                copied_own = copy.deepcopy(own, memo)
+            except Exception as error:
+                kind = type(memo[id(module)]).__name__
+                raise UnsupportedError(f"a {kind} of the model holds what cannot be copied: {error}") from error
+            vars(memo[id(module)]).update(vars(nn.Module()) | copied_own)
     for record in (each for unit in units_below(model) for each in unit.parameters):
         if record.unsharded_spec is not None or record.restored is not None:
             raise UnsupportedError(f"{record.name} is also cut over other axes of ranks, which is not simulated")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import sherd
 from bench.peak import LiveBytes
 from sherd.api.blocks import evenly_spread
-from sherd.errors import ClusterError, MemoryLimitError, ModuleError, PolicyError, StateError
+from sherd.errors import ClusterError, MemoryLimitError, ModuleError, PolicyError, StateError, UnsupportedError
 from sherd.planning.plain import plain_copy
 from sherd.planning.report.in_words import in_bytes
 from sherd.planning.tracing import traced
@@ -485,6 +485,20 @@ def test_a_plain_copy_is_the_model_before_it_was_sharded(world, make):
     assert classes == {"Stack", "Embedding", "ModuleList", "Block", "Linear"}
     assert shape == (SAMPLES, LENGTH, VOCABULARY)
     assert kind in ("FSDPStack", "FullyShardedDataParallel")
+
+
+def copied_with_a_group():
+    model = composed()
+    model.blocks[0].ring = torch.distributed.group.WORLD
+    with pytest.raises(UnsupportedError) as raised:
+        plain_copy(model)
+    return str(raised.value)
+
+
+def test_a_model_that_holds_a_process_group_is_named(world):
+    for said in world(2).run(copied_with_a_group):
+        assert "a Block of the model holds what cannot be copied: " in said
+        assert "ProcessGroup" in said
 
 
 def test_the_traceback_shows_the_note(world):
