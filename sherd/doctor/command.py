@@ -23,12 +23,12 @@ from sherd.comm.objects import all_gather_objects, do_without_numpy
 from sherd.doctor.bandwidth import of_the_bandwidth, require_free
 from sherd.doctor.findings import FAILURE, OK, Finding, as_json, as_table, exit_code
 from sherd.doctor.machine import of_the_machine
-from sherd.doctor.own_model import steps_of
 from sherd.doctor.ranks import of_the_ranks
 from sherd.train.config import InputError
 from sherd.train.device import accelerator
 from sherd.train.launch import start
 from sherd.train.machines import apart, take_the_way_to_the_others
+from sherd.train.planned_model import model_from
 from sherd.train.ranks import backend
 from sherd.train.stop import is_rank, leave
 
@@ -72,7 +72,7 @@ def _check_model(args: argparse.Namespace) -> None:
         return
     if not args.bandwidth or accelerator() is not None:
         raise InputError(f"--model {args.model} goes with --bandwidth, and is for CPUs")
-    next(steps_of(args.model))
+    model_from(args.model)
 
 
 def _be_rank(args: argparse.Namespace) -> NoReturn:

@@ -20,6 +20,8 @@ from sherd.train.planned_model import Planned, model_from, token_batch
 
 BLOCKS = 2
 """Of many equal blocks so many run."""
+TOKENS = 512
+"""In a sample, unless a config of `sherd train` says it: that of a Hugging Face model may be longer than fits here."""
 SAMPLES = (1, 4)
 """Batches of so many samples run, or of so many times those that a factory brings."""
 
@@ -35,7 +37,7 @@ def steps_of(spec: str) -> Iterator[Step]:
     precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for dtype in DTYPES if planned.config is None else [precisions[planned.config.run.precision]]:
         model = _with_values(planned, dtype)
-        batch = planned.batch(1, planned.context or 512)
+        batch = planned.batch(1, TOKENS if planned.config is None else planned.config.data.context)
         first, rows = num_samples(batch), _num_tokens(model) if planned.batch is token_batch else 1
         for samples in SAMPLES:
             drawn = map_tensors(partial(_drawn, rows), resized_batch(batch, first, samples * first))

@@ -227,7 +227,8 @@ def planned(
     evaluate = RoughPlanner(training, cluster).outcome
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
-        space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
+        if "wrapping" not in fixed:
+            space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
         saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
         found = search(
             evaluate, space, [min((beginning, saving), key=lambda each: merit(evaluate(each), limit))], limit

@@ -29,7 +29,7 @@ LLAMA = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "vocab_size": 100,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 131072,
 }
 
 
@@ -65,6 +65,7 @@ def test_the_operations_of_a_model_are_timed(world, files, spec, num_steps, name
 def test_values_are_neither_denormal_nor_out_of_range():
     for step in steps_of("llama.json"):
         model, batch, loss = step.args
+        assert batch[0].shape[1] == 512
         assert all(torch.isfinite(each).all() for each in model.parameters())
         assert 0.5 < loss(model, batch).item() < 50
 
