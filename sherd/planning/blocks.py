@@ -157,8 +157,11 @@ def with_fewer_blocks(model: nn.Module, num_blocks: int) -> tuple[nn.Module, int
     places = registrations(model)
     if any(places[id(each)] > 1 for block in lists[0][1:] for each in block.parameters()):
         return None
-    short = copy.deepcopy(model)
-    ((name, blocks),) = repeated_blocks(short).items()
-    around = short.get_submodule(name)
-    around._modules = dict(list(around._modules.items())[:num_blocks])
-    return short, len(blocks)
+    ((name, blocks),) = repeated_blocks(model).items()
+    around = model.get_submodule(name)
+    every = around._modules
+    around._modules = dict(list(every.items())[:num_blocks])
+    try:
+        return copy.deepcopy(model), len(blocks)
+    finally:
+        around._modules = every
