@@ -382,8 +382,8 @@ def page(rows: list[Row]) -> str:
 Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
 {os.cpu_count()} cores, torch {torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what
 is freed (see [planning](planning.md)). No model of this page was looked at when the predictions were tuned. *From its
-own operations*: a step of the unsharded model with the same micro-batch was run on both ranks before, and its operations
-timed one by one, as `sherd doctor --bandwidth --model` does with micro-batches of 1 and 4; *from the usual ones*: `sherd
+own operations*: a step of the unsharded model with the same micro-batch was run on both ranks before, and its
+operations timed one by one, as `sherd doctor --bandwidth --model MODEL --samples N` does; *from the usual ones*: `sherd
 doctor --bandwidth` alone.
 
 {markdown(heads, cells)}

@@ -48,10 +48,10 @@ def require_free(file: str) -> None:
         raise InputError(f"--bandwidth {file}: it is there, or its folder is not; name a new file in a folder")
 
 
-def of_the_bandwidth(file: str, model: str = "") -> Iterator[Finding]:
+def of_the_bandwidth(file: str, model: str = "", sizes: Sequence[int] = ()) -> Iterator[Finding]:
     """Measure with all ranks of the default process group, and write `file` on rank 0. Yields a line per figure.
-    `model`: one whose operations are timed too."""
-    cluster = measured(Path(file).stem, steps_of(model) if model else ())
+    `model`: one whose operations are timed too, with batches of these `sizes`."""
+    cluster = measured(Path(file).stem, steps_of(model, sizes) if model else ())
     if dist.get_rank() == 0:
         Path(file).write_text(cluster_toml(cluster), encoding="utf-8")
     texts = texts_of(cluster)

@@ -83,7 +83,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
         with _group():
             if not args.into:
                 findings += _of_all_machines()
-            findings += of_the_bandwidth(args.bandwidth, args.model) if args.bandwidth else of_the_ranks()
+            findings += of_the_bandwidth(args.bandwidth, args.model, args.samples) if args.bandwidth else of_the_ranks()
     except Exception as error:
         # torch says in many lines what it was doing.
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,11 @@ BLOCKS = 2
 """Of many equal blocks so many run."""
 TOKENS = 512
 """In a sample, unless a config of `sherd train` says it: that of a Hugging Face model may be longer than fits here."""
-SAMPLES = (1, 4)
-"""Batches of so many samples run, or of so many times those that a factory brings."""
 
 
-def steps_of(spec: str) -> Iterator[Step]:
+def steps_of(spec: str, sizes: Sequence[int]) -> Iterator[Step]:
     """Yields steps of the model that `spec` names, as for `sherd plan`: in float32 and bfloat16, or in what a config of
-    `sherd train` says.
+    `sherd train` says, with batches of each of `sizes` samples, or of so many times those that a factory brings.
 
     Raises:
         InputError: there is no such model, or it cannot be made.
@@ -39,8 +37,8 @@ def steps_of(spec: str) -> Iterator[Step]:
         model = _with_values(planned, dtype)
         batch = planned.batch(1, TOKENS if planned.config is None else planned.config.data.context)
         first, rows = num_samples(batch), _num_tokens(model) if planned.batch is token_batch else 1
-        for samples in SAMPLES:
-            drawn = map_tensors(partial(_drawn, rows), resized_batch(batch, first, samples * first))
+        for size in sizes:
+            drawn = map_tensors(partial(_drawn, rows), resized_batch(batch, first, size * first))
             yield partial(step, model, drawn, planned.layout.loss)
 
 

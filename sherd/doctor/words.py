@@ -35,6 +35,9 @@ def add_doctor(commands: Commands) -> None:
     p.add_argument("--ranks", type=_at_least_one, metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--bandwidth", nargs="?", const="cluster.toml", default="", metavar="FILE", help=MEASURE)
     p.add_argument("--model", default="", metavar="MODEL", help=OWN)
+    p.add_argument(
+        "--samples", type=_sizes, default=(1, 4), metavar="N,N", help="in a micro-batch of --model: 1,4 unless told"
+    )
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--strict", action="store_true", help="exit with 1 after a warning")
     p.add_argument("--into", default="", help=argparse.SUPPRESS)  # the folder in which the started ranks leave findings
@@ -47,4 +50,9 @@ def _at_least_one(text: str) -> int:
     return number
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_at_least_one(each) for each in text.split(","))
+
+
+_sizes.__name__ = "list of numbers"
 _at_least_one.__name__ = "int"  # argparse names it where `text` is no number at all

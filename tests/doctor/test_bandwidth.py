@@ -59,7 +59,18 @@ def fails():
 
 def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp_path):
     (tmp_path / "made.py").write_text(FACTORY)
-    words = ["doctor", "--bandwidth", "box.toml", "--ranks", "2", "--json", "--model", "made.py:make"]
+    words = [
+        "doctor",
+        "--bandwidth",
+        "box.toml",
+        "--ranks",
+        "2",
+        "--json",
+        "--model",
+        "made.py:make",
+        "--samples",
+        "1,4",
+    ]
     process = start(be_quick, words, {}, folder=tmp_path, output=tmp_path / "said")
     process.join(150)
     said = (tmp_path / "said").read_text()

@@ -43,7 +43,7 @@ def files(tmp_path, monkeypatch):
 
 
 def timed(spec):
-    return timed_operations(steps_of(spec), 256)
+    return timed_operations(steps_of(spec, (1, 4)), 256)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def timed(spec):
     ],
 )
 def test_the_operations_of_a_model_are_timed(world, files, spec, num_steps, names):
-    assert len(list(steps_of(spec))) == num_steps
+    assert len(list(steps_of(spec, (1, 4)))) == num_steps
     for found in world(2).run(timed, str(files / spec)):
         assert found.keys() >= names, sorted(found)
         assert all(each.seconds > 0 for every in found.values() for each in every)
@@ -63,9 +63,9 @@ def test_the_operations_of_a_model_are_timed(world, files, spec, num_steps, name
 
 @pytest.mark.usefixtures("files")
 def test_values_are_neither_denormal_nor_out_of_range():
-    for step in steps_of("llama.json"):
+    for step in steps_of("llama.json", [2]):
         model, batch, loss = step.args
-        assert batch[0].shape[1] == 512
+        assert batch[0].shape == (2, 512)
         assert all(torch.isfinite(each).all() for each in model.parameters())
         assert 0.5 < loss(model, batch).item() < 50
 
@@ -77,6 +77,8 @@ def test_values_are_neither_denormal_nor_out_of_range():
         (["--model", "made.py:make"], "--model made.py:make goes with --bandwidth, and is for CPUs"),
         (["--bandwidth", "box.toml", "--model", "made.py:fails"], "returned int"),
         (["--bandwidth", "box.toml", "--model", "none.json"], "none.json is no file"),
+        (["--bandwidth", "box.toml", "--model", "made.py:make", "--samples", "0"], "0 is too few"),
+        (["--bandwidth", "box.toml", "--model", "made.py:make", "--samples", "1;4"], "'1;4'"),
     ],
 )
 def test_what_cannot_be_timed_is_told_in_one_line(capsys, monkeypatch, words, says):
