@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.doctor.bandwidth import EXACTLY, measured, unit_links, with_operations
-from sherd.doctor.operations import timed_operations
+from sherd.doctor.bandwidth import measured, unit_links
+from sherd.doctor.operations import EXACTLY, timed_operations, with_operations
 from sherd.doctor.own_model import step as own_step
 from sherd.planning.axes import Layout
 from sherd.planning.planner import Planner, Training, compute_in, fully_shard_args
@@ -147,6 +147,14 @@ class Case:
         head = nn.Sequential(norm(width), nn.Linear(width, s["vocabulary"], bias=False))
         return Stack(nn.Embedding(s["vocabulary"], width), blocks, head)
 
+    def build_with_values(self) -> nn.Module:
+        """Returns the model with its first values, the same on all ranks."""
+        torch.manual_seed(0)
+        model = self.build()
+        if isinstance(model, SherdDecoder):  # as `sherd train`: an embedding of large numbers makes denormal gradients
+            model.reset_parameters(0)
+        return model
+
     def batch(self, samples: int) -> Tensor:
         """Returns a batch, on the default device."""
         s = self.shape
@@ -245,10 +253,7 @@ class Seen:
 def run(mesh: DeviceMesh, seed: int) -> Seen:
     """On a rank: train, and record a step at last."""
     this = case(seed)
-    torch.manual_seed(0)
-    model = this.build()
-    if isinstance(model, SherdDecoder):
-        model.reset_parameters(0)  # as `sherd train` does; an embedding of large numbers makes denormal, slow gradients
+    model = this.build_with_values()
     for block in model.blocks if this.settings.checkpointing else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     arguments = fully_shard_args(this.settings, this.compute_dtype)
@@ -313,10 +318,7 @@ def calibrate(mesh: DeviceMesh) -> list[str]:
 def own_operations(mesh: DeviceMesh, seed: int) -> Mapping[str, tuple[Timed, ...]]:
     """On a rank: the operations of the model of `seed`, unsharded, timed one by one."""
     this = case(seed)
-    torch.manual_seed(0)
-    model = this.build()
-    if isinstance(model, SherdDecoder):
-        model.reset_parameters(0)
+    model = this.build_with_values()
     if this.compute_dtype is not None:
         compute_in(this.compute_dtype, model)
     batch = this.batch(this.settings.micro_batch)
@@ -338,11 +340,21 @@ class Row:
     took: float
     peak: float
 
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured time."""
+        return self.planned / self.took
+
+    @property
+    def ratio_from_own(self) -> float:
+        """The same, as predicted with the model's own operations."""
+        return self.from_own / self.took
+
 
 def summary(rows: list[Row]) -> str:
     """Returns how far the predictions are off, in lines."""
-    own = [abs(row.from_own / row.took - 1) for row in rows]
-    usual = [abs(row.planned / row.took - 1) for row in rows]
+    own = [abs(row.ratio_from_own - 1) for row in rows]
+    usual = [abs(row.ratio - 1) for row in rows]
     peaks = [abs(row.peak - 1) for row in rows]
     return (
         f"{len(rows)} models. With each one's own operations timed, step time is off by {_off(own)}; with the usual "
@@ -365,15 +377,15 @@ def page(rows: list[Row]) -> str:
             str(row.this),
             f"{row.took:.0f}",
             f"{row.from_own:.0f}",
-            f"{row.from_own / row.took:.2f}",
+            f"{row.ratio_from_own:.2f}",
             f"{row.planned:.0f}",
-            f"{row.planned / row.took:.2f}",
+            f"{row.ratio:.2f}",
             f"{row.peak:.3f}",
         )
         for row in rows
     ]
-    heads = ("seed", "model and settings", "measured, ms", *("from its own operations, ms", "ratio"))
-    heads = (*heads, "from the usual ones, ms", "ratio", "peak bytes, ratio")
+    predictions = ("from its own operations, ms", "ratio", "from the usual ones, ms", "ratio")
+    heads = ("seed", "model and settings", "measured, ms", *predictions, "peak bytes, ratio")
     seeds = f"{rows[0].this.seed}:{rows[-1].this.seed + 1}"
     return f"""# Predictions against this machine
 
@@ -414,11 +426,11 @@ def main(arguments: list[str] | None = None) -> int:
         usual, ranks = predicted(this, cluster).seconds * 1e3, on_ranks(Conditions(), run, seed)
         laps = [max(each) for each in zip(*(rank.laps for rank in ranks), strict=True)]
         took, trace = min(laps), ranks[0].timeline
-        rows.append(Row(this, usual, plan.seconds * 1e3, took, plan.peak.nbytes / trace.peak.nbytes))
-        ratios = f"{plan.seconds * 1e3 / took:.3f} ({usual / took:.3f})"
+        row = Row(this, usual, plan.seconds * 1e3, took, plan.peak.nbytes / trace.peak.nbytes)
+        rows.append(row)
         print(
-            f"{seed:5} {plan.seconds * 1e3:8.1f} / {took:8.1f} ms = {ratios}  median {median(laps):.1f}  "
-            f"cpu {min(ranks[0].cpu):.1f} bytes {plan.peak.nbytes / trace.peak.nbytes:.4f}  {this}",
+            f"{seed:5} {row.from_own:8.1f} / {took:8.1f} ms = {row.ratio_from_own:.3f} ({row.ratio:.3f})  "
+            f"median {median(laps):.1f}  cpu {min(ranks[0].cpu):.1f} bytes {row.peak:.4f}  {this}",
             flush=True,
         )
         if chosen.lanes:

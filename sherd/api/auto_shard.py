@@ -94,8 +94,10 @@ def _by_word(model: nn.Module, word: str, arguments: Kwargs) -> list[UnitCall]:
     """Returns the units that the model describes, changed as `word` says."""
     if word not in WRAPPINGS:
         raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
+    if word == "auto":
+        return _described(model, arguments)
     lists = repeated_blocks(model).values()
-    if word != "auto" and not lists:
+    if not lists:
         raise PolicyError(f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none")
     return rewrapped(model, _described(model, arguments), lists, word)
 

@@ -21,7 +21,7 @@ def repeated_blocks(model: nn.Module) -> Blocks:
     """Returns the lists below `model` (`nn.ModuleList`, `nn.Sequential`) whose modules are of one class and have
     parameters and a forward: the largest list, and lists that are not much smaller. Lists in blocks do not count."""
     found = dict(_lists(model, ""))
-    sizes = {name: _numel(blocks) for name, blocks in found.items()}
+    sizes = {name: numel_of(blocks) for name, blocks in found.items()}
     largest = max(sizes.values(), default=0)
     return {name: blocks for name, blocks in found.items() if sizes[name] * WORTH >= largest}
 
@@ -53,8 +53,9 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]
 
 def _are_blocks(modules: list[nn.Module]) -> bool:
     is_one_class = len({type(each) for each in modules}) == 1
-    return is_one_class and not is_container(modules[0]) and all(_numel([each]) for each in modules)
+    return is_one_class and not is_container(modules[0]) and all(numel_of([each]) for each in modules)
 
 
-def _numel(modules: list[nn.Module]) -> int:
+def numel_of(modules: list[nn.Module]) -> int:
+    """Returns the elements of all parameters of `modules`, each once."""
     return sum(each.numel() for each in {each for module in modules for each in module.parameters()})

@@ -10,14 +10,14 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 from torch import nn
 
-from sherd.api.blocks import registrations
+from sherd.api.blocks import numel_of, registrations
 from sherd.wrap import is_container
 from sherd.wrap.walks import Kwargs
 
 T = TypeVar("T")
 
 Wrapping: TypeAlias = Literal["auto", "pairs", "parts", "ends"]
-"""What the units are:
+"""A word for the units of a model:
 
 auto    what a model describes, or else the blocks that it repeats
 pairs   as auto, but two blocks that follow one another are one unit: half as many collectives, of twice the bytes
@@ -57,7 +57,7 @@ def rewrapped(
         return _paired(units, [pair for blocks in lists for pair in in_groups(blocks, 2)])
     blocks = {block for each in lists for block in each}
     taken = frozenset(module for unit in units for module in unit.modules)
-    large = _Large(max(map(_numel, blocks)) / LARGE, taken, registrations(model))
+    large = _Large(max(numel_of([each]) for each in blocks) / LARGE, taken, registrations(model))
     if wrapping == "ends":
         usual = unit_of[lists[0][0]].arguments
         return [*(UnitCall([module], dict(usual)) for module in large.within(model)), *units]
@@ -99,20 +99,14 @@ class _Large:
     def within(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yields the outermost ones below `module` that contain no other unit, not all of its parameters, and none
         that is registered outside too."""
-        return self._below(module, _numel(module))
+        return self._below(module, numel_of([module]))
 
     def _below(self, module: nn.Module, numel: int) -> Iterator[nn.Module]:
         for child in module.children():
-            is_around = not self.taken.isdisjoint(child.modules()) or _numel(child) == numel
             if child in self.taken:
                 continue
-            if is_container(child) or is_around:
+            own = numel_of([child])
+            if is_container(child) or own == numel or not self.taken.isdisjoint(child.modules()):
                 yield from self._below(child, numel)
-            elif _numel(child) >= self.least and all(
-                self.places[key] == num for key, num in registrations(child).items()
-            ):
+            elif own >= self.least and all(self.places[key] == num for key, num in registrations(child).items()):
                 yield child
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())

@@ -21,7 +21,7 @@ from sherd.comm.objects import all_gather_objects
 from sherd.comm.transports import transport_of
 from sherd.doctor.findings import Finding
 from sherd.doctor.machine import host_memory
-from sherd.doctor.operations import Step, timed_operations, usual_steps
+from sherd.doctor.operations import EXACTLY, Step, timed_operations, usual_steps, with_operations
 from sherd.doctor.own_model import steps_of
 from sherd.doctor.ranks import collective, device
 from sherd.policy import CommPolicy
@@ -37,7 +37,6 @@ SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
 WIDTHS, UNITS = (64, 128, 512, 1024, 2048), 8  # of units with a square weight each, and how many there are
 VECTORS, INPUTS = 7, 2**16  # of a unit besides, and elements that go through all of them
 QUEUED = 200  # small operations in a row
-EXACTLY = 256  # cells per doubling of a size: what is told as one operation are equal ones
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
 ON_CPU, ON_DEVICE = (1024, 2**13, (2, 4, 512, 64)), (8192, 2**18, (4, 16, 4096, 128))
 
@@ -97,13 +96,6 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
         sources["across"] = f"{guess} there is one host, or hosts differ in ranks: Ethernet of 10 Gbit/s"
     links = (within or in_memory, across or Link(30e-6, 1.1e9), to_host)
     return Cluster(name or "measured", Device(model, *on_device, timed), per_node, *links, None, "", sources, optimizer)
-
-
-def with_operations(
-    timed: Mapping[str, tuple[Timed, ...]], others: Mapping[str, tuple[Timed, ...]]
-) -> Mapping[str, tuple[Timed, ...]]:
-    """Returns the operations of both."""
-    return {name: (*timed.get(name, ()), *others.get(name, ())) for name in {**timed, **others}}
 
 
 def _slowest(call: Callable[[], object], at: torch.device, seconds: float = 0.0) -> float:

@@ -25,7 +25,7 @@ from sherd.simulate.work import Op
 REPEATED = 3
 HEADS = 8
 CACHE_BYTES = 2**26  # what is written before each step, so that nothing of it is in a cache
-CELLS = 2
+CELLS, EXACTLY = 2, 256  # per doubling of a size: what lies in one cell is told as one operation
 DTYPES = torch.float32, torch.bfloat16
 Step = Callable[[], None]
 """Forward and backward of a model."""
@@ -49,6 +49,13 @@ def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS) -
         flops, nbytes, depth, took = (sum(column) / len(seen) for column in zip(*seen, strict=True))
         found[name] = (*found.get(name, ()), Timed(round(flops), round(nbytes), round(depth), took))
     return found
+
+
+def with_operations(
+    timed: Mapping[str, tuple[Timed, ...]], others: Mapping[str, tuple[Timed, ...]]
+) -> Mapping[str, tuple[Timed, ...]]:
+    """Returns the operations of both."""
+    return {name: (*timed.get(name, ()), *others.get(name, ())) for name in {**timed, **others}}
 
 
 def usual_steps() -> Iterator[Step]:

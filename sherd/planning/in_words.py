@@ -95,11 +95,11 @@ def _reasons(found: Found) -> Iterator[str]:
     chosen = found.best.in_words()
     for name, other, outcome in found.others():
         more = outcome.nbytes - best.nbytes
-        if outcome.nbytes > found.limit:
+        if outcome == best:
+            said = "make no difference"
+        elif outcome.nbytes > found.limit:
             said = f"not fit, by {in_bytes(outcome.nbytes - found.limit)}"
         else:
             longer = _costs(outcome.seconds - best.seconds)
             said = f"take {longer}, {in_bytes(abs(more))} {'more' if more > 0 else 'less'}"
-        if outcome == best:
-            said = "make no difference"
         yield f"  {chosen[name]}: {other.in_words()[name]} would {said}"

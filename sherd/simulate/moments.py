@@ -28,7 +28,7 @@ class _Reading:
         self._gradients = Gradients((place for each, place in sharded.places.items() if each in used), sizes)
         self._places = sharded.places
         self._unread = [tuple(at for at, each in enumerate(groups) if each.is_unread) for groups in sizes]
-        self._unit_of = {module: number for number, unit in enumerate(sharded.units) for module in unit.modules}
+        self._unit_of = sharded.unit_of
         self._num_modules = [len(unit.modules) for unit in sharded.units]
         self._begun: Counter[tuple[int, bool]] = Counter()
         self._ended: Counter[tuple[int, bool]] = Counter()

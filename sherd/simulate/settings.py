@@ -223,7 +223,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": tuple(eighth / 8 for eighth in range(9)),
     "strategy": ("auto", "zero2", "zero1", "ddp"),
     "placement": ("shard", "flat"),
-    "wrapping": ("auto", "pairs", "parts", "ends"),
+    "wrapping": tuple(UNITS),
     "reshard": (True, False),
     "prefetch": (0, 1, 2),
     "offload": (True, False),

@@ -96,6 +96,11 @@ class Sharded:
     optimizer: Optimizer
     is_offloaded: bool = False
 
+    @property
+    def unit_of(self) -> dict[int, int]:
+        """The unit of each module that is one of a unit's own, by their indices."""
+        return {module: number for number, unit in enumerate(self.units) for module in unit.modules}
+
 
 # multiply, lerp, addcmul, sqrt, div and addcdiv are kernels of their own, unless fused.
 OPTIMIZERS = {

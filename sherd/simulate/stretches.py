@@ -64,7 +64,7 @@ def parts_of(work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) ->
 
 def read_outside(work: Work, sharded: Sharded) -> str | None:
     """Returns the name of a parameter that forward reads while no module of its unit runs; None if there is none."""
-    unit_of = {module: number for number, unit in enumerate(sharded.units) for module in unit.modules}
+    unit_of = sharded.unit_of
     for number, each in enumerate(work.modules):  # those around come first
         if number not in unit_of and each.parent is not None:
             unit_of[number] = unit_of[each.parent]
@@ -120,7 +120,7 @@ class _Cutting:
 
     def __init__(self, work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) -> None:
         self._work, self._sharded, self._seconds_of = work, sharded, seconds_of
-        self._unit_of = {module: number for number, unit in enumerate(sharded.units) for module in unit.modules}
+        self._unit_of = sharded.unit_of
         self._seconds: dict[Op, float] = {}
         self._alive: dict[int, tuple[str, int, int]] = {}
         self._phase, self._running = "forward", [-1]

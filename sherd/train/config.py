@@ -1,34 +1,28 @@
-"""The config of a run: its fields, their limits, and where their values come from."""
+"""The config of a run: its fields and their limits."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from sherd.errors import InputError
-from sherd.train.extras import install
+from sherd.simulate.settings import UNITS
 
 __all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run", "Shard", "Split"]
 
 T = TypeVar("T")
 LARGEST_MICRO_BATCH = 8  # samples; more of them take memory, and are hardly faster
 # The engine's strategies, alike over all ranks that read samples, or over replicate otherwise than over dp; and its
-# transports, and the ways to make units. Written down once more, as a config is checked without torch:
-# test_choices_are_those_of_the_engine.
+# transports. Written down once more, as a config is checked without torch: test_choices_are_those_of_the_engine.
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
 KEEP_WHOLE = ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
 TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
-WRAPPINGS = ("auto", "pairs", "parts", "ends")
 FREE = (
     *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
     *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
@@ -124,7 +118,7 @@ class Shard:
         ("auto", "always", "never"), "free whole parameters after forward; auto is always, but for the root"
     )
     wrapping: str = _one_of(
-        WRAPPINGS,
+        tuple(UNITS),
         "what is a unit; auto: a block; pairs: two blocks; parts: also attention and feed-forward; ends: also embedding"
         " and head",
     )
@@ -333,77 +327,3 @@ def _typed(where: str, value: Any, kind: type) -> Any:
         wanted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[kind]
         raise InputError(f"{where} = {value!r} has the wrong type; it must be {wanted}")
     return value
-
-
-def read_tree(path: str) -> Tree:
-    """The tree in a TOML file, or in a JSON one when its name ends so.
-
-    Raises:
-        InputError: the file cannot be read, or does not parse.
-    """
-    if path.endswith((".yaml", ".yml")):
-        raise InputError(f"the config {path} is YAML; give TOML, or JSON in a file that ends in .json")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        tree = json.loads(text) if path.endswith(".json") else _toml(text)
-    except OSError as error:
-        raise InputError(f"cannot read the config {path}: {error.strerror}") from error
-    except ValueError as error:  # the decoding errors of utf-8, JSON and TOML are all ValueErrors
-        raise InputError(f"the config {path} does not parse: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        sections = ", ".join(f"[{section}]" for section in SECTIONS)
-        raise InputError(f"the config {path} holds no sections; write them as {sections}")
-    return tree
-
-
-def _toml(text: str) -> Any:
-    try:
-        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    except ImportError as error:
-        raise InputError(f"Python 3.10 reads TOML with tomli: {install('cli')}, or write JSON") from error
-    return toml.loads(text)
-
-
-def assigned(assignments: Iterable[str]) -> Tree:
-    """The tree of `section.field=value` words; a value is read as the field's type wants it.
-
-    Raises:
-        InputError: a word of another form, or a value that does not read as the field's type.
-    """
-    tree: dict[str, dict[str, Any]] = {}
-    for word in assignments:
-        where, equals, text = word.partition("=")
-        section, dot, name = where.partition(".")
-        if not (equals and dot):
-            homes = [each for each, fields in SECTIONS.items() if equals and where in get_type_hints(fields)]
-            example = f"did you mean {homes[0]}.{word}?" if homes else "as in optimizer.lr=0.001"
-            raise InputError(f"{word!r} is not an assignment; write section.field=value, {example}")
-        tree.setdefault(section, {})[name] = _literal(text, _type_of(section, name))
-    return tree
-
-
-def _type_of(section: str, name: str) -> type:
-    """The type of a field; `str` where there is none such, which `Config.of` then says."""
-    kind: type = get_type_hints(SECTIONS[section]).get(name, str) if section in SECTIONS else str
-    return kind
-
-
-def _literal(text: str, kind: type) -> Any:
-    """`text` as `kind`; left a string where it is none, which `Config.of` then says."""
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[text]
-        return whole_number(text) if kind is int else kind(text)
-    except (KeyError, ValueError):
-        return text
-
-
-def whole_number(text: str) -> int:
-    """`text`, a whole number, maybe in the form 1e6. Raises ValueError for any other."""
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
-        if not number.is_integer():
-            raise ValueError(f"{text} is no whole number") from None
-        return int(number)

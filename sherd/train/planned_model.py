@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from sherd.planning.axes import CUT_AXES, Layout
 from sherd.planning.reading import own_or_usual_loss
-from sherd.train.config import SECTIONS, Config, InputError, read_tree
+from sherd.train.config import SECTIONS, Config, InputError
 from sherd.train.extras import install
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
 from sherd.train.planned_axes import TrainedLayout, spread_evenly, transformers_layout
+from sherd.train.trees import read_tree
 
 __all__ = ["Planned", "model_from", "token_batch"]
 

@@ -16,13 +16,14 @@ from sherd.doctor.words import add_doctor
 from sherd.interchange.words import add_interchange
 from sherd.train.axes import axes_of
 from sherd.train.compare_command import add_compare
-from sherd.train.config import SECTIONS, Config, InputError, Tree, assigned, read_tree, whole_number
+from sherd.train.config import SECTIONS, Config, InputError, Tree
 from sherd.train.fields import describe
 from sherd.train.folder import is_free, last_run
 from sherd.train.plan_command import add_plan
 from sherd.train.report_command import add_report
 from sherd.train.saved import Checkpoint, NoCheckpoint, newest, newest_in, place_in
 from sherd.train.text import Corpus, read_corpus
+from sherd.train.trees import assigned, read_tree, whole_number
 from sherd.train.uses import add_uses
 
 __all__ = ["command_of", "configure", "corpus_of", "parse", "require_fit"]

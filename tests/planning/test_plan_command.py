@@ -7,7 +7,8 @@ import pytest
 from sherd.planning.files import from_json
 from sherd.simulate.settings import UNITS
 from sherd.train.cli import main
-from sherd.train.config import Config, read_tree
+from sherd.train.config import Config
+from sherd.train.trees import read_tree
 
 CONFIG = """
 [model]

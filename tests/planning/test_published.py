@@ -27,7 +27,7 @@ from sherd.planning.planner import Planner
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.timeline import Lane
-from sherd.train.config import read_tree
+from sherd.train.trees import read_tree
 
 TREE = read_tree(str(DATA))
 ROWS = {row.id: row for row in read_rows(TREE)}

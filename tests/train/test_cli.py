@@ -12,8 +12,9 @@ import pytest
 
 import sherd
 from sherd.train import cli, launch
-from sherd.train.config import Config, Data, read_tree
+from sherd.train.config import Config, Data
 from sherd.train.text import read_corpus
+from sherd.train.trees import read_tree
 from sherd.train.words import configure, parse
 from tests.forked import start
 from tests.train.test_checkpoint import DATA, break_it, put

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from sherd.api.placements import PRESETS
+from sherd.api.unit_sizes import WRAPPINGS
 from sherd.policy import TRANSPORTS, Level
+from sherd.simulate.settings import UNITS
 from sherd.train import config as configs
-from sherd.train.config import FREE, SECTIONS, Config, InputError, Split, assigned, read_tree
+from sherd.train.config import FREE, SECTIONS, Config, InputError, Split
 from sherd.train.fields import describe, page, write_config
+from sherd.train.trees import assigned, read_tree
 
 
 def refusal(*trees):
@@ -192,6 +195,7 @@ def test_choices_are_those_of_the_engine():
     assert set(configs.ONE_AXIS) == {name for name, levels in PRESETS.items() if len(levels) == 1}
     assert set(configs.KEEP_WHOLE) == {name for name, levels in PRESETS.items() if max(levels) < Level.PARAMETERS}
     assert configs.TRANSPORTS == TRANSPORTS
+    assert tuple(UNITS) == WRAPPINGS
 
 
 def test_fields_that_decide_no_loss_are_fields():
