@@ -22,9 +22,10 @@ _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int,
 )
 """By parent, then by purpose and ranks. An entry goes with its parent, so a later group of that name begins anew."""
 
-_meshes: weakref.WeakKeyDictionary[threading.Thread, dict[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Meshes = dict[tuple[dist.ProcessGroup | None, str], DeviceMesh]
+"""By replicate group, which is held: another group could get its id; and by the device's type."""
+
+_meshes: weakref.WeakKeyDictionary[threading.Thread, dict[dist.ProcessGroup, _Meshes]] = weakref.WeakKeyDictionary()
 """By thread, as ranks may be threads, which do not know of each other's groups; then by shard group."""
 
 
@@ -104,12 +105,16 @@ def forget_destroyed(known: MutableMapping[dist.ProcessGroup, Any]) -> None:
             known.pop(group, None)
 
 
-def meshes_of(shard: dist.ProcessGroup) -> dict[tuple[int, str], DeviceMesh]:
-    """Returns the meshes that this thread has made for `shard`, by the id of the replicate group and the device's type.
-    They hold their groups, so those of destroyed ones are dropped here."""
-    meshes = _meshes.setdefault(threading.current_thread(), {})
-    forget_destroyed(meshes)
-    return meshes.setdefault(shard, {})
+def meshes_of(shard: dist.ProcessGroup) -> _Meshes:
+    """Returns the meshes that this thread has made for `shard`, by replicate group and the device's type. They hold
+    their groups, so those of destroyed ones are dropped here."""
+    by_shard = _meshes.setdefault(threading.current_thread(), {})
+    forget_destroyed(by_shard)
+    meshes = by_shard.setdefault(shard, {})
+    for replicate, device_type in tuple(meshes):
+        if replicate is not None and is_destroyed(replicate):
+            del meshes[replicate, device_type]
+    return meshes
 
 
 def require_alive(group: dist.ProcessGroup, whose: str) -> None:

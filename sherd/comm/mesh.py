@@ -329,7 +329,7 @@ def mesh_of_groups(
     """
     if replicate is not None:
         require_alive(replicate, "a given group")
-    known, key = meshes_of(shard), (id(replicate), device_type)
+    known, key = meshes_of(shard), (replicate, device_type)
     if key not in known:
         known[key] = _mesh_of(shard, replicate, device_type)
     shard_axis, replicate_axis = (0, None) if replicate is None else (1, 0)

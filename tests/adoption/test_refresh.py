@@ -1,5 +1,6 @@
 """Does `sherd.refresh` take every change of a model into its units, with the values of one process?"""
 
+import gc
 import io
 import warnings
 
@@ -10,9 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sherd
+from sherd import fully_shard
 from sherd.errors import ModuleError, RanksDifferError, StateError, UnsupportedError
 from tests.adoption.adapters import (
     Adapter,
@@ -135,6 +138,29 @@ def test_values_are_each_ranks_part_or_rank_0s(world, synced):
     (first, found), (second, _) = world(2).run(with_own_values, synced)
     assert not torch.equal(first, second)
     assert torch.equal(found, first if synced else torch.cat((first.chunk(2)[0], second.chunk(2)[1])))
+
+
+def stepped_in_the_place_of_dropped_parameters():
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))))
+    places = {id(each) for each in model[1].parameters()}
+    model[1] = nn.Identity()
+    assert len(sherd.refresh(model).dropped) == 200
+    gc.collect()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2000)]
+    in_their_place = [each for each in made if id(each) in places]
+    assert in_their_place, "no parameter was made where a dropped one had been"
+    for each in in_their_place:
+        each.grad = torch.ones_like(each)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.optim.SGD(in_their_place, lr=0.5).step()
+    return [each.to_local() for each in in_their_place]
+
+
+def test_parameters_that_get_the_ids_of_dropped_ones_are_not_taken_for_them(world):
+    for found in world(2).run(stepped_in_the_place_of_dropped_parameters):
+        assert all(torch.equal(each, torch.full((2,), 0.5)) for each in found)
 
 
 def swapped():

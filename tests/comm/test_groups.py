@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd import FullyShardedDataParallel, fully_shard
+from sherd import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from sherd.comm.groups import group_beside, one_rank_group
 from sherd.errors import CommError
 from tests.rank_process import forget_meshes
@@ -91,3 +91,31 @@ def groups_that_come_and_go():
 
 def test_a_destroyed_group_of_a_wrapper_is_let_go_when_the_next_one_is_used(world):
     assert world(2).run(groups_that_come_and_go) == [0, 0]
+
+
+def replicate_groups_that_come_and_go():
+    """How many of three replicate groups live when the fourth is in use beside the same shard group."""
+    rank = dist.get_rank()
+    shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    gone = []
+    for number in range(4):
+        replicate, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        gone.append(weakref.ref(replicate))
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        model = FullyShardedDataParallel(
+            model, process_group=(shard, replicate), sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
+        )
+        model(torch.full((1, 4), float(rank + number))).sum().backward()
+        for each in model.parameters():
+            assert torch.equal(each.grad.full_tensor(), torch.full((4, 4), 1.5 + number))
+        dist.barrier()
+        dist.destroy_process_group(replicate)
+        del replicate, model, each
+    forget_meshes()
+    gc.collect()
+    return sum(each() is not None for each in gone[:3])
+
+
+def test_a_destroyed_replicate_group_is_let_go_and_a_later_one_is_not_taken_for_it(world):
+    assert world(4).run(replicate_groups_that_come_and_go) == [0] * 4

@@ -183,7 +183,7 @@ def adopt_changes(
         News(
             frozenset(unit.id for unit in units),
             [weakref.ref(each) for each in adopted],
-            {id(each.optimizer_param): each.name for each in dropped},
+            [(weakref.ref(local_part(each.optimizer_param)), each.name) for each in dropped],
         )
     )
     return Refreshed(

@@ -174,7 +174,7 @@ def _record_of_copy(record: ShardedParameter, module: nn.Module, memo: Memo) -> 
         places=[place for each in record.places if (place := each.on_copy(memo)) is not None],
         attributes=copy.deepcopy(record.attributes, memo),
         _owner=None,
-        _taken_ids=set(),
+        _taken=weakref.WeakValueDictionary(),
     )
     made.claim(shard)
     return made

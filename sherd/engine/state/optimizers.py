@@ -23,6 +23,7 @@ from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, record_of
 from sherd.engine.state.steppable import require_steppable
 from sherd.errors import OptimizerError
+from sherd.tensor.ragged import local_part
 
 
 @dataclass(eq=False)
@@ -32,13 +33,14 @@ class News:
     Args:
         units: the ids of the model's units.
         adopted: the new parameters.
-        dropped: the names of parameters that it has no more, by their ids. No reference is held: torch refuses to move
-            a tensor that has a weak one, and a strong one would keep the memory.
+        dropped: the local tensors of parameters that it has no more, and their names. A local tensor lives and dies
+            with its parameter, of which no reference is held: torch refuses to move a tensor that has a weak one, a
+            strong one would keep the memory, and its id goes to another tensor once it is gone.
     """
 
     units: frozenset[int]
     adopted: list[weakref.ref[ShardedParameter]]
-    dropped: dict[int, str]
+    dropped: list[tuple[weakref.ref[torch.Tensor], str]]
 
     def missing_from(self, present: Mapping[int, nn.Parameter], stepped: Collection[int]) -> list[str]:
         """Returns the names of those adopted that are not `present` in an optimizer that steps the units `stepped`.
@@ -51,8 +53,11 @@ class News:
 
     def left_in(self, present: Mapping[int, nn.Parameter]) -> list[str]:
         """Returns the names of those dropped that an optimizer still has."""
-        left = [key for key in self.dropped if key in present and record_of(present[key]) is None]
-        return [self.dropped.pop(key) for key in left]
+        plain = [each for each in present.values() if isinstance(each, DTensor) and record_of(each) is None]
+        theirs = {id(local_part(each)) for each in plain}
+        alive = [(local, ref, name) for ref, name in self.dropped if (local := ref()) is not None]
+        self.dropped = [(ref, name) for local, ref, name in alive if id(local) not in theirs]
+        return [name for local, _, name in alive if id(local) in theirs]
 
 
 class StepListener(Protocol):

@@ -141,7 +141,7 @@ class ShardedParameter:
     lent: nn.Parameter | None = None
     attributes: dict[str, object] = field(default_factory=dict)
     _owner: weakref.ref[Owner] | None = None
-    _taken_ids: set[int] = field(default_factory=set)
+    _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
 
     def __post_init__(self) -> None:
         self.keep_attributes()
@@ -263,14 +263,14 @@ class ShardedParameter:
                 self.attributes.update(attributes_of(shown))
                 if record_of(shown) is None:  # else it is another shard, which stays what it is
                     self.claim(shown)
-                    self._taken_ids.add(id(shown))
+                    self._taken[id(shown)] = shown
                 place.show(self.shard)
                 noticed = True
         return noticed
 
     def has_taken(self, parameter: nn.Parameter) -> bool:
         """Returns whether the user had put `parameter` in the shard's place. No module has it any more."""
-        return id(parameter) in self._taken_ids
+        return self._taken.get(id(parameter)) is parameter
 
     @torch.no_grad()
     def _take_values(self, value: torch.Tensor) -> None:
