@@ -18,6 +18,7 @@ from sherd.engine.run.seal import runtime_of
 from sherd.errors import MemoryLimitError
 from sherd.memory.report import root_unit
 from sherd.planning.in_words import advice_of, lines_of_advice
+from sherd.planning.planner import or_impossible
 from sherd.planning.report.in_words import in_bytes
 from sherd.planning.running import Forwards, LossOfOutput, Running, most_within
 from sherd.planning.tracing import Recorder, recording
@@ -174,7 +175,7 @@ def _advice(running: Running, size: Callable[[Prediction], int], limit: int) -> 
         return Outcome(found.timeline.seconds, size(found))
 
     settings = running.settings
-    found = cheapest_changes(outcome, running.space, settings, limit)
+    found = cheapest_changes(or_impossible(outcome), running.space, settings, limit)
     yield f"{'what would fit' if found else 'nothing that was tried would fit'}, instead of {settings}"
     yield from lines_of_advice([advice_of(settings, outcome(settings), *each) for each in found])
 

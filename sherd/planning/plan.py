@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.engine.run.structures import map_tensors, tensors_in
-from sherd.errors import ModuleError, PolicyError, SherdError, StateError
+from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.planning.axes import CUT_AXES, Cut, Layout, Shards, auto_units
 from sherd.planning.in_words import advice_of, facts_of, lines_of
-from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args
+from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args, or_impossible
 from sherd.planning.reading import Loss, own_or_usual_loss
 from sherd.requirements import require_int
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
-from sherd.simulate.search import Found, Outcome, cheapest_changes, merit, search
+from sherd.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
 from sherd.simulate.settings import AXES, NAMES, VALUES, Mesh, Settings, Space
 from sherd.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
@@ -221,12 +221,15 @@ def planned(
     of_a_rank, rest = divmod(samples, shape.num_data)
     if rest:
         raise PolicyError(f"plan(samples={samples}): {shape.num_data} ranks do not divide it; take a multiple")
-    beginning = _settings(shape, of_a_rank, given, layout)
+    rough = RoughPlanner(training, cluster)
+    evaluate = or_impossible(rough.outcome)
+    usual = {} if rough.runs_with(1) else {"micro_batch": training.samples}
+    beginning = _settings(shape, of_a_rank, usual | dict(given), layout)
     limit = usual_limit(cluster) if memory_limit is None else memory_limit
     require_int("plan(memory_limit={})", limit, 1)
-    evaluate = RoughPlanner(training, cluster).outcome
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
+        rough.outcome(beginning)  # or it raises: a search begins with settings that are possible
         if "wrapping" not in fixed:
             space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
         saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
@@ -252,13 +255,11 @@ def planned(
 
 def _wrappings(evaluate: Callable[[Settings], Outcome], layout: Layout, settings: Settings) -> tuple[str, ...]:
     """Returns the ways to make units that go with the model, and differ from one another."""
-    possible: dict[Outcome, str] = {}
+    found: dict[Outcome, str] = {}
     for word in VALUES["wrapping"] if layout.rewraps else ("auto",):
-        try:
-            possible.setdefault(evaluate(replace(settings, wrapping=word)), word)
-        except SherdError:
-            continue  # it repeats no blocks, reads a parameter of one from outside, or cannot be sharded so
-    return tuple(possible.values())
+        found.setdefault(evaluate(replace(settings, wrapping=word)), word)
+    # Impossible: it repeats no blocks, reads a parameter of one from outside, or cannot be sharded so.
+    return tuple(word for outcome, word in found.items() if outcome is not IMPOSSIBLE)
 
 
 def usual_limit(cluster: Cluster) -> int:

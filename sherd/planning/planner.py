@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import floor
@@ -18,7 +18,7 @@ from sherd.api.blocks import evenly_spread, repeated_blocks
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
-from sherd.errors import PolicyError
+from sherd.errors import InputError, PolicyError, SherdError
 from sherd.layout.runs import Flat
 from sherd.planning.axes import Layout
 from sherd.planning.blocks import Run, renumbered, thin_out, with_blocks, with_fewer_blocks, with_replicas
@@ -30,7 +30,7 @@ from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import op_seconds
 from sherd.simulate.pipeline import Stage
 from sherd.simulate.predict import Played, Prediction, predict, predict_pipeline
-from sherd.simulate.search import Outcome
+from sherd.simulate.search import IMPOSSIBLE, Outcome
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import Optimizer, Sharded
 from sherd.simulate.stretches import Part, parts_of, read_outside
@@ -118,6 +118,10 @@ class Planner:
         )
         return predict_pipeline(first, last, self.cluster, mesh, micro_batches=times, title=title)
 
+    def read(self, samples: int) -> Work:
+        """Returns the work of a micro-batch of so many `samples` on a rank alone. Raises InputError as `predict`."""
+        return self._read(samples, Mesh(1))
+
     def _stage_planner(self, num_stages: int, name: str) -> Planner:
         number = num_stages - 1 if name == "last" else 0
         model = self.training.layout.stage(self.training.model, number, num_stages)
@@ -138,16 +142,27 @@ class Planner:
         training = self.training
         if self._is_rough and micro_batch != training.samples:
             return scaled(self._read(training.samples, mesh), micro_batch / training.samples)
+        try:
+            return self._read_with(training.batch(micro_batch), mesh)
+        except InputError as error:
+            if micro_batch == training.samples:
+                raise
+            raise InputError(
+                f"with {micro_batch} samples, where the batch given has {training.samples}: {error}"
+            ) from error
+
+    def _read_with(self, batch: Any, mesh: Mesh) -> Work:
+        training = self.training
         model, loss = copy.deepcopy(training.model), training.layout.loss
         if training.compute_dtype is not None:
             compute_in(training.compute_dtype, model)
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
         if mesh.num_ranks == 1:
-            return read_work(model, training.batch(micro_batch), loss, device_type)
+            return read_work(model, batch, loss, device_type)
         with _imagined(mesh, training.stage):
             laid = training.layout.lay(model, mesh)
             with laid.running():
-                return read_work(model, training.batch(micro_batch), laid.loss, device_type)
+                return read_work(model, batch, laid.loss, device_type)
 
     def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float) -> Work:
         work = self._read(micro_batch, mesh)
@@ -246,6 +261,7 @@ class RoughPlanner:
         self._training, self._cluster = training, cluster
         self._played = cache(self._play)
         self._planners = cache(self._make_planners)
+        self._refusal = cache(self._find_refusal)
         self._whole = cache(lambda is_rough: Planner(training, cluster, is_rough))
 
     def _make_planners(self, times: int) -> tuple[list[Planner], int | None]:
@@ -258,8 +274,30 @@ class RoughPlanner:
         first = Planner(replace(training, model=few[0]), cluster, is_rough=True)
         return [first, Planner(replace(training, model=more[0]), cluster, is_rough=True, like=first)], few[1]
 
+    def runs_with(self, samples: int) -> bool:
+        """Returns whether the model runs with a batch of so many `samples`."""
+        return self._refusal(samples) is None
+
+    def _find_refusal(self, samples: int) -> InputError | None:
+        """Returns the error of a model that does not run with so many samples, but does with those of its own batch."""
+        own = self._training.samples
+        if samples == own:
+            return None
+        few = with_fewer_blocks(self._training.model, FEW)
+        reader = Planner(self._training if few is None else replace(self._training, model=few[0]), self._cluster)
+        try:
+            reader.read(samples)
+        except InputError as error:
+            with suppress(InputError):
+                reader.read(own)
+                return error  # else it is not the number that it refuses
+        return None
+
     def outcome(self, settings: Settings) -> Outcome:
         """Returns what a step takes under `settings`. Raises as `Planner.predict` does."""
+        refusal = self._refusal(settings.micro_batch)
+        if refusal is not None:
+            raise refusal
         lower = floor(2 * settings.checkpointing) / 2
         found, part = self._of_all(replace(settings, checkpointing=lower)), 2 * (settings.checkpointing - lower)
         return _between(found, self._of_all(replace(settings, checkpointing=lower + 0.5)), part) if part else found
@@ -278,6 +316,18 @@ class RoughPlanner:
         predictions = (planner.predict(settings) for planner in planners)
         first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
         return first if num_blocks is None else _between(first, more[0], (num_blocks / pp / run - FEW) / (MORE - FEW))
+
+
+def or_impossible(evaluate: Callable[[Settings], Outcome]) -> Callable[[Settings], Outcome]:
+    """Returns `evaluate`, but for settings that the model refuses, which are `IMPOSSIBLE`."""
+
+    def evaluated(settings: Settings) -> Outcome:
+        try:
+            return evaluate(settings)
+        except SherdError:
+            return IMPOSSIBLE
+
+    return evaluated
 
 
 def _between(first: Outcome, last: Outcome, part: float) -> Outcome:

@@ -83,7 +83,7 @@ class Running(Planner):
             samples=first,
         )
         super().__init__(training, on)
-        work = self._read(first, Mesh(1))
+        work = self.read(first)
         sharded = self._as_it_is = sharded_of(model, work, training.optimizer)
         self._is_checkpointed = any(isinstance(event, Enter) and event.again for event in work.events)
         self.settings = Settings(

@@ -9,6 +9,8 @@ are looked for and tried; a better one is the next beginning.
 from __future__ import annotations
 
 import heapq
+import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -25,12 +27,16 @@ class Outcome:
     nbytes: int
 
 
+IMPOSSIBLE = Outcome(math.inf, sys.maxsize)
+"""Of settings that the model refuses."""
+
+
 @dataclass(frozen=True)
 class Found:
     """The outcome of a search.
 
     Attributes:
-        outcomes: of all settings that were tried.
+        outcomes: of all settings that were tried and are possible.
         ranking: those that fit, fastest first; if none does, all, the one that lacks least first.
         fits: whether the first one of `ranking` does.
         limit: the bytes of a device.
@@ -69,9 +75,9 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
     """Returns the settings that were tried, best first. `evaluate` is called once for each.
 
     Args:
-        evaluate: tells what a step takes.
+        evaluate: tells what a step takes, or `IMPOSSIBLE`.
         space: the choices that there are.
-        beginnings: the settings that are tried first.
+        beginnings: the settings that are tried first, of which one is possible.
         limit: the bytes of a device.
     """
     outcomes: dict[Settings, Outcome] = {}
@@ -89,8 +95,9 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
                 settings = min((settings, *space.changed(settings, name)), key=tried)
             if settings == before:
                 settings = min((settings, *_combined(space, outcomes, settings, limit)), key=tried)
-    fitting = [settings for settings, outcome in outcomes.items() if outcome.nbytes <= limit]
-    return Found(outcomes, tuple(sorted(fitting or outcomes, key=tried)), bool(fitting), limit)
+    possible = {settings: outcome for settings, outcome in outcomes.items() if outcome is not IMPOSSIBLE}
+    fitting = [settings for settings, outcome in possible.items() if outcome.nbytes <= limit]
+    return Found(possible, tuple(sorted(fitting or possible, key=tried)), bool(fitting), limit)
 
 
 _Change = tuple[Any, float, int]  # a value, and its difference in seconds and bytes

@@ -104,7 +104,10 @@ def replicate_groups_that_come_and_go():
         torch.manual_seed(0)
         model = nn.Linear(4, 4, bias=False)
         model = FullyShardedDataParallel(
-            model, process_group=(shard, replicate), sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
+            model,
+            process_group=(shard, replicate),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            use_orig_params=True,
         )
         model(torch.full((1, 4), float(rank + number))).sum().backward()
         for each in model.parameters():

@@ -194,6 +194,28 @@ def test_parameters_that_are_kept_may_be_freed(world):
         assert "freed after forward" in changes
 
 
+class WithStates(Stack):
+    """Runs with batches of one size: it has a state of each sample."""
+
+    def __init__(self, checkpoints=False):
+        super().__init__(checkpoints)
+        self.register_buffer("states", torch.zeros(SAMPLES, LENGTH, WIDTH))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.states.view(len(tokens), LENGTH, WIDTH).sum()
+
+
+def with_states(checkpoints=False, **options):
+    torch.manual_seed(0)
+    return sherd.fully_shard(WithStates(checkpoints), **options)
+
+
+def test_a_smaller_batch_that_the_model_does_not_run_with_is_not_named(world):
+    for changes, _ in world(2).run(applied, with_states, 0.9):
+        assert any("computed again" in change for change in changes)
+        assert not any("at once" in change for change in changes)
+
+
 def test_where_nothing_fits_it_is_said(world):
     for changes, note in world(2).run(applied, composed, 0.3):
         assert changes == []

@@ -119,6 +119,50 @@ def test_what_does_not_fit_gets_advice_that_fits():
     assert "too much by" in str(found)
 
 
+class FixedBatch(nn.Module):
+    """A model that adds a state of each sample, and so runs with batches of one size."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.first, self.last = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.state = nn.Parameter(torch.zeros(samples, 256))
+
+    def forward(self, batch):
+        return self.last(self.first(batch).view(*self.state.shape) + self.state)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_micro_batches_that_the_model_does_not_run_with_are_not_chosen(samples):
+    found = plan(FixedBatch(samples), 8, torch.ones(samples, 256), samples=64)
+    assert found.settings.micro_batch == samples
+    assert {each.micro_batch for each in found.found.outcomes} == {samples}
+
+
+def test_a_micro_batch_that_the_model_does_not_run_with_is_refused_by_its_size():
+    for settings in ({"micro_batch": 8}, given(micro_batch=8)):
+        with pytest.raises(
+            InputError, match=r"^with 8 samples, where the batch given has 4: the model \(FixedBatch\) "
+        ):
+            plan(FixedBatch(4), 8, torch.ones(4, 256), samples=64, **settings)
+    with pytest.raises(InputError, match=r"^the model \(FixedBatch\) does not run without values"):
+        plan(FixedBatch(4), 8, torch.ones(2, 256), samples=64)
+
+
+def refuses_flat_and_replicas(model, **arguments):
+    if "placement" in arguments or arguments["mesh"].ndim > 1:
+        raise PolicyError("only Shard(0), and no replicas")
+    sherd.fully_shard(model, **arguments)
+    return model
+
+
+def test_settings_that_cannot_be_sharded_so_are_not_chosen():
+    found = plan(decoder(2), 8, tokens(), loss=next_token, samples=64, shard=refuses_flat_and_replicas)
+    assert {(each.placement, each.mesh.replicate) for each in found.found.outcomes} == {("shard", 1)}
+    assert "flat" not in str(found)
+    with pytest.raises(PolicyError, match=r"only Shard\(0\), and no replicas"):
+        plan(decoder(2), (2, 4), tokens(), loss=next_token, samples=64, shard=refuses_flat_and_replicas)
+
+
 def test_other_units_may_be_what_fits():
     with torch.device("meta"):
         model = ReadsFromOutside(False, rows=4_000_000, is_tied=False)

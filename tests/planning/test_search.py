@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from sherd.simulate.search import Outcome, cheapest_changes, search
+from sherd.simulate.search import IMPOSSIBLE, Outcome, cheapest_changes, search
 from sherd.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
 
 SPACE = Space(num_ranks=16, batch=64, per_node=8)
@@ -72,6 +72,20 @@ def test_settings_that_are_given_stay():
     found = search(outcome, space, BEGINNINGS[:1], 1000)
     assert {(each.mesh, each.checkpointing, each.micro_batch) for each in found.outcomes} == {(Mesh(16), True, 1)}
     assert (found.best.placement, found.best.reshard) == ("flat", False)
+
+
+@pytest.mark.parametrize("limit", [1000, 110, 1])
+def test_what_the_model_refuses_is_neither_chosen_nor_shown(limit):
+    def refusing(settings):
+        return IMPOSSIBLE if settings.placement == "flat" or settings.mesh.shard < 4 else outcome(settings)
+
+    found = search(refusing, SPACE, BEGINNINGS, limit)
+    assert found.fits == (limit > 1)
+    assert {each.placement for each in found.outcomes} == {"shard"}
+    assert set(found.ranking) <= set(found.outcomes)
+    assert IMPOSSIBLE not in found.outcomes.values()
+    changes = cheapest_changes(refusing, SPACE, found.best, limit)
+    assert IMPOSSIBLE not in [its for _, its in changes]
 
 
 def test_each_choice_is_compared_with_the_best_other_one():
