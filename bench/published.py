@@ -45,7 +45,8 @@ class Row:
         sharding: "FSDP1" (flat parameters), "FSDP2", "HSDP", "ZeRO-1" or "ZeRO-2"; "none" of one data-parallel rank.
         tp, cp, pp: ranks on the axes of tensor, context and pipeline parallelism.
         cuts_tokens: over `tp`, activations between products are cut by tokens (sequence parallelism).
-        checkpointing: "none", "full" or "selective".
+        checkpointing: "none", "full", "every second block", "by operation" (attention and every second matrix product are
+            kept), or "selective" where nobody says how.
         parameters: the dtype that the optimizer steps. Forward and backward compute in bfloat16.
         tokens: per second and GPU.
         mfu: in percent.
@@ -101,7 +102,16 @@ class Predicted:
 
 
 Found = Mapping[str, Sequence[Predicted]]
-"""By the id of a row: one prediction; with selective checkpointing two, one without checkpointing and one with all."""
+"""By the id of a row: one prediction; where it is not said which checkpointing is selective two, with none and all."""
+
+CHECKPOINTING: dict[str, list[tuple[float, str]]] = {
+    "none": [(0.0, "full")],
+    "full": [(1.0, "full")],
+    "every second block": [(0.5, "full")],
+    "by operation": [(1.0, "selective")],
+    "selective": [(0.0, "full"), (1.0, "full")],
+}
+"""By the words of a row: the share of blocks, and what they compute again."""
 
 
 def read_rows(tree: Mapping[str, Any]) -> list[Row]:
@@ -160,11 +170,12 @@ def cluster_of(words: Mapping[str, Any]) -> Cluster:
 
 def _predict(planner: Planner, row: Row) -> list[Predicted]:
     found = []
-    for checkpointing in {"none": [False], "full": [True], "selective": [False, True]}[row.checkpointing]:
+    for checkpointing, recompute in CHECKPOINTING[row.checkpointing]:
         settings = Settings(
             row.mesh,
             placement="flat" if row.sharding == "FSDP1" else "shard",
-            checkpointing=float(checkpointing),
+            checkpointing=checkpointing,
+            recompute=recompute,
             offload=row.offload,
             micro_batch=row.micro_batch,
             micro_batches=row.micro_batches,
@@ -235,6 +246,7 @@ KINDS: dict[str, Kind] = {
     "several nodes": lambda row: row.mesh.num_ranks > 8,
     "no checkpointing": lambda row: row.checkpointing == "none",
     "full checkpointing": lambda row: row.checkpointing == "full",
+    "selective checkpointing": lambda row: row.checkpointing in ("by operation", "every second block"),
     "eager": lambda row: not row.compile,
     "compile": lambda row: row.compile,
     "FSDP1": lambda row: row.sharding == "FSDP1",
@@ -323,7 +335,10 @@ def sections(tree: Mapping[str, Any], found: Found) -> str:
     parts = ["### Throughput, data parallel alone\n", distribution(throughputs(alone, found))]
     parts += ["\n### Throughput, tensor, context and pipeline parallel\n", distribution(throughputs(others, found))]
     parts.append("\n### Memory\n")
-    parts += [distribution(memories(exact, found), KINDS_OF_MEMORY), "\n### Selective checkpointing\n"]
+    parts += [
+        distribution(memories(exact, found), KINDS_OF_MEMORY),
+        "\n### Selective checkpointing that is not described\n",
+    ]
     for name, compared in (("throughput", throughputs(selective, found)), ("memory", memories(selective, found))):
         inside = sum(each.error == 0 for each in compared)
         outside = ", ".join(f"{_percent(each.error)} ({each.row.id})" for each in compared if each.error)

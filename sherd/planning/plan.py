@@ -137,7 +137,9 @@ def plan(
             the model takes its rank's part of each sample.
         settings: those that are not to be chosen: `strategy` ("auto", "zero2", "zero1" or "ddp"), `placement` ("shard"
             or "flat"), `wrapping` (the units, by a word that `auto_shard` takes), `reshard`, `checkpointing` (True,
-            False, or the share of blocks), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
+            False, or the share of blocks), `recompute` ("full", also where only `checkpointing` is given, or
+            "selective", as with `selective_contexts`), `offload`, `prefetch`, `micro_batch` (samples in one forward of
+            a rank).
 
     Raises:
         PolicyError: an argument that cannot be, as a batch that ranks do not divide.
@@ -204,8 +206,11 @@ def planned(
         raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
     require_int("plan(samples={})", samples, 1)
     num_ranks = mesh if isinstance(mesh, int) else mesh.num_ranks
-    fixed = {*given, *([] if isinstance(mesh, int) else ["mesh"]), *([] if training.layout.rewraps else ["wrapping"])}
     layout = training.layout
+    fixed = {*given}
+    fixed |= set() if isinstance(mesh, int) else {"mesh"}
+    fixed |= set() if layout.rewraps else {"wrapping"}
+    fixed |= {"recompute"} if "checkpointing" in given else set()
     space = Space(
         num_ranks,
         samples,
@@ -287,7 +292,7 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Layout
     for name in ("reshard", "offload"):
         if not isinstance(given.get(name, True), bool):
             raise PolicyError(f"plan({name}={given[name]!r}): expected True or False")
-    for name in ("placement", "strategy", "wrapping"):
+    for name in ("placement", "strategy", "wrapping", "recompute"):
         if given.get(name, VALUES[name][0]) not in VALUES[name]:
             raise PolicyError(f"plan({name}={given[name]!r}): expected one of {', '.join(VALUES[name])}")
     if given.get("wrapping", "auto") != "auto" and not layout.rewraps:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sherd._torch import imagined_ranks
 from sherd.api.blocks import evenly_spread, repeated_blocks
+from sherd.api.recompute import KeptResults
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
@@ -34,7 +35,7 @@ from sherd.simulate.search import IMPOSSIBLE, Outcome
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import Optimizer, Sharded
 from sherd.simulate.stretches import Part, parts_of, read_outside
-from sherd.simulate.transform import checkpointed, scaled
+from sherd.simulate.transform import Keeper, checkpointed, scaled
 from sherd.simulate.work import Group, Work
 
 
@@ -130,10 +131,10 @@ class Planner:
 
     def _read_and_sharded(self, settings: Settings) -> tuple[Work, Sharded, Sequence[Part]]:
         """Returns a micro-batch, the sharded model, and both in parts."""
-        work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing
+        work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing, settings.recompute
         # What else there is decides nothing about sharding.
         usual = Settings(settings.mesh)
-        cut = replace(settings, **{name: getattr(usual, name) for name in ("checkpointing", "offload", *SIZES)})
+        cut = replace(settings, **{name: getattr(usual, name) for name in NOT_OF_SHARDING})
         work = self._work(*work_key)
         sharded = self._sharded(cut)
         return work, offloaded(sharded) if settings.offload else sharded, self._parts(work_key, cut)
@@ -164,7 +165,7 @@ class Planner:
             with laid.running():
                 return read_work(model, batch, laid.loss, device_type)
 
-    def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float) -> Work:
+    def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float, recompute: str) -> Work:
         work = self._read(micro_batch, mesh)
         self._any_read.setdefault(mesh, work)
         if not checkpointing:
@@ -172,9 +173,10 @@ class Planner:
         lists = repeated_blocks(self.training.model).values()
         blocks = {id(block) for each in lists for block in evenly_spread(each, checkpointing)}
         names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
-        return checkpointed(work, [number for number, each in enumerate(work.modules) if each.name in names])
+        modules = [number for number, each in enumerate(work.modules) if each.name in names]
+        return checkpointed(work, modules, _selective if recompute == "selective" else None)
 
-    def _cut_once(self, work_key: tuple[int, Mesh, float], settings: Settings) -> tuple[Part, ...]:
+    def _cut_once(self, work_key: tuple[int, Mesh, float, str], settings: Settings) -> tuple[Part, ...]:
         device, work, sharded = self.cluster.device, self._work(*work_key), self._sharded(settings)
         name = read_outside(work, sharded) if settings.wrapping != "auto" else None
         if name is not None:
@@ -225,6 +227,10 @@ class Planner:
             yield
 
 
+def _selective() -> Keeper:
+    return KeptResults().keeps
+
+
 def together(settings: Settings) -> int:
     """Returns how many blocks are in a unit, at most."""
     return 2 if settings.wrapping == "pairs" else 1
@@ -243,7 +249,7 @@ def _imagined(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
     return imagined_ranks(mesh.num_ranks, before + (mesh.cp - 1) * mesh.tp)
 
 
-SIZES = ("micro_batch", "micro_batches")
+NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micro_batches")
 ACCUMULATING = ("zero1", "ddp")
 """Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
 FEW, MORE = 2, 4

@@ -97,7 +97,9 @@ class Running(Planner):
         )
         fixed = {"mesh", "strategy", "placement", "wrapping"}
         fixed |= {"offload"} if own.device.type == "cpu" or sharded.is_offloaded else set()
-        fixed |= {"checkpointing"} if self._is_checkpointed or not repeated_blocks(training.model) else set()
+        fixed |= (
+            {"checkpointing", "recompute"} if self._is_checkpointed or not repeated_blocks(training.model) else set()
+        )
         num_ranks = self.settings.mesh.num_ranks
         samples = first * seen.micro_batches * num_ranks
         self.space = Space(num_ranks, samples, on.devices_per_node, frozenset(fixed), most_samples=first)
@@ -108,8 +110,8 @@ class Running(Planner):
         parameters = tuple(replace(each, name=plain_name(each.name)) for each in work.parameters)
         return replace(work, modules=modules, parameters=parameters)
 
-    def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float) -> Work:
-        return super()._work_of(micro_batch, mesh, 0.0 if self._is_checkpointed else checkpointing)
+    def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float, recompute: str) -> Work:
+        return super()._work_of(micro_batch, mesh, 0.0 if self._is_checkpointed else checkpointing, recompute)
 
     def _shard_once(self, settings: Settings) -> Sharded:
         sharded, specs, prefetch = self._as_it_is, self._as_it_is.specs, settings.prefetch

@@ -62,7 +62,11 @@ class Found:
                 yield name, alone[0], self.outcomes[alone[0]]
 
 
-_TOGETHER = {"mesh": ["mesh", "micro_batches"], "micro_batch": ["micro_batch", "micro_batches"]}
+_TOGETHER = {
+    "mesh": ["mesh", "micro_batches"],
+    "micro_batch": ["micro_batch", "micro_batches"],
+    "checkpointing": ["checkpointing", "recompute"],
+}
 """Choices that are made together."""
 
 

@@ -61,6 +61,8 @@ class Settings:
         reshard: unsharded parameters are freed after forward, but for the root's.
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
             again. They are spread evenly.
+        recompute: what they compute again: "full" for all, or "selective": neither attention, nor every second matrix
+            product, whose results they keep too.
         offload: shards, gradients and optimizer state are in host memory.
         prefetch: units that are gathered ahead.
         micro_batch: samples in one forward of one rank.
@@ -73,6 +75,7 @@ class Settings:
     wrapping: str = "auto"
     reshard: bool = True
     checkpointing: float = 0.0
+    recompute: str = "full"
     offload: bool = False
     prefetch: int = 1
     micro_batch: int = 1
@@ -83,7 +86,8 @@ class Settings:
 
     def in_words(self) -> dict[str, str]:
         """Returns each setting in words, by its name."""
-        return {name: _words(name, getattr(self, name)) for name in NAMES}
+        names = [name for name in NAMES if self.checkpointing or name != "recompute"]
+        return {name: _words(name, getattr(self, name)) for name in names}
 
     def differing(self, other: Settings) -> list[str]:
         """Returns the names of the settings that `other` has otherwise."""
@@ -121,6 +125,10 @@ def _words(name: str, value: object) -> str:
             return "blocks computed again"
         case "checkpointing", _:
             return f"{value:.0%} of blocks computed again"
+        case "recompute", "selective":
+            return "but for attention and half the products"
+        case "recompute", _:
+            return "with all operations"
         case "offload", True:
             return "shards in host memory"
         case "offload", False:
@@ -188,6 +196,8 @@ class Space:
         None if it cannot be divided so, or into fewer than there are stages of a pipeline; and if parameters are to be
         kept on each rank while others have other experts, or all rest on the host."""
         made = replace(settings, **values)
+        if not made.checkpointing and "recompute" not in self.fixed:
+            made = replace(made, recompute="full")
         times, rest = divmod(self.batch, made.mesh.num_data * made.micro_batch)
         shards_all = made.strategy == "auto" or (made.mesh.ep == 1 and not made.offload)
         return replace(made, micro_batches=times) if times >= made.mesh.pp and not rest and shards_all else None
@@ -221,6 +231,7 @@ MOST_RANKS = 16
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": tuple(eighth / 8 for eighth in range(9)),
+    "recompute": ("full", "selective"),
     "strategy": ("auto", "zero2", "zero1", "ddp"),
     "placement": ("shard", "flat"),
     "wrapping": tuple(UNITS),

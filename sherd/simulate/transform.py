@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -21,18 +21,24 @@ from sherd.simulate.work import (
     Work,
 )
 
-__all__ = ["checkpointed", "scaled"]
+__all__ = ["Keeper", "checkpointed", "scaled"]
 
 _KEPT = (TensorKind.ACTIVATION, TensorKind.LOGITS)
 
+Keeper = Callable[[str], bool]
+"""Tells of one operation after the other, by its name, whether its results are kept."""
 
-def checkpointed(work: Work, modules: Collection[int]) -> Work:
+
+def checkpointed(work: Work, modules: Collection[int], keeper: Callable[[], Keeper] | None = None) -> Work:
     """Returns `work` with activation checkpointing of `modules`, as `torch.utils.checkpoint` does it without reentry.
 
     The inputs of such a module are kept. What its forward keeps for backward is freed at the end of forward, its
     outputs apart. Backward runs the forward again when it comes to the module's first operation. It stops early as
     torch does: once all that is kept is there, in front of the next operation that makes a tensor. Modules inside of
     one of `modules` are not checkpointed once more.
+
+    With selective checkpointing the results of some operations are kept, and not computed again. `keeper`, called for
+    each forward of a module, returns what tells of one operation after the other, by name, whether its results are.
 
     Torch frees what a checkpointed forward keeps bit by bit, and here it is freed at the end. The peak of a step is not
     there: backward has all of it again, and gradients. Torch also makes an output again that the module itself
@@ -41,18 +47,22 @@ def checkpointed(work: Work, modules: Collection[int]) -> Work:
     numbers = count(1 + max((event.tensor for event in work.events if isinstance(event, Allocate)), default=-1))
     inserted: dict[int, list[Event]] = {}  # in front of the event at a position
     renamed: dict[int, int] = {}
-    held: dict[int, int] = {}  # inputs that are kept for longer -> the position at which they are released
-    for span in _spans(work.events, frozenset(modules)):
+    held: dict[int, int] = {}  # what is kept for longer -> the position at which it is released
+    moved: set[int] = set()  # what is released when the forward runs again
+    for span in _spans(work.events, frozenset(modules), keeper):
         again, new = span.again(numbers)
         inserted.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
         inserted.setdefault(span.reached, []).extend(again)
         renamed |= new
+        only_kept = {tensor for tensor in span.kept if span.released[tensor] < span.reached}  # others are read
+        moved |= only_kept.intersection(event.tensor for event in again if isinstance(event, Release))
+        held |= dict.fromkeys(only_kept - moved, span.is_over)
         for tensor in span.inputs:
             if span.released[tensor] < span.is_over:
                 held[tensor] = max(held.get(tensor, 0), span.is_over)
     for tensor, position in held.items():
         inserted.setdefault(position, []).append(Release(tensor))
-    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, held)))
+    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, moved.union(held))))
 
 
 def _rewritten(
@@ -77,7 +87,9 @@ class _Span:
     Attributes:
         end: the position behind its Leave.
         reached: that of the first event of its backward.
-        freed: the tensors that it keeps for backward, and does not return.
+        freed: the tensors that it keeps for backward, is to make again, and does not return.
+        kept: the results that are not made again, and that it does not return.
+        skipped: the positions of the operations that made them, within the events.
         inputs: the tensors that it was given.
         released: the position at which each tensor of the step is released.
     """
@@ -86,23 +98,27 @@ class _Span:
     end: int
     reached: int
     freed: list[int]
+    kept: frozenset[int]
+    skipped: frozenset[int]
     inputs: tuple[int, ...]
     released: dict[int, int]
 
     @property
     def is_over(self) -> int:
         """The position at which backward has released all that the forward had kept."""
-        return max((self.released[tensor] for tensor in self.freed), default=self.reached)
+        return max((self.released[tensor] for tensor in (*self.freed, *self.kept)), default=self.reached)
 
     def again(self, numbers: Iterator[int]) -> tuple[list[Event], dict[int, int]]:
         """Returns its forward run again, up to where all that is kept is there, and the new numbers of that."""
         again, new, alive, calls = list[Event](), dict[int, int](), set[int](), list[int]()
-        missing = set(self.freed)
-        for event in self.events:
+        missing = {*self.freed, *(tensor for tensor in self.kept if self.released[tensor] >= self.reached)}
+        for at, event in enumerate(self.events):
+            if isinstance(event, Allocate) and not missing:
+                break
             match event:
+                case Allocate(tensor) if tensor in self.kept:
+                    missing.discard(tensor)
                 case Allocate(tensor):
-                    if not missing:
-                        break
                     new[tensor] = next(numbers)
                     alive.add(tensor)
                     missing.discard(tensor)
@@ -111,20 +127,22 @@ class _Span:
                     if tensor in alive:
                         alive.remove(tensor)
                         again.append(Release(new[tensor]))
+                    elif tensor in self.kept:
+                        again.append(event)
                 case Enter(module, _, inputs):
                     calls.append(module)
                     again.append(Enter(module, True, tuple(new.get(each, each) for each in inputs)))
                 case Leave(module, _, outputs):
                     calls.pop()
                     again.append(Leave(module, True, tuple(new.get(each, each) for each in outputs)))
-                case _:
+                case _ if at not in self.skipped:
                     again.append(event)
         again += [Release(new[tensor]) for tensor in alive.difference(self.freed)]
         again += [Leave(module, again=True) for module in reversed(calls)]
         return again, {tensor: new[tensor] for tensor in self.freed}
 
 
-def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]:
+def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[], Keeper] | None) -> Iterator[_Span]:
     """Yields each forward of one of `modules` that is inside of no other."""
     released = {event.tensor: at for at, event in enumerate(events) if isinstance(event, Release)}
     end_forward = next(at for at, event in enumerate(events) if isinstance(event, EndForward))
@@ -140,6 +158,8 @@ def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]
             reached = backwards[event.module].pop()  # the last call comes first in backward
             enter, forward = events[start], events[start : at + 1]
             assert isinstance(enter, Enter)
+            made = _kept(forward, keeper()) if keeper else {}
+            kept = frozenset(tensor for tensors in made.values() for tensor in tensors if tensor not in event.outputs)
             freed = [
                 each.tensor
                 for each in forward
@@ -147,8 +167,21 @@ def _spans(events: Sequence[Event], modules: Collection[int]) -> Iterator[_Span]
                 and each.kind in _KEPT
                 and at < released[each.tensor]
                 and each.tensor not in event.outputs
+                and each.tensor not in kept
             ]
-            yield _Span(forward, at + 1, reached, freed, enter.inputs, released)
+            yield _Span(forward, at + 1, reached, freed, kept, frozenset(made), enter.inputs, released)
+
+
+def _kept(events: Sequence[Event], keeps: Keeper) -> dict[int, list[int]]:
+    """Returns the positions of operations whose results are kept, and these. What an operation makes stands just in
+    front of it."""
+    found: dict[int, list[int]] = {}
+    made: list[int] = []
+    for at, event in enumerate(events):
+        if isinstance(event, Op) and keeps(event.name):
+            found[at] = made
+        made = [*made, event.tensor] if isinstance(event, Allocate) else []
+    return found
 
 
 def _backwards(events: Sequence[Event], end_forward: int, modules: Collection[int]) -> dict[int, list[int]]:

@@ -26,8 +26,8 @@ TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
 FREE = (
     *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
     *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
-    *("run.checkpointing", "run.checkpointing_share", "run.compile", "run.keep_best", "run.tensorboard", "run.logger"),
-    *("run.checkpoints", "run.async_save", "run.memory_limit"),
+    *("run.checkpointing", "run.checkpointing_share", "run.recompute", "run.compile", "run.keep_best"),
+    *("run.tensorboard", "run.logger", "run.checkpoints", "run.async_save", "run.memory_limit"),
 )
 """Fields that do not decide the losses, up to rounding; nor does any of `[shard]`."""
 Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
@@ -144,6 +144,9 @@ class Run:
     checkpointing: bool = _field(False, "keep only each block's input for backward, and compute the rest again")
     checkpointing_share: float = _field(
         1.0, "share of the blocks that checkpointing is for, evenly spread", "in (0, 1]", lambda value: 0 < value <= 1
+    )
+    recompute: str = _one_of(
+        ("full", "selective"), "of checkpointed blocks: all, or not attention and every second matrix product"
     )
     memory_limit: float = _at_least(0, 0.0, "GiB that a rank's tensors may take, which are then followed; 0: no limit")
     compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from sherd import (
     Blocks,
@@ -34,6 +34,7 @@ from sherd import (
     fully_shard,
 )
 from sherd.api.blocks import evenly_spread
+from sherd.api.recompute import selective_contexts
 from sherd.api.unit_sizes import UnitCall, Wrapping, rewrapped
 from sherd.train.config import Config, InputError
 from sherd.train.exchange import ToExperts
@@ -78,7 +79,7 @@ def parallelize(model: T, grid: Grid, config: Config) -> T:
     if isinstance(model, Decoder):
         own_layers(model, grid.stage, grid.axes.pp)
         cut(model, grid, config)
-    _run_as_asked(blocks_of(model), config)
+    run_as_asked(blocks_of(model), config)
     return shard(model, grid, **_options(config))
 
 
@@ -89,10 +90,11 @@ def cut(model: Decoder, grid: Grid, config: Config) -> None:
     _spread_experts(model, grid, config)
 
 
-def _run_as_asked(blocks: Sequence[nn.Module], config: Config) -> None:
+def run_as_asked(blocks: Sequence[nn.Module], config: Config) -> None:
     """Compute blocks again in backward, and compile them, where the config says so; their units' hooks stay around."""
+    contexts = selective_contexts if config.run.recompute == "selective" else noop_context_fn
     for block in evenly_spread(blocks, config.run.checkpointing_share) if config.run.checkpointing else ():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     for block in blocks if config.run.compile else ():
         block.compile()
 

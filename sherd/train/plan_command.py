@@ -62,6 +62,7 @@ def add_plan(commands: Any) -> None:
     chosen.add_argument(
         "--checkpointing", type=_share, metavar="yes|no|SHARE", help="keep only inputs of blocks, or of a share of them"
     )
+    chosen.add_argument("--recompute", choices=VALUES["recompute"], help="what those blocks compute again")
     chosen.add_argument("--offload", choices=YES_OR_NO, help="keep shards and optimizer state in host memory")
     chosen.add_argument("--prefetch", type=int, metavar="N", help="units gathered ahead")
     p.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -131,8 +132,8 @@ def _share(word: str) -> float:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that are told."""
-    words = {name: getattr(args, name) for name in ("strategy", "placement", "wrapping", "prefetch", "micro_batch")}
-    words["checkpointing"] = args.checkpointing
+    names = ("strategy", "placement", "wrapping", "checkpointing", "recompute", "prefetch", "micro_batch")
+    words = {name: getattr(args, name) for name in names}
     flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
     return {name: value for name, value in (words | flags).items() if value is not None}
 
@@ -208,6 +209,7 @@ def configured(config: Config, made: Plan) -> Config:
         "ranks": mesh.num_ranks,
         "checkpointing": settings.checkpointing > 0,
         "checkpointing_share": settings.checkpointing or 1.0,
+        "recompute": settings.recompute,
         "precision": "fp32" if made.compute_dtype is None else "bf16",
     }
     tree["optimizer"] |= {

@@ -1,6 +1,7 @@
 """Are steps on the axes of tensor, context and expert parallelism predicted as they then run?"""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sherd.simulate.sharded import Optimizer
 from sherd.train.axes import Axes
 from sherd.train.config import Config
 from sherd.train.mesh import Grid
-from sherd.train.parallel import cut, on_meta, own_layers, shard
+from sherd.train.parallel import blocks_of, cut, on_meta, own_layers, run_as_asked, shard
 from sherd.train.passes import passes
 from sherd.train.planned_axes import TrainedLayout, spread_evenly
 
@@ -24,7 +25,7 @@ SAMPLES, LENGTH, MICRO_BATCHES = 2, 32, 5
 ADAMW = Optimizer(states=2, accesses=20, scalars=4)
 
 
-def config(experts, pp=1, dp=1, replicate=1, **axes):
+def config(experts, pp=1, dp=1, replicate=1, recompute=None, **axes):
     batch = SAMPLES * dp * replicate * (1 if pp == 1 else MICRO_BATCHES)
     model = {"layers": 4, "width": 64, "heads": 8, "kv_heads": 4, "hidden": 96, "tied": False, "experts": experts}
     return Config.of(
@@ -32,17 +33,19 @@ def config(experts, pp=1, dp=1, replicate=1, **axes):
             "model": model,
             "data": {"context": LENGTH},
             "optimizer": {"batch": batch, "micro_batch": SAMPLES},
+            "run": {"checkpointing": recompute is not None, "recompute": recompute or "full"},
         }
     )
 
 
-def recorded(experts=0, **axes):
-    of = config(experts, **axes)
+def recorded(experts=0, recompute=None, **axes):
+    of = config(experts, recompute=recompute, **axes)
     grid = Grid(Axes(**axes), "cpu")
     model = on_meta(of)
     own_layers(model, grid.stage, grid.axes.pp)
     cut(model, grid, of)
     spread_evenly(model, grid.ep)
+    run_as_asked(blocks_of(model), of)
     shard(model, grid, comm_policy=CommPolicy("torch"))
     model.to_empty(device="cpu")
     model.reset_parameters(0)
@@ -57,7 +60,7 @@ def recorded(experts=0, **axes):
     return trace.timeline
 
 
-def predicted(experts=0, **axes):
+def predicted(experts=0, recompute=None, **axes):
     of = config(experts, **axes)
     layout = TrainedLayout(own_or_usual_loss, config=of, names=("tp", "cp", "ep", "pp"))
     training = Training(
@@ -65,6 +68,8 @@ def predicted(experts=0, **axes):
     )
     mesh = Mesh(**{AXES[name]: size for name, size in ({"dp": 1} | axes).items()})
     settings = Settings(mesh, micro_batch=SAMPLES, micro_batches=1 if mesh.pp == 1 else MICRO_BATCHES)
+    if recompute is not None:
+        settings = replace(settings, checkpointing=1.0, recompute=recompute)
     return Planner(training, read_cluster("laptop")).predict(settings).timeline
 
 
@@ -90,6 +95,10 @@ WAYS = [
     {"experts": 4, "dp": 4, "ep": 2},
     {"experts": 4, "dp": 2, "ep": 2, "tp": 2},
     {"replicate": 2, "tp": 2},
+    {"dp": 2, "tp": 2, "recompute": "full"},
+    {"dp": 2, "tp": 2, "recompute": "selective"},
+    {"dp": 2, "cp": 2, "recompute": "selective"},
+    {"experts": 4, "dp": 4, "ep": 2, "recompute": "selective"},
 ]
 PIPELINES = [{"dp": 2, "pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}]
 
@@ -111,6 +120,17 @@ def test_a_stage_of_a_pipeline_runs_as_it_is_predicted(world, way):
     assert in_all(calls(plan)) == in_all(calls(trace))  # the last gather of backward is of no unit's in a plan
     assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, rel=0.01)
     assert engine(plan.peak.by_kind) == engine(trace.peak.by_kind)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_blocks_of_a_stage_that_are_computed_again_save_what_is_predicted(world, recompute):
+    def most(timelines):
+        return max(each.peak.nbytes for each in timelines)
+
+    way = {"dp": 2, "pp": 2}
+    plans = [predicted(**way, recompute=each).peak.nbytes for each in (None, recompute)]
+    traces = [most(world(4).run(recorded, **way, recompute=each)) for each in (None, recompute)]
+    assert plans[0] - plans[1] == traces[0] - traces[1] > 0
 
 
 def in_all(calls):

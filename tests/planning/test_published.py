@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench.published import (
+    CHECKPOINTING,
     DATA,
     PAGE,
     Compared,
@@ -75,7 +76,7 @@ def test_a_rows_fields_make_sense(id):
     assert (row.shard == 1) == (row.sharding == "none")
     assert row.pp == 1 or row.micro_batches >= row.pp
     assert (row.replicate > 1) == (row.sharding == "HSDP")
-    assert row.checkpointing in ("none", "full", "selective")
+    assert row.checkpointing in CHECKPOINTING
     assert row.parameters in ("float32", "bfloat16")
     assert row.memory_is in ("reserved", "active")
     assert row.tokens is None or row.mfu is None
@@ -130,7 +131,7 @@ def test_a_model_has_as_many_parameters_as_the_published_one(model):
 def test_a_prediction_is_the_written_one(id):
     (found,) = predict_rows(TREE, [ROWS[id]]).values()
     written = read_found()[id]
-    assert len(found) == len(written) == (2 if ROWS[id].checkpointing == "selective" else 1)
+    assert len(found) == len(written) == len(CHECKPOINTING[ROWS[id].checkpointing])
     for each, other in zip(found, written, strict=True):
         assert each.fits == other.fits
         for field in ("tokens", "mfu", "active", "reserved"):

@@ -27,6 +27,7 @@ CHOICES = {
     "a micro-batch that fits": {"optimizer": {"micro_batch": 0}},
     "recomputed": {"run": {"checkpointing": True}},
     "recomputed flat": {"run": {"checkpointing": True}, "shard": {"placement": "flat", "transport": "coalesced"}},
+    "selectively recomputed": {"run": {"checkpointing": True, "recompute": "selective"}},
 }
 WRAPPINGS = {
     "pairs": {"shard": {"wrapping": "pairs"}, "model": {"layers": 3}},
@@ -54,6 +55,18 @@ MESHES = {
         "model": {"layers": 2, "tied": False, "heads": 2, "kv_heads": 2},
         "shard": {"wrapping": "ends"},
         "run": {"mesh": "pp=2,tp=2"},
+    },
+    "tp selectively recomputed": {
+        "model": {"heads": 2, "kv_heads": 2},
+        "run": {"mesh": "dp=2,tp=2", "checkpointing": True, "recompute": "selective"},
+    },
+    "pp selectively recomputed": {
+        "model": {"layers": 2, "tied": False},
+        "run": {"mesh": "pp=2,cp=2", "checkpointing": True, "recompute": "selective"},
+    },
+    "ep selectively recomputed": {
+        "model": {"experts": 4, "balance": 0.1},
+        "run": {"mesh": "dp=4,ep=2", "checkpointing": True, "recompute": "selective"},
     },
     "hfsdp": {"shard": {"strategy": "hfsdp", "placement": "flat"}, "run": {"mesh": "replicate=2,dp=2"}},
     "zero1 within": {"shard": {"strategy": "zero1_across_zero2_within"}, "run": {"mesh": "replicate=2,dp=2"}},
