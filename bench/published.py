@@ -45,8 +45,8 @@ class Row:
         sharding: "FSDP1" (flat parameters), "FSDP2", "HSDP", "ZeRO-1" or "ZeRO-2"; "none" of one data-parallel rank.
         tp, cp, pp: ranks on the axes of tensor, context and pipeline parallelism.
         cuts_tokens: over `tp`, activations between products are cut by tokens (sequence parallelism).
-        checkpointing: "none", "full", "every second block", "by operation" (attention and every second matrix product are
-            kept), or "selective" where nobody says how.
+        checkpointing: "none", "full", "every second block", "by operation" (attention and every second matrix product
+            are kept), or "selective" where nobody says how.
         parameters: the dtype that the optimizer steps. Forward and backward compute in bfloat16.
         tokens: per second and GPU.
         mfu: in percent.
