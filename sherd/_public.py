@@ -11,6 +11,7 @@ from sherd.api.guarded_step import step
 from sherd.api.joining import join
 from sherd.api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from sherd.api.placements import OnMesh, Placements
+from sherd.api.recompute import selective_contexts
 from sherd.api.refreshing import Refreshed, refresh
 from sherd.api.replicate import replicate
 from sherd.api.save_pretrained import save_pretrained
@@ -123,6 +124,7 @@ __all__ = [
     "replicate",
     "save",
     "save_pretrained",
+    "selective_contexts",
     "share_comm_ctx",
     "step",
     "step_in_backward",

@@ -68,6 +68,7 @@ OURS = {
     "replicate",
     "save",
     "save_pretrained",
+    "selective_contexts",
     "track_memory",
     "unsharded",
     "verify_equivalence",

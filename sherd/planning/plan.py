@@ -238,9 +238,8 @@ def planned(
         if "wrapping" not in fixed:
             space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
         saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
-        found = search(
-            evaluate, space, [min((beginning, saving), key=lambda each: merit(evaluate(each), limit))], limit
-        )
+        first = min((beginning, saving), key=lambda each: merit(evaluate(each), limit))
+        found = search(evaluate, space, [first], limit)
     planner = Planner(training, cluster)
     title = title or f"{type(training.model).__name__} on {num_ranks} ranks"
     tried = {}

@@ -1,8 +1,9 @@
 """The search for the fastest settings that fit the memory, of which all combinations are too many to be tried.
 
 It begins with a few. One choice after the other gets the best of its values, given the others: of settings that do not
-fit, that which lacks least memory; of those that fit, the fastest (coordinate descent). Where no single change helps,
-each one's difference in time and memory is known. As if these differences added up, the best combinations of changes
+fit, that which lacks least memory; of those that fit, the fastest (coordinate descent). Along an axis of a mesh it
+stops where it only gets worse, and an axis that is much slower is left out of what follows. Where no single change
+helps, the difference in time and memory of each is known. As if these added up, the best combinations of changes
 are looked for and tried; a better one is the next beginning.
 """
 
@@ -84,24 +85,66 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
         beginnings: the settings that are tried first, of which one is possible.
         limit: the bytes of a device.
     """
-    outcomes: dict[Settings, Outcome] = {}
-
-    def tried(settings: Settings) -> tuple[int, float, int]:
-        if settings not in outcomes:
-            outcomes[settings] = evaluate(settings)
-        return merit(outcomes[settings], limit)
-
+    tried = _Tried(evaluate, space, limit)
     for settings in beginnings:
         before = None
         while settings != before:
             before = settings
             for name in space.choices:
-                settings = min((settings, *space.changed(settings, name)), key=tried)
+                settings = tried.best_in(name, settings)
             if settings == before:
-                settings = min((settings, *_combined(space, outcomes, settings, limit)), key=tried)
-    possible = {settings: outcome for settings, outcome in outcomes.items() if outcome is not IMPOSSIBLE}
+                settings = min((settings, *_combined(space, tried.outcomes, settings, limit)), key=tried.merit)
+    possible = {settings: outcome for settings, outcome in tried.outcomes.items() if outcome is not IMPOSSIBLE}
     fitting = [settings for settings, outcome in possible.items() if outcome.nbytes <= limit]
-    return Found(possible, tuple(sorted(fitting or possible, key=tried)), bool(fitting), limit)
+    return Found(possible, tuple(sorted(fitting or possible, key=tried.merit)), bool(fitting), limit)
+
+
+PATIENCE = 2
+"""Of an axis of a mesh larger sizes are not tried, once so many in turn are each worse than the best of it."""
+SLOW = 1.2
+"""An axis is not tried again, once each of its sizes has taken so many times as long as settings that fit."""
+
+
+class _Tried:
+    """The settings that a search has tried, and their `outcomes`."""
+
+    def __init__(self, evaluate: Callable[[Settings], Outcome], space: Space, limit: int) -> None:
+        self.outcomes: dict[Settings, Outcome] = {}
+        self._evaluate, self._space, self._limit = evaluate, space, limit
+        self._slow_axes: set[int] = set()
+
+    def merit(self, settings: Settings) -> tuple[int, float, int]:
+        """Returns the merit of `settings`, which are tried if they were not yet."""
+        if settings not in self.outcomes:
+            self.outcomes[settings] = self._evaluate(settings)
+        return merit(self.outcomes[settings], self._limit)
+
+    def best_in(self, name: str, settings: Settings) -> Settings:
+        """Returns the best of `settings` and of those that choose otherwise in `name`."""
+        best = settings
+        for number, line in enumerate(self._space.lines(settings, name)):
+            if name != "mesh":
+                best = min((best, *line), key=self.merit)
+            elif number not in self._slow_axes:
+                walked = self._walk(line)
+                best = min((best, *walked), key=self.merit)
+                now = self.outcomes[settings]
+                # Other numbers of replicas, the first line, need no other reading of the model, and are always tried.
+                if number and now.nbytes <= self._limit:
+                    is_slow = all(self.outcomes[each].seconds > SLOW * now.seconds for each in walked)
+                    self._slow_axes |= {number} if is_slow else set()
+        return best
+
+    def _walk(self, line: Iterable[Settings]) -> list[Settings]:
+        """Returns the settings of a line, until `PATIENCE` in turn are worse than the best of them."""
+        walked: list[Settings] = []
+        num_worse = 0
+        for each in line:
+            walked.append(each)
+            num_worse = 0 if min(walked, key=self.merit) == each else num_worse + 1
+            if num_worse == PATIENCE:
+                break
+        return walked
 
 
 _Change = tuple[Any, float, int]  # a value, and its difference in seconds and bytes
@@ -115,7 +158,7 @@ def _combined(space: Space, outcomes: Mapping[Settings, Outcome], settings: Sett
     now = outcomes[settings]
     changes: list[list[_Change]] = [[(None, 0.0, 0)] for _ in space.choices]
     for name, found in zip(space.choices, changes, strict=True):
-        for each in space.changed(settings, name):
+        for each in filter(outcomes.__contains__, space.changed(settings, name)):
             seconds, nbytes = outcomes[each].seconds - now.seconds, outcomes[each].nbytes - now.nbytes
             if seconds < 0 or nbytes < 0:  # others help nobody
                 found.append((getattr(each, name), seconds, nbytes))

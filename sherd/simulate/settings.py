@@ -126,9 +126,9 @@ def _words(name: str, value: object) -> str:
         case "checkpointing", _:
             return f"{value:.0%} of blocks computed again"
         case "recompute", "selective":
-            return "but for attention and half the products"
+            return "selectively recomputed"
         case "recompute", _:
-            return "with all operations"
+            return "fully recomputed"
         case "offload", True:
             return "shards in host memory"
         case "offload", False:
@@ -166,17 +166,23 @@ class Space:
     def meshes(self, near: Mesh) -> Iterator[Mesh]:
         """Yields the meshes of all ranks that differ from `near` in the number of replicas, which are whole nodes or
         equal parts of one, or in one other axis, whose ranks come from those that read other samples or go to them."""
-        yield from filter(self.fits, self._replicas(near))
+        return (mesh for meshes in self._meshes_by_axis(near) for mesh in meshes)
+
+    def _meshes_by_axis(self, near: Mesh) -> Iterator[Iterator[Mesh]]:
+        yield filter(self.fits, self._replicas(near))
         for axis in self.axes:
-            for size in self._sizes(axis):
-                if axis != "ep":
-                    kept = replace(near, **{axis: 1, "ep": 1}).num_ranks // near.num_data * size
-                    data, rest = divmod(self.num_ranks, kept)
-                    mesh = replace(near, shard=data, replicate=1, **{axis: size})
-                else:
-                    mesh, rest = replace(near, ep=size), near.shard % size
-                if not rest and mesh != near and self.fits(mesh):
-                    yield mesh
+            yield filter(self.fits, self._along(axis, near))
+
+    def _along(self, axis: str, near: Mesh) -> Iterator[Mesh]:
+        for size in self._sizes(axis):
+            if axis != "ep":
+                kept = replace(near, **{axis: 1, "ep": 1}).num_ranks // near.num_data * size
+                data, rest = divmod(self.num_ranks, kept)
+                mesh = replace(near, shard=data, replicate=1, **{axis: size})
+            else:
+                mesh, rest = replace(near, ep=size), near.shard % size
+            if not rest and mesh != near:
+                yield mesh
 
     def _replicas(self, near: Mesh) -> Iterator[Mesh]:
         inside = near.cp * near.tp
@@ -214,16 +220,20 @@ class Space:
 
     def changed(self, settings: Settings, name: str) -> Iterator[Settings]:
         """Yields `settings` with each other value of one choice."""
+        return (each for line in self.lines(settings, name) for each in line)
+
+    def lines(self, settings: Settings, name: str) -> Iterator[Iterator[Settings]]:
+        """Yields `settings` with each other value of one choice, in lines of ascending sizes; of a mesh one for each
+        axis."""
         values: Iterable[Any] = VALUES.get(name, ())
-        if name == "mesh":
-            values = self.meshes(settings.mesh)
-        elif name == "wrapping":
+        if name == "wrapping":
             values = self.wrappings
         elif name == "micro_batch":
             values = (size for size in divisors(self.batch // settings.mesh.num_data) if size <= self.most_samples)
-        others = (value for value in values if value != getattr(settings, name))
-        found = (self.with_values(settings, {name: value}) for value in others)
-        yield from (each for each in found if each is not None)
+        for line in self._meshes_by_axis(settings.mesh) if name == "mesh" else [iter(values)]:
+            others = (value for value in line if value != getattr(settings, name))
+            found = (self.with_values(settings, {name: value}) for value in others)
+            yield (each for each in found if each is not None)
 
 
 MOST_RANKS = 16

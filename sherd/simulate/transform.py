@@ -87,8 +87,8 @@ class _Span:
     Attributes:
         end: the position behind its Leave.
         reached: that of the first event of its backward.
-        freed: the tensors that it keeps for backward, is to make again, and does not return.
-        kept: the results that are not made again, and that it does not return.
+        saved: the tensors that it keeps for backward, and does not return.
+        kept: results that are not made again.
         skipped: the positions of the operations that made them, within the events.
         inputs: the tensors that it was given.
         released: the position at which each tensor of the step is released.
@@ -97,21 +97,26 @@ class _Span:
     events: Sequence[Event]
     end: int
     reached: int
-    freed: list[int]
+    saved: list[int]
     kept: frozenset[int]
     skipped: frozenset[int]
     inputs: tuple[int, ...]
     released: dict[int, int]
 
     @property
+    def freed(self) -> list[int]:
+        """What is freed behind it, and made again."""
+        return [tensor for tensor in self.saved if tensor not in self.kept]
+
+    @property
     def is_over(self) -> int:
         """The position at which backward has released all that the forward had kept."""
-        return max((self.released[tensor] for tensor in (*self.freed, *self.kept)), default=self.reached)
+        return max((self.released[tensor] for tensor in self.saved), default=self.reached)
 
     def again(self, numbers: Iterator[int]) -> tuple[list[Event], dict[int, int]]:
         """Returns its forward run again, up to where all that is kept is there, and the new numbers of that."""
         again, new, alive, calls = list[Event](), dict[int, int](), set[int](), list[int]()
-        missing = {*self.freed, *(tensor for tensor in self.kept if self.released[tensor] >= self.reached)}
+        missing, freed = set(self.saved), self.freed
         for at, event in enumerate(self.events):
             if isinstance(event, Allocate) and not missing:
                 break
@@ -137,9 +142,9 @@ class _Span:
                     again.append(Leave(module, True, tuple(new.get(each, each) for each in outputs)))
                 case _ if at not in self.skipped:
                     again.append(event)
-        again += [Release(new[tensor]) for tensor in alive.difference(self.freed)]
+        again += [Release(new[tensor]) for tensor in alive.difference(freed)]
         again += [Leave(module, again=True) for module in reversed(calls)]
-        return again, {tensor: new[tensor] for tensor in self.freed}
+        return again, {tensor: new[tensor] for tensor in freed}
 
 
 def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[], Keeper] | None) -> Iterator[_Span]:
@@ -159,17 +164,16 @@ def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[
             enter, forward = events[start], events[start : at + 1]
             assert isinstance(enter, Enter)
             made = _kept(forward, keeper()) if keeper else {}
-            kept = frozenset(tensor for tensors in made.values() for tensor in tensors if tensor not in event.outputs)
-            freed = [
+            kept = frozenset(tensor for tensors in made.values() for tensor in tensors)
+            saved = [
                 each.tensor
                 for each in forward
                 if isinstance(each, Allocate)
                 and each.kind in _KEPT
                 and at < released[each.tensor]
                 and each.tensor not in event.outputs
-                and each.tensor not in kept
             ]
-            yield _Span(forward, at + 1, reached, freed, kept, frozenset(made), enter.inputs, released)
+            yield _Span(forward, at + 1, reached, saved, kept, frozenset(made), enter.inputs, released)
 
 
 def _kept(events: Sequence[Event], keeps: Keeper) -> dict[int, list[int]]:

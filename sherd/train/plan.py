@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd import memory_report
-from sherd._torch import fake_tensors, imagined_ranks
+from sherd._torch import TorchDispatchMode, fake_tensors, imagined_ranks
+from sherd.api.recompute import KeptResults
 from sherd.engine.run.seal import units_below
+from sherd.engine.run.structures import tensors_in
 from sherd.memory.report import MemoryReport
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
@@ -161,7 +164,8 @@ def _activations(config: Config, axes: Axes, split: Split) -> int | None:
         itemsize = 2 if config.run.precision == "bf16" else 4
         again = block  # of the block that is at its backward
         inputs = split.micro_batch * config.data.context // axes.cp * config.model.width * itemsize
-        block -= round(config.run.checkpointing_share * (block - inputs))
+        results = 0 if config.run.recompute == "full" else _kept_results(config, axes, split)
+        block -= round(config.run.checkpointing_share * (block - inputs - results))
     layers = ceil(config.model.layers / axes.pp)
     # The first stage has the most micro-batches under way, the last one the logits.
     first, last = min(axes.pp, split.times) * layers * block, layers * block + rest
@@ -170,9 +174,6 @@ def _activations(config: Config, axes: Axes, split: Split) -> int | None:
 
 def _kept_for_backward(config: Config, axes: Axes, split: Split, layers: int) -> int:
     """Returns the bytes that autograd keeps of one micro-batch in a decoder of so many layers, parameters apart."""
-    m = config.model
-    if m.experts:  # as many rows of as many numbers as in one layer of this width
-        m = replace(m, experts=0, hidden=m.hidden * m.top_k)
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,15 +183,56 @@ def _kept_for_backward(config: Config, axes: Axes, split: Split, layers: int) ->
 
     storages: list[torch.UntypedStorage] = []  # kept alive, so that no two have one id
     with fake_tensors():
-        model: nn.Module = Decoder(replace(m, layers=layers))
-        if config.run.precision == "bf16":
-            _halve(model)
-        tokens = torch.zeros(split.micro_batch, config.data.context // axes.cp, dtype=torch.int64)
+        model, tokens = _fake(config, axes, split, layers)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             logits = model(tokens).float().flatten(0, 1)
             F.cross_entropy(logits, tokens.flatten())
         own = {id(each.untyped_storage()) for each in model.parameters()}
     return sum(nbytes for storage, nbytes in kept.items() if storage not in own)
+
+
+def _kept_results(config: Config, axes: Axes, split: Split) -> int:
+    """Returns the bytes of the results that a block keeps of one micro-batch under selective recomputation."""
+    results = _Results()
+    with fake_tensors():
+        model, tokens = _fake(config, axes, split, 1)
+        block = model.blocks[0]
+        forward = block.forward
+
+        def watched(*args: Any) -> Any:
+            with results:
+                return forward(*args)
+
+        block.forward = watched
+        model(tokens)
+    return results.nbytes
+
+
+class _Results(TorchDispatchMode):
+    """Adds up the bytes of the results that are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes, self._kept = 0, KeptResults()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self._kept.keeps(str(func.overloadpacket)):
+            self.nbytes += sum(each.nbytes for each in tensors_in(made))
+        return made
+
+
+def _fake(config: Config, axes: Axes, split: Split, layers: int) -> tuple[Decoder, torch.Tensor]:
+    """Returns a decoder of so many layers, and a micro-batch of it."""
+    m = config.model
+    if m.experts:  # as many rows of as many numbers as in one layer of this width
+        m = replace(m, experts=0, hidden=m.hidden * m.top_k)
+    model = Decoder(replace(m, layers=layers))
+    if config.run.precision == "bf16":
+        _halve(model)
+    return model, torch.zeros(split.micro_batch, config.data.context // axes.cp, dtype=torch.int64)
 
 
 def _halve(model: nn.Module) -> None:

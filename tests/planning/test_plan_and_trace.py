@@ -134,6 +134,7 @@ CHECKPOINTED = [
     {"wrapping": "pairs", "checkpointing": 0.625},
     {"wrapping": "parts"},
     {"wrapping": "parts", "transport": "auto"},
+    {"wrapping": "parts", "recompute": "selective"},
 ]
 STRATEGIES = [
     {"strategy": "zero2"},

@@ -81,6 +81,16 @@ def test_units_are_written_as_they_are_planned(files, capsys, wrapping):
     assert main(["train", "--config", str(wanted), "--dry-run", "--nproc", "2"]) == 0
 
 
+@pytest.mark.parametrize("words", [("--checkpointing", 0.5), ("--checkpointing", "yes", "--recompute", "selective")])
+def test_checkpointing_is_written_as_it_is_planned(files, capsys, words):
+    wanted = files / "chosen.toml"
+    said(capsys, files / "train.toml", "--cluster", "laptop", "--mesh", "dp=2", *words, "--write", wanted)
+    run = Config.of(read_tree(str(wanted))).run
+    assert (run.checkpointing, run.checkpointing_share) == (True, 0.5 if 0.5 in words else 1.0)
+    assert run.recompute == ("selective" if "selective" in words else "full")
+    assert main(["train", "--config", str(wanted), "--dry-run", "--nproc", "2"]) == 0
+
+
 def test_a_hugging_face_config_is_planned_as_json(files, capsys):
     code, out, _ = said(capsys, files / "llama.json", "--mesh", "replicate=2,dp=4", "--checkpointing", "yes", "--json")
     found = json.loads(out)
@@ -131,6 +141,7 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         (["llama.json", "--write", "x.toml"], "needs a MODEL that is a config of sherd train"),
         (["llama.json", "--placement", "rows"], "invalid choice"),
         (["llama.json", "--wrapping", "all"], "invalid choice"),
+        (["llama.json", "--recompute", "half"], "invalid choice"),
         (["made.py:make", "--wrapping", "pairs"], "the model (Linear) does not run without values"),
     ],
 )

@@ -1,11 +1,14 @@
 """Is work with activation checkpointing what is read from a model that checkpoints, and scaled work that of a larger
 batch?"""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from sherd.api.recompute import KeptResults, selective_contexts
 from sherd.simulate.transform import checkpointed, scaled
 from sherd.simulate.work import Allocate, EndForward, Enter, Gradient, Leave, Op, Release, TensorKind
 from tests.planning import models
@@ -19,22 +22,22 @@ def numbered(work, kind):
 class Checkpointing(nn.Module):
     """A model whose modules of one kind are checkpointed by torch."""
 
-    def __init__(self, model, kind):
+    def __init__(self, model, kind, contexts):
         super().__init__()
         self.model = model
         for module in model.modules():
             if type(module).__name__ == kind:
                 forward = module.forward
-                module.forward = lambda *args, f=forward, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
+                module.forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
     def forward(self, *args):
         return self.model(*args)
 
 
-def by_torch(build, loss, kind):
+def by_torch(build, loss, kind, contexts=noop_context_fn):
     def built():
         model, batch = build()
-        return Checkpointing(model, kind), batch
+        return Checkpointing(model, kind, contexts), batch
 
     return read(built, loss)
 
@@ -80,6 +83,24 @@ def test_checkpointed_work_is_that_of_a_model_that_checkpoints(name):
     assert peak(expected) <= peak(found) <= peak(expected) + few
     assert peak(found) <= peak(plain)
     assert flops(found) == flops(expected) > flops(plain)
+    assert done(found) == done(expected)
+    assert kept(found) == kept(expected)
+
+
+def keeper():
+    return KeptResults().keeps
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_selectively_checkpointed_work_is_that_of_a_model_that_checkpoints_so(name):
+    build, loss, kind = CASES[name]
+    plain = read(build, loss)
+    found = checkpointed(plain, numbered(plain, kind), keeper)
+    expected = by_torch(build, loss, kind, selective_contexts)
+    few = 0.01 * peak(expected) if name in WITH_BIASES else 0
+    assert peak(expected) <= peak(found) <= peak(expected) + few
+    assert flops(found) == flops(expected)
+    assert flops(plain) <= flops(found) < flops(checkpointed(plain, numbered(plain, kind)))
     assert done(found) == done(expected)
     assert kept(found) == kept(expected)
 

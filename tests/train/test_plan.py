@@ -25,6 +25,7 @@ RUNS = {
     "accumulated": {"optimizer": {"micro_batch": 2}},
     "kept unsharded, bf16": {"shard": {"reshard": "never"}, "run": {"precision": "bf16"}},
     "recomputed": {"run": {"checkpointing": True}},
+    "selectively recomputed": {"run": {"checkpointing": True, "recompute": "selective"}},
 }
 
 
@@ -87,6 +88,8 @@ def test_what_is_planned_is_what_two_ranks_hold(world, text):  # noqa: F811
                 assert plan.activations == pytest.approx(kept, rel=0.01), name
     kept = {name: each[-1] for name, each in zip(plans, held_by_rank[0], strict=True)}
     assert kept["recomputed"] < plans["recomputed"].activations < plans["default"].activations / 2
+    again = "recomputed", "selectively recomputed"
+    assert plans[again[0]].activations < plans[again[1]].activations < plans["default"].activations
 
 
 def dry(capsys, *words):

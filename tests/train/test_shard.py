@@ -171,8 +171,9 @@ def test_what_the_engine_refuses_is_told_in_one_line(threads, text):  # noqa: F8
 
 # Dynamo looks at `.grad` of every graph input, a block's hidden states too, and is warned for it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_each_block_is_compiled_also_where_it_is_recomputed(world, text):  # noqa: F811
-    chosen = config(text, {"run": {"compile": True, "checkpointing": True}})
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_each_block_is_compiled_also_where_it_is_recomputed(world, text, recompute):  # noqa: F811
+    chosen = config(text, {"run": {"compile": True, "checkpointing": True, "recompute": recompute}})
     for found, are_units in world(2).run(compiled_blocks, chosen):
         assert found == pytest.approx(plain_losses(chosen), rel=1e-5)
         assert are_units == [True]

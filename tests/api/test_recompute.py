@@ -1,0 +1,106 @@
+"""Does selective checkpointing keep what it says, compute the rest again, and leave every number as it is?"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import sherd
+from sherd.api.recompute import KeptResults
+
+WIDTH, LENGTH = 16, 8
+
+
+class Block(nn.Module):
+    """Three products, attention, a product that is kept by its number, and what a unit inside adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        query, key, value = (head(x).unsqueeze(1) for head in self.heads)
+        return x + torch.tanh(self.out(F.scaled_dot_product_attention(query, key, value).squeeze(1)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, contexts):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.options = {"use_reentrant": False, **({"context_fn": contexts} if contexts else {})}
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options)
+        return x
+
+
+class Operations(TorchDispatchMode):
+    """Counts products and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func.overloadpacket)
+        self.count[name] = self.count.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def made(contexts):
+    torch.manual_seed(0)
+    return Checkpointed(contexts)
+
+
+def steps(model, optimizer):
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+
+
+def trained(contexts, unit_inside):
+    model = made(contexts)
+    for block in model.blocks:
+        for each in (*block.heads, block) if unit_inside else (block,):
+            sherd.fully_shard(each)
+    sherd.fully_shard(model)
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return {name: each.detach().full_tensor() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("unit_inside", [False, True])
+def test_a_sharded_model_trains_as_a_plain_one(world, unit_inside):
+    plain = made(None)
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+    for found in world(2).run(trained, sherd.selective_contexts, unit_inside):
+        for name, each in plain.named_parameters():
+            assert torch.allclose(found[name], each, atol=1e-6), name
+
+
+def count_in_backward(contexts):
+    loss = made(contexts)(torch.ones(4, LENGTH, WIDTH)).sum()
+    with Operations() as seen:
+        loss.backward()
+    return seen.count
+
+
+def test_attention_and_every_second_product_are_not_computed_again():
+    full, selective = count_in_backward(None), count_in_backward(sherd.selective_contexts)
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert (full[attention], selective.get(attention, 0)) == (2, 0)
+    assert full["aten.mm"] - selective["aten.mm"] == 4  # of query and value, in each of two blocks
+    assert full["aten.addmm"] == selective["aten.addmm"] == 2  # of `out`, the fourth product
+
+
+def test_each_forward_counts_its_products_anew():
+    kept = KeptResults()
+    assert [kept.keeps("aten.mm") for _ in range(5)] == [True, False, True, False, True]
+    assert kept.keeps("aten._scaled_dot_product_flash_attention")
+    assert not kept.keeps("aten.mul")
+    assert not kept.keeps("aten.addmm")
+    assert KeptResults().keeps("aten.addmm")
