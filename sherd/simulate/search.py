@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -100,7 +100,7 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
 
 
 PATIENCE = 2
-"""Of an axis of a mesh larger sizes are not tried, once so many in turn are each worse than the best of it."""
+"""Of an axis of a mesh larger sizes are not tried, once so many in turn are each worse than the best so far."""
 SLOW = 1.2
 """An axis is not tried again, once each of its sizes has taken so many times as long as settings that fit."""
 
@@ -126,7 +126,7 @@ class _Tried:
             if name != "mesh":
                 best = min((best, *line), key=self.merit)
             elif number not in self._slow_axes:
-                walked = self._walk(line)
+                walked = self._walk(line, [settings] if number else [])
                 best = min((best, *walked), key=self.merit)
                 now = self.outcomes[settings]
                 # Other numbers of replicas, the first line, need no other reading of the model, and are always tried.
@@ -135,13 +135,13 @@ class _Tried:
                     self._slow_axes |= {number} if is_slow else set()
         return best
 
-    def _walk(self, line: Iterable[Settings]) -> list[Settings]:
-        """Returns the settings of a line, until `PATIENCE` in turn are worse than the best of them."""
+    def _walk(self, line: Iterable[Settings], known: Sequence[Settings]) -> list[Settings]:
+        """Returns the settings of a line, until `PATIENCE` in turn are worse than the best of them and of `known`."""
         walked: list[Settings] = []
         num_worse = 0
         for each in line:
             walked.append(each)
-            num_worse = 0 if min(walked, key=self.merit) == each else num_worse + 1
+            num_worse = 0 if min((*known, *walked), key=self.merit) == each else num_worse + 1
             if num_worse == PATIENCE:
                 break
         return walked
