@@ -296,9 +296,6 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Layout
             raise PolicyError(f"plan({name}={given[name]!r}): expected one of {', '.join(VALUES[name])}")
     if given.get("wrapping", "auto") != "auto" and not layout.rewraps:
         raise PolicyError(f"plan(wrapping={given['wrapping']!r}): the units are made by `shard`; leave one of them out")
-    if given.get("strategy", "auto") != "auto" and (mesh.ep > 1 or given.get("offload")):
-        other = f"ep={mesh.ep}" if mesh.ep > 1 else "offload"
-        raise PolicyError(f"plan(strategy={given['strategy']!r}): with {other} all is sharded; leave it out")
     require_int("plan(prefetch={})", given.get("prefetch", 1), 0)
     size = given.get("micro_batch", 1)
     require_int("plan(micro_batch={})", size, 1)
@@ -306,7 +303,10 @@ def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Layout
         raise PolicyError(f"plan(micro_batch={size}): it does not divide the {samples} samples of a rank in a step")
     if samples // size < mesh.pp:
         raise PolicyError(f"plan(mesh={mesh}): {samples // size} micro-batches are fewer than its {mesh.pp} stages")
-    return replace(Settings(mesh, micro_batches=samples // size), **(dict(given) | {"checkpointing": float(share)}))
+    made = replace(Settings(mesh, micro_batches=samples // size), **(dict(given) | {"checkpointing": float(share)}))
+    if made.conflict:
+        raise PolicyError(f"plan(strategy={made.strategy!r}): with {made.conflict} all is sharded; leave it out")
+    return made
 
 
 def on_meta(model: nn.Module) -> nn.Module:

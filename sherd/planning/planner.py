@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,7 +30,7 @@ from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import op_seconds
 from sherd.simulate.pipeline import Stage
-from sherd.simulate.predict import Played, Prediction, predict, predict_pipeline
+from sherd.simulate.predict import Prediction, RankWork, predict, predict_pipeline
 from sherd.simulate.search import IMPOSSIBLE, Outcome
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import Optimizer, Sharded
@@ -96,24 +96,16 @@ class Planner:
         """
         mesh, times = settings.mesh, settings.micro_batches
         if mesh.pp == 1:
-            work, sharded, parts = self._read_and_sharded(settings)
-            return predict(
-                work,
-                sharded,
-                self.cluster,
-                mesh,
-                parts=parts,
-                micro_batches=times,
-                reduces_each=settings.strategy not in ACCUMULATING,
-                title=title,
-            )
+            rank, reduces_each = self._rank_work(settings), settings.strategy not in ACCUMULATING
+            return predict(rank, self.cluster, mesh, micro_batches=times, reduces_each=reduces_each, title=title)
         training = self.training
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
         dtype, pair = training.compute_dtype or torch.float32, Group(2, mesh.num_ranks // mesh.pp)
+        num_stages = 2 if self._is_rough else mesh.pp
         first, last = (
-            Played(
-                *self._of_stage(2 if self._is_rough else mesh.pp, name)._read_and_sharded(settings),
-                Stage(number, mesh.pp, numel * dtype.itemsize, pair),
+            replace(
+                self._of_stage(num_stages, name)._rank_work(settings),
+                stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair),
             )
             for name, number in (("first", 0), ("last", mesh.pp - 1))
         )
@@ -129,15 +121,14 @@ class Planner:
         like = None if self._lender is self else self._lender._of_stage(num_stages, name)
         return Planner(replace(self.training, model=model, stage=name), self.cluster, self._is_rough, like)
 
-    def _read_and_sharded(self, settings: Settings) -> tuple[Work, Sharded, Sequence[Part]]:
-        """Returns a micro-batch, the sharded model, and both in parts."""
+    def _rank_work(self, settings: Settings) -> RankWork:
         work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing, settings.recompute
         # What else there is decides nothing about sharding.
         usual = Settings(settings.mesh)
         cut = replace(settings, **{name: getattr(usual, name) for name in NOT_OF_SHARDING})
         work = self._work(*work_key)
         sharded = self._sharded(cut)
-        return work, offloaded(sharded) if settings.offload else sharded, self._parts(work_key, cut)
+        return RankWork(work, offloaded(sharded) if settings.offload else sharded, self._parts(work_key, cut))
 
     def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         training = self.training

@@ -16,7 +16,7 @@ from sherd.simulate.play import pass_seconds, play
 from sherd.simulate.reserved import reserved_bytes
 from sherd.simulate.settings import Mesh
 from sherd.simulate.sharded import Sharded
-from sherd.simulate.stretches import Called, Part, parts_of
+from sherd.simulate.stretches import Called, Part
 from sherd.simulate.timeline import Lane, Timeline
 from sherd.simulate.work import Enter, Group, Leave, Op, OpKind, Work
 
@@ -104,37 +104,33 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Played:
-    """A rank of a pipeline: its micro-batch, the same in parts, the sharded model, and its stage."""
+class RankWork:
+    """What a rank does: its micro-batch, the same in parts, the sharded model, and in a pipeline its stage."""
 
     work: Work
     sharded: Sharded
     parts: Sequence[Part]
-    stage: Stage
+    stage: Stage | None = None
 
 
 def predict_pipeline(
-    first: Played, last: Played, cluster: Cluster, mesh: Mesh, *, micro_batches: int, title: str = ""
+    first: RankWork, last: RankWork, cluster: Cluster, mesh: Mesh, *, micro_batches: int, title: str = ""
 ) -> Prediction:
     """Returns the prediction of a pipeline's step on the stage that takes the most memory: the first one, which has the
     most micro-batches under way, or the last one, which has the logits. All but the last one are like the first."""
     costs = ClusterCosts(cluster)
-    of_first, of_last = (pass_seconds(each.parts, each.sharded, costs, each.stage) for each in (first, last))
+    assert first.stage is not None and last.stage is not None, "both are in the pipeline"
+    of_first, of_last = (
+        pass_seconds(rank.parts, rank.sharded, costs, stage)
+        for rank, stage in ((first, first.stage), (last, last.stage))
+    )
     send = costs.collective("send", first.stage.sent, first.stage.pair)
     times = begins([of_first] * (mesh.pp - 1) + [of_last], micro_batches, send)
-    found = [
-        predict(
-            each.work,
-            each.sharded,
-            cluster,
-            mesh,
-            parts=each.parts,
-            micro_batches=micro_batches,
-            stage=replace(each.stage, begins=its),
-            title=title,
-        )
-        for each, its in ((first, times[0]), (last, times[-1]))
-    ]
+    ranks = (
+        replace(first, stage=replace(first.stage, begins=times[0])),
+        replace(last, stage=replace(last.stage, begins=times[-1])),
+    )
+    found = [predict(each, cluster, mesh, micro_batches=micro_batches, title=title) for each in ranks]
     seconds = max(each.timeline.seconds for each in found)
     largest = max(found, key=lambda each: each.driver_bytes).lasting(seconds)
     flops = ((mesh.pp - 1) * found[0].flops + found[1].flops) // mesh.pp  # of the ranks of all stages, in the mean
@@ -142,23 +138,24 @@ def predict_pipeline(
 
 
 def predict(
-    work: Work,
-    sharded: Sharded,
+    rank: RankWork,
     cluster: Cluster,
     mesh: Mesh,
     *,
-    parts: Sequence[Part] | None = None,
     micro_batches: int = 1,
     reduces_each: bool = True,
-    stage: Stage | None = None,
     title: str = "",
 ) -> Prediction:
-    """Returns the prediction of a step; see `play`. `parts`: those of `work`, if they are there already."""
-    costs, device = ClusterCosts(cluster), cluster.device
-    if parts is None:
-        parts = parts_of(work, sharded, costs.op)
+    """Returns the prediction of a step; see `play`."""
+    work, costs, device = rank.work, ClusterCosts(cluster), cluster.device
     timeline = play(
-        parts, sharded, costs, micro_batches=micro_batches, reduces_each=reduces_each, stage=stage, title=title
+        rank.parts,
+        rank.sharded,
+        costs,
+        micro_batches=micro_batches,
+        reduces_each=reduces_each,
+        stage=rank.stage,
+        title=title,
     )
     seconds = timeline.seconds
     flops = micro_batches * _flops_once(work)
@@ -175,22 +172,20 @@ def predict(
         tokens,
         samples,
         flops / seconds / device.peak_flops[_dtype_of(work)],
-        _sent(timeline, sharded, parts, stage, costs),
+        _sent(timeline, rank, costs),
         hourly * mesh.num_ranks / 3600 / tokens * 1e6 if hourly is not None and tokens else None,
     )
 
 
-def _sent(
-    timeline: Timeline, sharded: Sharded, parts: Sequence[Part], stage: Stage | None, costs: ClusterCosts
-) -> dict[str, int]:
+def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, int]:
     """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of their ring."""
     groups: dict[tuple[Lane, int], list[Group]] = {}
-    for number, unit in enumerate(sharded.units):
+    for number, unit in enumerate(rank.sharded.units):
         for each in unit.traffic:
             groups.setdefault((Lane.GATHER, number), []).extend([each.shard] * (each.gathered > 0))
             groups.setdefault((Lane.REDUCE, number), []).extend([each.shard] * (each.reduced > 0))
             groups.setdefault((Lane.ALL_REDUCE, number), []).extend([each.replicate] * (each.all_reduced > 0))
-    for part in parts:
+    for part in rank.parts:
         if isinstance(part, Called) and part.collective.group.size > 1:
             groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
     in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which they are queued
@@ -198,8 +193,8 @@ def _sent(
     for span in timeline.spans:
         if span.lane is Lane.COPY:
             sent["to the host"] += span.nbytes
-        elif span.name == "send" and stage is not None:
-            sent[costs.link(stage.pair)] += span.nbytes
+        elif span.name == "send" and rank.stage is not None:
+            sent[costs.link(rank.stage.pair)] += span.nbytes
         elif (span.lane, span.unit) in in_turn:
             group = next(in_turn[span.lane, span.unit])
             times = 2 if span.name == "all-reduce" else 1

@@ -84,6 +84,14 @@ class Settings:
     def __str__(self) -> str:
         return ", ".join(self.in_words().values())
 
+    @property
+    def conflict(self) -> str:
+        """What does not go with the strategy: parameters that are kept on each rank cannot be other experts on others,
+        or rest on the host. Empty if all goes together."""
+        if self.strategy == "auto":
+            return ""
+        return f"ep={self.mesh.ep}" if self.mesh.ep > 1 else "offload" if self.offload else ""
+
     def in_words(self) -> dict[str, str]:
         """Returns each setting in words, by its name."""
         names = [name for name in NAMES if self.checkpointing or name != "recompute"]
@@ -199,14 +207,13 @@ class Space:
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
         """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has.
 
-        None if it cannot be divided so, or into fewer than there are stages of a pipeline; and if parameters are to be
-        kept on each rank while others have other experts, or all rest on the host."""
+        None if it cannot be divided so, or into fewer than there are stages of a pipeline; and if it is a `conflict`."""
         made = replace(settings, **values)
         if not made.checkpointing and "recompute" not in self.fixed:
             made = replace(made, recompute="full")
         times, rest = divmod(self.batch, made.mesh.num_data * made.micro_batch)
-        shards_all = made.strategy == "auto" or (made.mesh.ep == 1 and not made.offload)
-        return replace(made, micro_batches=times) if times >= made.mesh.pp and not rest and shards_all else None
+        is_possible = times >= made.mesh.pp and not rest and not made.conflict
+        return replace(made, micro_batches=times) if is_possible else None
 
     @property
     def choices(self) -> list[str]:

@@ -6,14 +6,20 @@ import pytest
 
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.costs import Ranks, collective_seconds
-from sherd.simulate.predict import predict
+from sherd.simulate.predict import ClusterCosts, RankWork, predict
 from sherd.simulate.settings import Mesh
+from sherd.simulate.stretches import parts_of
 from sherd.simulate.timeline import Lane
 from sherd.simulate.transform import checkpointed
 from sherd.simulate.work import Group, Op, OpKind
 from tests.planning.stacks import BACKWARD, FORWARD, WEIGHT, sharded_stack, stack
 
 H100 = read_cluster("h100")
+
+
+def predicted(work, sharded, cluster, mesh, **options):
+    rank = RankWork(work, sharded, parts_of(work, sharded, ClusterCosts(cluster).op))
+    return predict(rank, cluster, mesh, **options)
 
 
 def heavy(num_blocks, gflops):
@@ -30,27 +36,27 @@ def heavy(num_blocks, gflops):
 def test_mfu_is_of_what_the_model_computes():
     work = heavy(4, 7000)
     for each in (work, checkpointed(work, [1, 2, 3, 4])):
-        found = predict(each, sharded_stack(4), H100, Mesh(8), micro_batches=2)
+        found = predicted(each, sharded_stack(4), H100, Mesh(8), micro_batches=2)
         assert found.flops == 2 * work.flops
         assert found.mfu == pytest.approx(found.flops / found.timeline.seconds / 989.4e12)
         assert found.tokens_per_second == pytest.approx(8 * 2 * 4096 / found.timeline.seconds)
         assert found.samples_per_second == pytest.approx(8 * 2 * 2 / found.timeline.seconds)
     # Operations reach 700 of 989.4 TFLOP/s, and there is nearly nothing else.
-    assert predict(work, sharded_stack(4), H100, Mesh(8)).mfu == pytest.approx(700 / 989.4, rel=0.01)
+    assert predicted(work, sharded_stack(4), H100, Mesh(8)).mfu == pytest.approx(700 / 989.4, rel=0.01)
 
 
 def test_the_price_is_that_of_all_devices():
-    found = predict(heavy(4, 7000), sharded_stack(4), H100, Mesh(8))
+    found = predicted(heavy(4, 7000), sharded_stack(4), H100, Mesh(8))
     assert found.cost_per_million_tokens == pytest.approx(3.0 * 8 / 3600 / found.tokens_per_second * 1e6)
     free = replace(H100, price_per_hour=None)
-    assert predict(heavy(4, 7000), sharded_stack(4), free, Mesh(8)).cost_per_million_tokens is None
+    assert predicted(heavy(4, 7000), sharded_stack(4), free, Mesh(8)).cost_per_million_tokens is None
 
 
 def test_links_carry_what_collectives_send():
     # Forward gathers four times, backward three times: the last block is still there.
     gathers, reduces = 4 + 4, 4
     for mesh, link in ((Mesh(8), "within nodes"), (Mesh(16), "across nodes")):
-        found = predict(heavy(4, 10), sharded_stack(4, ranks=mesh.shard), H100, mesh)
+        found = predicted(heavy(4, 10), sharded_stack(4, ranks=mesh.shard), H100, mesh)
         spans = [span for span in found.timeline.spans if span.lane in (Lane.GATHER, Lane.REDUCE)]
         assert len(spans) == gathers + reduces
         assert found.sent == {link: len(spans) * (WEIGHT * (mesh.shard - 1) // mesh.shard)}
@@ -62,19 +68,19 @@ def test_replicas_are_on_other_nodes_once_shards_fill_one():
         for unit in sharded_stack(2).units
     )
     sharded = replace(sharded_stack(2), units=units)
-    found = predict(heavy(2, 10), sharded, H100, Mesh(8, 2))
+    found = predicted(heavy(2, 10), sharded, H100, Mesh(8, 2))
     assert found.sent["across nodes"] == 2 * 2 * 100 // 2
     (span, _) = (span for span in found.timeline.spans if span.lane is Lane.ALL_REDUCE)
     assert span.end - span.start == pytest.approx(collective_seconds("all-reduce", 100, Ranks(2, 1), H100))
 
 
 def test_what_is_reserved_is_more_than_what_is_alive_and_the_driver_takes_its_part():
-    found = predict(heavy(4, 10), sharded_stack(4), H100, Mesh(8))
+    found = predicted(heavy(4, 10), sharded_stack(4), H100, Mesh(8))
     assert found.timeline.peak.nbytes <= found.reserved_bytes
     assert found.driver_bytes == found.reserved_bytes + H100.device.library_bytes
 
 
 def test_a_rank_alone_sends_nothing():
-    found = predict(heavy(2, 10), sharded_stack(2, ranks=1), H100, Mesh(1))
+    found = predicted(heavy(2, 10), sharded_stack(2, ranks=1), H100, Mesh(1))
     assert found.sent == {}
     assert found.timeline.exposed == {}
