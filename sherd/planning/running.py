@@ -90,6 +90,7 @@ class Running(Planner):
             Mesh(own.num_shards, own.num_replicas),
             reshard=all(each.after_forward is not Keep.ALWAYS for each in sharded.specs[1:]),
             checkpointing=float(self._is_checkpointed),
+            recompute="own" if self._is_checkpointed else "full",
             offload=sharded.is_offloaded,
             prefetch=max(sharded.limits.forward_depth, sharded.limits.backward_depth),
             micro_batch=first,

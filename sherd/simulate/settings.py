@@ -62,7 +62,7 @@ class Settings:
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
             again. They are spread evenly.
         recompute: what they compute again: "full" for all, or "selective": neither attention, nor every second matrix
-            product, whose results they keep too.
+            product, whose results they keep too. "own": what the model computes again by itself.
         offload: shards, gradients and optimizer state are in host memory.
         prefetch: units that are gathered ahead.
         micro_batch: samples in one forward of one rank.
@@ -135,6 +135,8 @@ def _words(name: str, value: object) -> str:
             return f"{value:.0%} of blocks computed again"
         case "recompute", "selective":
             return "selectively recomputed"
+        case "recompute", "own":
+            return "as the model does"
         case "recompute", _:
             return "fully recomputed"
         case "offload", True:
@@ -207,7 +209,7 @@ class Space:
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
         """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has.
 
-        None if it cannot be divided so, or into fewer than there are stages of a pipeline; and if it is a `conflict`."""
+        None if it cannot be divided so, or into fewer than there are stages of a pipeline, and of a `conflict`."""
         made = replace(settings, **values)
         if not made.checkpointing and "recompute" not in self.fixed:
             made = replace(made, recompute="full")
