@@ -52,12 +52,16 @@ def recorded(experts=0, recompute=None, **axes):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     run, batch = passes(model, grid, of), torch.randint(256, (SAMPLES, LENGTH))
     num = 1 if grid.pp is None else MICRO_BATCHES
-    for _ in range(3):
+    settled = []
+    for number in range(4):
         with traced(model, optimizer) as trace:
             run.train([(batch, batch)] * num, num)
             optimizer.step()
         optimizer.zero_grad()
-    return trace.timeline
+        if number > 1:
+            settled.append(trace.timeline)
+    # A thread of gloo may let go of what it has received too late, when the machine is busy, but never too early.
+    return min(settled, key=lambda each: each.peak.nbytes)
 
 
 def predicted(experts=0, recompute=None, **axes):
