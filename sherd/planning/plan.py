@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ __all__ = ["Plan", "num_samples", "plan", "planned", "resized_batch"]
 
 
 RETRIED = 4
-"""So many settings that a search has found are predicted exactly, until one fits."""
+"""So many settings that searches have found are predicted exactly, until one fits."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def plan(
             parameters are computed with as they are.
         optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum", or a record of another one.
         memory_limit: the bytes of a device that the training may take; None: all that a CPU has, and of an
-            accelerator nine tenths, as its allocator leaves holes that are not predicted.
+            accelerator all but a twentieth, for what kernels take for themselves.
         shard: makes the units, of the model and arguments of `fully_shard`. By default those of `auto_shard`; a model
             that does not describe or repeat any is one unit.
         parallelize: by the name of an axis, `tp` or `cp`, a function of a model and that axis, a DeviceMesh of one dim,
@@ -227,11 +228,14 @@ def planned(
     if rest:
         raise PolicyError(f"plan(samples={samples}): {shape.num_data} ranks do not divide it; take a multiple")
     rough = RoughPlanner(training, cluster)
-    evaluate = or_impossible(rough.outcome)
+    evaluate: Evaluate = cache(or_impossible(rough.outcome))
     usual = {} if rough.runs_with(1) else {"micro_batch": training.samples}
     beginning = _settings(shape, of_a_rank, usual | dict(given), layout)
     limit = usual_limit(cluster) if memory_limit is None else memory_limit
     require_int("plan(memory_limit={})", limit, 1)
+    exactly = partial(
+        Planner(training, cluster).predict, title=title or f"{type(training.model).__name__} on {num_ranks} ranks"
+    )
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
         rough.outcome(beginning)  # or it raises: a search begins with settings that are possible
@@ -239,25 +243,52 @@ def planned(
             space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
         saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
         first = min((beginning, saving), key=lambda each: merit(evaluate(each), limit))
-        found = search(evaluate, space, [first], limit)
-    planner = Planner(training, cluster)
-    title = title or f"{type(training.model).__name__} on {num_ranks} ranks"
-    tried = {}
-    for settings in [beginning] if found is None else found.ranking[: RETRIED if found.fits else 1]:
-        tried[settings] = planner.predict(settings, title)
-        if tried[settings].driver_bytes <= limit:
-            break
-    settings = min(tried, key=lambda each: max(limit, tried[each].driver_bytes))
-    prediction = tried[settings]
+        found, prediction = _searched(evaluate, exactly, space, first, limit)
+    else:
+        prediction = exactly(beginning)
+    settings = beginning if found is None else found.best
     advice = []
     if prediction.driver_bytes > limit:
+        with_holes = _with_holes(evaluate, prediction.driver_bytes - evaluate(settings).nbytes)
         space = replace(space, fixed=frozenset(), wrappings=_wrappings(evaluate, layout, settings))
-        changes = cheapest_changes(evaluate, space, settings, limit)
-        advice = [advice_of(settings, evaluate(settings), other, outcome) for other, outcome in changes]
+        changes = cheapest_changes(with_holes, space, settings, limit)
+        advice = [advice_of(settings, with_holes(settings), other, outcome) for other, outcome in changes]
     return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
 
 
-def _wrappings(evaluate: Callable[[Settings], Outcome], layout: Layout, settings: Settings) -> tuple[str, ...]:
+Evaluate = Callable[[Settings], Outcome]
+
+
+def _searched(
+    evaluate: Evaluate, exactly: Callable[[Settings], Prediction], space: Space, first: Settings, limit: int
+) -> tuple[Found, Prediction]:
+    """Returns what a search finds, and the prediction of the best.
+
+    `evaluate` leaves out holes in the allocator's pools. Where the best settings do not fit because of these, the
+    search goes on as if others had as large ones.
+    """
+    tried: list[tuple[Found, Prediction]] = []
+    holes = 0
+    while True:
+        found = search(_with_holes(evaluate, holes), space, [first], limit)
+        first, prediction = found.best, exactly(found.best)
+        tried.append((found, prediction))
+        if not found.fits or prediction.driver_bytes <= limit or len(tried) == RETRIED:
+            return min(tried, key=lambda each: max(limit, each[1].driver_bytes))
+        holes = prediction.driver_bytes - evaluate(first).nbytes
+
+
+def _with_holes(evaluate: Evaluate, holes: int) -> Evaluate:
+    """Returns `evaluate`, where each outcome takes so many more bytes."""
+
+    def evaluated(settings: Settings) -> Outcome:
+        found = evaluate(settings)
+        return found if found is IMPOSSIBLE else replace(found, nbytes=found.nbytes + holes)
+
+    return evaluated
+
+
+def _wrappings(evaluate: Evaluate, layout: Layout, settings: Settings) -> tuple[str, ...]:
     """Returns the ways to make units that go with the model, and differ from one another."""
     found: dict[Outcome, str] = {}
     for word in VALUES["wrapping"] if layout.rewraps else ("auto",):
@@ -268,7 +299,7 @@ def _wrappings(evaluate: Callable[[Settings], Outcome], layout: Layout, settings
 
 def usual_limit(cluster: Cluster) -> int:
     """Returns the bytes of a device that a training should not exceed."""
-    return cluster.device.memory * (9 if cluster.device.overlaps else 10) // 10
+    return cluster.device.memory * (95 if cluster.device.overlaps else 100) // 100
 
 
 def _first_mesh(space: Space, given: Mapping[str, Any]) -> Mesh:

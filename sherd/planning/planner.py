@@ -96,8 +96,15 @@ class Planner:
         """
         mesh, times = settings.mesh, settings.micro_batches
         if mesh.pp == 1:
-            rank, reduces_each = self._rank_work(settings), settings.strategy not in ACCUMULATING
-            return predict(rank, self.cluster, mesh, micro_batches=times, reduces_each=reduces_each, title=title)
+            return predict(
+                self._rank_work(settings),
+                self.cluster,
+                mesh,
+                micro_batches=times,
+                reduces_each=settings.strategy not in ACCUMULATING,
+                is_rough=self._is_rough,
+                title=title,
+            )
         training = self.training
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
         dtype, pair = training.compute_dtype or torch.float32, Group(2, mesh.num_ranks // mesh.pp)
@@ -109,7 +116,9 @@ class Planner:
             )
             for name, number in (("first", 0), ("last", mesh.pp - 1))
         )
-        return predict_pipeline(first, last, self.cluster, mesh, micro_batches=times, title=title)
+        return predict_pipeline(
+            first, last, self.cluster, mesh, micro_batches=times, is_rough=self._is_rough, title=title
+        )
 
     def read(self, samples: int) -> Work:
         """Returns the work of a micro-batch of so many `samples` on a rank alone. Raises InputError as `predict`."""

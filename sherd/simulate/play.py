@@ -28,12 +28,15 @@ from sherd.schedule.words import in_words
 from sherd.simulate.clock import Clock, Costs
 from sherd.simulate.meter import Meter
 from sherd.simulate.pipeline import Stage
+from sherd.simulate.reserved import Reserved
 from sherd.simulate.sharded import Sharded, Traffic
 from sherd.simulate.stretches import Called, Part, Stretch
 from sherd.simulate.timeline import Lane, Timeline, TimelineUnit
 from sherd.simulate.work import Group, TensorKind
 
 OPTIMIZER_TEMPORARY = "optimizer temporaries"
+FOLLOWED = 3
+"""Of many micro-batches of a step, the tensors of so many are given blocks."""
 
 
 def play(
@@ -44,6 +47,7 @@ def play(
     micro_batches: int = 1,
     reduces_each: bool = True,
     stage: Stage | None = None,
+    reserved: Reserved | None = None,
     title: str = "",
 ) -> Timeline:
     """Returns a step whose order is learnt, from shards without gradients until the optimizer has stepped.
@@ -55,15 +59,16 @@ def play(
         micro_batches: forwards and backwards of the step.
         reduces_each: each backward reduces its gradients; otherwise only the last one of the step does.
         stage: of a pipeline. It keeps unsharded parameters and gradients until its last backward.
+        reserved: is told of all memory, from the first step on.
         title: of the timeline.
     """
-    player = _Player(parts, sharded, costs)
+    player = _Player(parts, sharded, costs, reserved)
     for num in (1, micro_batches):  # the first step learns the order
         player.begin_step()
         if stage is not None:
             player.pipeline(stage, num)
         for number in range(num if stage is None else 0):
-            player.micro_batch(reduces_each or number == num - 1)
+            player.micro_batch(number, reduces_each or number == num - 1)
         player.optimizer_step()
     units = tuple(TimelineUnit.of(unit.name, unit.kind, unit.numel, unit.groups) for unit in sharded.units)
     clock, meter = player.clock, player.meter
@@ -84,7 +89,9 @@ def pass_seconds(parts: Sequence[Part], sharded: Sharded, costs: Costs, stage: S
 class _Player:
     """Plays steps, one after the other. `clock` and `meter` are those of the last one."""
 
-    def __init__(self, parts: Sequence[Part], sharded: Sharded, costs: Costs) -> None:
+    def __init__(self, parts: Sequence[Part], sharded: Sharded, costs: Costs, reserved: Reserved | None = None) -> None:
+        self._reserved, self._is_followed = reserved, True
+        self._has_stepped = False
         self._sharded = sharded
         self._costs = costs
         self._parts = parts
@@ -96,9 +103,6 @@ class _Player:
         self._moment = "at rest"
         self.clock = Clock(costs)
         self.meter = Meter()
-        for number, unit in enumerate(sharded.units):
-            states = 0 if sharded.is_offloaded else sharded.optimizer.state_bytes(unit)
-            self._come(MemoryKind.OPTIMIZER.value, number, states)
         self._see_buffers()
 
     def begin_step(self) -> None:
@@ -114,8 +118,9 @@ class _Player:
         self._landed = 0.0
         """When the last reduced gradient is in host memory, with offload."""
 
-    def micro_batch(self, reduces: bool) -> None:
-        """Play forward and backward."""
+    def micro_batch(self, number: int, reduces: bool) -> None:
+        """Play forward and backward. All leave as much memory behind, so that the first ones tell what is reserved."""
+        self._is_followed = number < FOLLOWED
         specs = tuple(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
         self._schedule.move_to(replace(self._schedule.state, specs=specs))
         self._go_through(self._parts)
@@ -164,6 +169,11 @@ class _Player:
         optimizer, units = sharded.optimizer, sharded.units
         if sharded.is_offloaded:
             self.clock.wait(Lane.COPY, -1, self._landed)
+        if not self._has_stepped and not sharded.is_offloaded:
+            for number, unit in enumerate(units):
+                for nbytes in optimizer.state_sizes(unit):
+                    self._come(MemoryKind.OPTIMIZER.value, number, nbytes)
+        self._has_stepped = True
         temporary = 0 if sharded.is_offloaded else optimizer.temporary_bytes(units)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
         touched, num_touched = optimizer.touched(units), optimizer.accesses * sum(len(each.stepped) for each in units)
@@ -172,8 +182,10 @@ class _Player:
 
     def _compute(self, stretch: Stretch) -> None:
         self.clock.compute(stretch.phase, stretch.unit, stretch.seconds, stretch.num_ops)
-        for change in stretch.changes:
-            self._come(*change)
+        for kind, unit, nbytes in stretch.changes:
+            self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
+        if self._reserved is not None and self._is_followed:
+            self._reserved.follow(stretch.tensors)
 
     def _call(self, called: Called) -> None:
         each, unit, lane = called.collective, called.unit, Lane.MODEL
@@ -186,6 +198,8 @@ class _Player:
 
     def _come(self, kind: str, unit: int, nbytes: int) -> None:
         self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
+        if self._reserved is not None:
+            self._reserved.change(kind, unit, nbytes)
 
     # The schedule's answers
 

@@ -13,7 +13,7 @@ from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import Ranks, collective_seconds, op_seconds
 from sherd.simulate.pipeline import Stage, begins
 from sherd.simulate.play import pass_seconds, play
-from sherd.simulate.reserved import reserved_bytes
+from sherd.simulate.reserved import Reserved, reserved_roughly
 from sherd.simulate.settings import Mesh
 from sherd.simulate.sharded import Sharded
 from sherd.simulate.stretches import Called, Part
@@ -114,7 +114,14 @@ class RankWork:
 
 
 def predict_pipeline(
-    first: RankWork, last: RankWork, cluster: Cluster, mesh: Mesh, *, micro_batches: int, title: str = ""
+    first: RankWork,
+    last: RankWork,
+    cluster: Cluster,
+    mesh: Mesh,
+    *,
+    micro_batches: int,
+    is_rough: bool = False,
+    title: str = "",
 ) -> Prediction:
     """Returns the prediction of a pipeline's step on the stage that takes the most memory: the first one, which has the
     most micro-batches under way, or the last one, which has the logits. All but the last one are like the first."""
@@ -130,7 +137,9 @@ def predict_pipeline(
         replace(first, stage=replace(first.stage, begins=times[0])),
         replace(last, stage=replace(last.stage, begins=times[-1])),
     )
-    found = [predict(each, cluster, mesh, micro_batches=micro_batches, title=title) for each in ranks]
+    found = [
+        predict(each, cluster, mesh, micro_batches=micro_batches, is_rough=is_rough, title=title) for each in ranks
+    ]
     seconds = max(each.timeline.seconds for each in found)
     largest = max(found, key=lambda each: each.driver_bytes).lasting(seconds)
     flops = ((mesh.pp - 1) * found[0].flops + found[1].flops) // mesh.pp  # of the ranks of all stages, in the mean
@@ -144,10 +153,13 @@ def predict(
     *,
     micro_batches: int = 1,
     reduces_each: bool = True,
+    is_rough: bool = False,
     title: str = "",
 ) -> Prediction:
-    """Returns the prediction of a step; see `play`."""
+    """Returns the prediction of a step; see `play`. If it `is_rough`, holes in the allocator's pools are left out."""
     work, costs, device = rank.work, ClusterCosts(cluster), cluster.device
+    units, has_lanes = rank.sharded.units, device.overlaps
+    reserved = Reserved(units, device.memory - device.library_bytes) if has_lanes and not is_rough else None
     timeline = play(
         rank.parts,
         rank.sharded,
@@ -155,19 +167,23 @@ def predict(
         micro_batches=micro_batches,
         reduces_each=reduces_each,
         stage=rank.stage,
+        reserved=reserved,
         title=title,
     )
     seconds = timeline.seconds
     flops = micro_batches * _flops_once(work)
     tokens, samples = (micro_batches * mesh.num_data * each / seconds for each in (work.tokens, work.samples))
     hourly = cluster.price_per_hour
-    reserved = reserved_bytes(timeline.changes, device.overlaps)
+    if reserved is not None:
+        nbytes = reserved.allocator.most_reserved
+    else:
+        nbytes = reserved_roughly(timeline.changes, units) if has_lanes else timeline.peak.nbytes
     return Prediction(
         cluster,
         mesh,
         timeline,
-        reserved,
-        reserved + device.library_bytes,
+        nbytes,
+        nbytes + device.library_bytes,
         flops,
         tokens,
         samples,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sherd.schedule.moments import Arrival, GroupSizes
@@ -62,9 +62,10 @@ class Optimizer:
     temporaries: int = 0
     is_foreach: bool = False
 
-    def state_bytes(self, unit: Unit) -> int:
-        """Returns the bytes of its state for the shards of `unit`."""
-        return self.states * sum(unit.stepped) + self.scalars * len(unit.stepped)
+    def state_sizes(self, unit: Unit) -> Iterator[int]:
+        """Yields the bytes of each tensor of its state for the shards of `unit`."""
+        for nbytes in unit.stepped:
+            yield from (self.scalars, *[nbytes] * self.states)
 
     def touched(self, units: Sequence[Unit]) -> int:
         """Returns the bytes that a step reads and writes."""

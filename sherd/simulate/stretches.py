@@ -36,6 +36,7 @@ class Stretch:
         num_ops: that the host queues.
         changes: bytes that come, or go below 0, by kind and unit. There are most at the end of the stretch, or at its
             beginning.
+        tensors: the same one by one and in order: the number of a tensor, and its bytes, 0 for one that goes.
     """
 
     phase: str
@@ -43,6 +44,7 @@ class Stretch:
     seconds: float
     num_ops: int
     changes: tuple[tuple[str, int, int], ...]
+    tensors: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +88,40 @@ def read_outside(work: Work, sharded: Sharded) -> str | None:
 
 @dataclass
 class _Cut:
-    """A stretch that is being made: the seconds and changes until the most bytes, and those since."""
+    """A stretch that is being made: the seconds, operations and tensors until the most bytes, and what changes until
+    then and since."""
 
     seconds: float = 0.0
     num_ops: int = 0
     nbytes: int = 0
     most: int = 0
-    until_most: tuple[float, int] = (0.0, 0)
+    until_most: tuple[float, int, int] = (0.0, 0, 0)
+    tensors: list[tuple[int, int]] = field(default_factory=list)
     rising: Counter[tuple[str, int]] = field(default_factory=Counter)
     since: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def change(self, kind: str, unit: int, nbytes: int) -> None:
+    def change(self, tensor: int, kind: str, unit: int, nbytes: int) -> None:
         self.nbytes += nbytes
+        if nbytes:
+            self.tensors.append((tensor, max(0, nbytes)))
         self.since[kind, unit] += nbytes
         if self.nbytes > self.most:
-            self.most, self.until_most = self.nbytes, (self.seconds, self.num_ops)
+            self.most, self.until_most = self.nbytes, (self.seconds, self.num_ops, len(self.tensors))
             self.rising.update(self.since)
             self.since.clear()
 
     def stretches(self, phase: str, unit: int) -> Iterator[Stretch]:
-        seconds, num_ops = self.until_most
-        halves = ((seconds, num_ops, self.rising), (self.seconds - seconds, self.num_ops - num_ops, self.since))
-        for its_seconds, its_ops, changed in halves:
+        seconds, num_ops, number = self.until_most
+        halves = (
+            (seconds, num_ops, self.tensors[:number], self.rising),
+            (self.seconds - seconds, self.num_ops - num_ops, self.tensors[number:], self.since),
+        )
+        for its_seconds, its_ops, tensors, changed in halves:
             # What goes comes first: there are never more bytes than when all has changed.
             by_size = sorted(changed.items(), key=lambda change: change[1])
             changes = tuple((kind, of, nbytes) for (kind, of), nbytes in by_size if nbytes)
-            if its_ops or changes:
-                yield Stretch(phase, unit, its_seconds, its_ops, changes)
+            if its_ops or changes or tensors:
+                yield Stretch(phase, unit, its_seconds, its_ops, changes, tuple(tensors))
 
 
 class _Cutting:
@@ -153,7 +162,7 @@ class _Cutting:
                 self._cut.num_ops += 1
             case Allocate(tensor, nbytes, kind):
                 self._alive[tensor] = kind.value, self._running[-1], nbytes
-                self._cut.change(kind.value, self._running[-1], nbytes)
+                self._cut.change(tensor, kind.value, self._running[-1], nbytes)
             case Release(tensor):
                 self._release(tensor)
             case Enter(module, again):
@@ -175,4 +184,4 @@ class _Cutting:
 
     def _release(self, tensor: int) -> None:
         kind, unit, nbytes = self._alive.pop(tensor)
-        self._cut.change(kind, unit, -nbytes)
+        self._cut.change(tensor, kind, unit, -nbytes)

@@ -51,7 +51,7 @@ def add_plan(commands: Any) -> None:
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw-fused", help="adamw-fused unless told")
     p.add_argument(
-        "--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, nine tenths of an accelerator'
+        "--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, 95 %% of an accelerator'
     )
     chosen = p.add_argument_group("settings that are chosen unless told")
     chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")

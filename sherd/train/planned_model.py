@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from sherd.planning.axes import CUT_AXES, Layout
 from sherd.planning.reading import own_or_usual_loss
 from sherd.train.config import SECTIONS, Config, InputError
-from sherd.train.extras import install
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
 from sherd.train.planned_axes import TrainedLayout, spread_evenly, transformers_layout
+from sherd.train.planned_transformers import batch_of, context_of, read_model
 from sherd.train.trees import read_tree
 
 __all__ = ["Planned", "model_from", "token_batch"]
@@ -101,18 +101,8 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
 
 
 def _hugging_face(path: str) -> Planned:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise InputError(f"{path} needs transformers: {install('hf')}") from error
-    try:
-        config = AutoConfig.from_pretrained(path)
-        config.use_cache = False
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    except Exception as error:
-        raise InputError(f"{path} makes no causal LM of transformers: {_first_line(error)}") from error
-    return Planned(model, token_batch, transformers_layout(model), getattr(config, "max_position_embeddings", None))
+    model = read_model(path)
+    return Planned(model, batch_of(model), transformers_layout(model), context_of(model))
 
 
 def _trained(path: str, tree: Any) -> Planned:

@@ -194,8 +194,10 @@ def test_a_rough_prediction_is_close(settings):
     exact = Planner(training, read_cluster("h100")).predict(settings)
     rough = RoughPlanner(training, read_cluster("h100")).outcome(settings)
     assert rough.seconds == pytest.approx(exact.timeline.seconds, rel=0.02)
-    # What is reserved is a multiple of 2 MiB in each pool.
-    assert rough.nbytes == pytest.approx(exact.driver_bytes, rel=0.02, abs=16 << 20)
+    # Without holes between blocks. What is reserved is a multiple of 2 MiB in each pool.
+    without_holes = Planner(training, read_cluster("h100"), is_rough=True).predict(settings).driver_bytes
+    assert rough.nbytes == pytest.approx(without_holes, rel=0.02, abs=16 << 20)
+    assert without_holes <= exact.driver_bytes
 
 
 class ReadsFromOutside(nn.Module):
