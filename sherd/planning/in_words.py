@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sherd.planning.report.in_words import in_bytes, in_seconds
+from sherd.planning.report.in_words import in_bytes, in_seconds, three_digits
 from sherd.simulate.goodput import Faults, goodput
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Found, Outcome
@@ -21,7 +21,7 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str
         "reserved": in_bytes(prediction.reserved_bytes),
         "of the device": f"{in_bytes(prediction.driver_bytes)} of {in_bytes(limit)}",
         **({"tokens/s": f"{prediction.tokens_per_second:,.0f}"} if prediction.tokens_per_second else {}),
-        "samples/s": f"{prediction.samples_per_second:,.4g}",
+        "samples/s": three_digits(prediction.samples_per_second),
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
         **({f"{cluster.currency} per million tokens": f"{cost:.3g}"} if cost is not None else {}),

@@ -28,7 +28,7 @@ class MemoryKind(str, Enum):
     SENT = "shards as sent"
     """The input of an all-gather, where it is not the shards themselves: a copy in compute's dtype, or a kept part."""
     ROWS = "gathered rows"
-    UNSHARDED = "whole"
+    UNSHARDED = "unsharded"
     PART = "kept part"
     """Of a smaller mesh (`reshard_after_forward=k`)."""
     ARRIVED = "gradients arrived"

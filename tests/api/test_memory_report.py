@@ -64,8 +64,8 @@ def test_what_is_allocated_now_follows_the_model_through_its_life(world):
         assert shards <= stepped["gradients"] <= 1.5 * shards
         assert optimized == stepped | {"optimizer state": state}
         assert cleared == built
-        assert set(unsharded) == {"shards", "whole"}
-        assert whole <= unsharded["whole"] <= 1.5 * whole
+        assert set(unsharded) == {"shards", "unsharded"}
+        assert whole <= unsharded["unsharded"] <= 1.5 * whole
 
 
 def reports_around_a_tracked_step(name):

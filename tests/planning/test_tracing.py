@@ -145,7 +145,7 @@ def test_spans_are_what_the_schedule_does(world):
 def test_what_is_alive_is_told_by_its_purpose(world):
     (timeline, _), _ = world(2).run(peaks, "checkpoints")
     kinds = {each.kind for each in timeline.changes}
-    assert {"activations", "inputs", "temporaries", "logits", "optimizer state", "shards", "whole"} <= kinds
+    assert {"activations", "inputs", "temporaries", "logits", "optimizer state", "shards", "unsharded"} <= kinds
     assert any(each.name == "recompute" for each in timeline.spans)
     at_rest = Counter()
     for each in timeline.changes:

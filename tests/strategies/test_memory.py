@@ -85,5 +85,5 @@ def test_each_strategy_keeps_its_quarters_of_a_unit(world, levels, shards, whole
     """Of a whole over (2, 2) ranks, in quarters; what is kept unsharded holds the shards."""
     quarter = sum(each.nbytes for each in build("mlp").blocks[0].parameters()) / 4
     for found in world(4).run(kept_between_steps, levels):
-        for kind, quarters in (("shards", shards), ("whole", whole), ("gradients", gradients)):
+        for kind, quarters in (("shards", shards), ("unsharded", whole), ("gradients", gradients)):
             assert found.get(kind, 0) == pytest.approx(quarters * quarter, rel=0.25), (kind, found)

@@ -50,7 +50,7 @@ def held(configs):
         now = {
             kind: sum(row.now for row in rows if row.kind == kind) for kind in ("shards", "whole", "optimizer state")
         }
-        found.append((now["shards"] + now["whole"], gradients[-1], now["optimizer state"], peak.nbytes, activations))
+        found.append((now["shards"] + now["unsharded"], gradients[-1], now["optimizer state"], peak.nbytes, activations))
     return found
 
 
