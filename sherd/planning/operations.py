@@ -179,10 +179,19 @@ def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     return out.resize_(()) if reduction else out
 
 
+def _rand(size: Sequence[int], **options: Any) -> Tensor:
+    if size:
+        return torch.empty(size, **options)
+    return torch.ones((), dtype=options.get("dtype"), device="cpu")
+
+
 WITHOUT_VALUES: dict[Any, Callable[..., Tensor]] = {
     _ATEN.mse_loss.default: _mse_loss,
     _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
+    _ATEN.any.default: lambda mask: torch.zeros((), dtype=torch.bool, device="cpu"),
+    _ATEN.rand.default: _rand,
     _ATEN.bincount.default: lambda x, weights=None, minlength=0: x.new_empty(minlength),
 }
 """The answers for operations whose result depends on values, or is another one on meta. All of a mask is true:
-transformers asks, before it leaves a mask out. A histogram has its least length."""
+transformers asks, before it leaves a mask out; and of what would be unusual, as padding, there is not any. A single
+random number is 1, which is drawn to leave a layer out if it is below a rate. A histogram has its least length."""

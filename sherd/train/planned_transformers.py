@@ -38,6 +38,9 @@ def read_model(path: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         config.use_cache = False
+        config.apply_spec_augment = False  # where frames of sound are hidden is drawn, and needs values
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0  # the labels are shifted behind it
     except Exception as error:
         raise InputError(f"{path} is no config of transformers: {_one_line(error)}") from error
     name = (config.architectures or [""])[0]
@@ -49,17 +52,31 @@ def read_model(path: str) -> Any:
         )
     try:
         with torch.device("meta"):
-            if name:
-                return made._from_config(config, dtype=torch.float32)
-            return made.from_config(config, dtype=torch.float32)
+            model = (made._from_config if name else made.from_config)(config, dtype=torch.float32)
     except Exception as error:
         raise InputError(f"{path} makes no {name or 'causal LM'}: {_one_line(error)}") from error
+    _let_masks_hide_nothing()
+    return model.to("meta")  # some make a parameter where they like
+
+
+def _let_masks_hide_nothing() -> None:
+    """Have transformers take any mask for one of ones alone.
+
+    It adds them up to see it, which needs values, and decoders make such a mask themselves where none is given (5.23).
+    Without that function nothing is to be done.
+    """
+    from transformers import masking_utils
+
+    module: Any = masking_utils
+    if hasattr(module, "fast_all"):
+        module.fast_all = lambda mask: True
 
 
 def context_of(model: Any) -> int | None:
     """Returns the most tokens that a sample of `model` may have, as its config says; None if it does not."""
     config = model.config.get_text_config()
-    return next((size for each in _LENGTHS if (size := getattr(config, each, None))), None)
+    sizes = (getattr(config, each, None) or 0 for each in _LENGTHS)
+    return next((size for size in sizes if size > 0), None)
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_source_positions")
@@ -77,7 +94,7 @@ def batch_of(model: Any) -> Inputs:
     needed = {"input_ids"} if _has_images_among_tokens(model.config) else {*makers}
     if model.main_input_name != "input_ids" and model.main_input_name in makers:
         needed -= {"input_ids"}  # as a decoder's, or as those of words to look for
-    if model.config.is_encoder_decoder and "labels" in parameters:
+    if {"labels", "decoder_input_ids"} <= parameters.keys():
         needed, makers = needed | {"labels"}, makers | {"labels": _decoded}
     chosen = {name: makers[name] for name in makers if name in needed}
     if not chosen:
@@ -118,6 +135,9 @@ def _images(config: Any, samples: int, length: int) -> Tensor:
 
 
 def _sound(config: Any, samples: int, length: int) -> Tensor:
+    """A wave, or its spectra over time where the config has their number."""
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+        return _numbers(samples, config.max_length, config.num_mel_bins)
     return _numbers(samples, SECONDS * RATE)
 
 
