@@ -133,12 +133,14 @@ def _cut_tensors(cuts_tokens: bool, model: Any, tp: DeviceMesh) -> None:
 
 
 def _cut_sequences(model: Any, cp: DeviceMesh) -> None:
-    """Keys and values of all are gathered for attention. Each rank has as much of it as the others."""
+    """Keys and values of all are gathered for attention. Each rank has as much of it as the others: as each token sees
+    those before it alone, a rank's see half of all in the mean, and half of the keys stand for them."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Any:
-        key, value = (_gathered(each, cp) for each in (key, value))
+        seen = key.shape[2] * cp.size() // 2
+        key, value = (_gathered(each, cp)[:, :, :seen] for each in (key, value))
         return sdpa_attention_forward(module, query, key, value, mask, **options | {"is_causal": False})
 
     AttentionInterface.register("gathered", attend)

@@ -47,6 +47,8 @@ class Row:
         cuts_tokens: over `tp`, activations between products are cut by tokens (sequence parallelism).
         checkpointing: "none", "full", "every second block", "by operation" (attention and every second matrix product
             are kept), or "selective" where nobody says how.
+        reshard: unsharded parameters are freed after forward.
+        attention: the kernel, one of `KERNELS`.
         parameters: the dtype that the optimizer steps. Forward and backward compute in bfloat16.
         tokens: per second and GPU.
         mfu: in percent.
@@ -72,6 +74,8 @@ class Row:
     micro_batches: int = 1
     compile: bool = False
     offload: bool = False
+    reshard: bool = True
+    attention: str = "flash2"
     parameters: str = "float32"
     tokens: float | None = None
     mfu: float | None = None
@@ -114,6 +118,12 @@ CHECKPOINTING: dict[str, list[tuple[float, str]]] = {
 """By the words of a row: the share of blocks, and what they compute again."""
 
 
+KERNELS = {"flash2": 1.0, "triton": 1 / 1.9, "cudnn": 1.6}
+"""How fast kernels of attention are beside FlashAttention-2, which PyTorch has: that in Triton (Dao, FlashAttention-2,
+2023, section 4.1: between 1.3 and 2.5 times slower; the middle), and cuDNN's on an H100 (Shah et al., FlashAttention-3,
+2024, figures 5 and 6: heads of 128, sequences of 4,096 and more, forward and backward)."""
+
+
 def read_rows(tree: Mapping[str, Any]) -> list[Row]:
     return [Row(**each) for each in tree["rows"]]
 
@@ -125,12 +135,12 @@ def predict_rows(tree: Mapping[str, Any], rows: Iterable[Row]) -> dict[str, list
     """Returns the predictions of `rows`. Each model is read once for each of its batches."""
 
     @lru_cache(maxsize=1)
-    def planner(cluster: str, model: str, *others: Any) -> Planner:
-        return Planner(_training(tree["models"][model], *others), cluster_of(tree["clusters"][cluster]))
+    def planner(cluster: str, kernel: str, model: str, *others: Any) -> Planner:
+        return Planner(_training(tree["models"][model], *others), cluster_of(tree["clusters"][cluster], kernel))
 
-    def key(row: Row) -> tuple[str, str, int, str, str, str]:
+    def key(row: Row) -> tuple[str, str, str, int, str, str, str]:
         optimizer = tree["sources"][row.source]["optimizer"]
-        return row.cluster, row.model, row.sequence, row.parameters, optimizer, row.cut
+        return row.cluster, row.attention, row.model, row.sequence, row.parameters, optimizer, row.cut
 
     return {row.id: _predict(planner(*key(row)), row) for row in sorted(rows, key=key)}
 
@@ -156,10 +166,10 @@ def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimiz
     )
 
 
-def cluster_of(words: Mapping[str, Any]) -> Cluster:
-    """Returns the shipped cluster that `words` name, with what they say is other."""
+def cluster_of(words: Mapping[str, Any], kernel: str = "flash2") -> Cluster:
+    """Returns the shipped cluster that `words` name, with what they say is other, and with a kernel of attention."""
     cluster = read_cluster(words["like"])
-    device = cluster.device
+    device = replace(cluster.device, attention_share=cluster.device.attention_share * KERNELS[kernel])
     if "gib" in words:
         device = replace(device, memory=round(words["gib"] * 2**30), bandwidth=words["memory_gb_s"] * 1e9)
     across = cluster.across
@@ -176,6 +186,7 @@ def _predict(planner: Planner, row: Row) -> list[Predicted]:
             placement="flat" if row.sharding == "FSDP1" else "shard",
             checkpointing=checkpointing,
             recompute=recompute,
+            reshard=row.reshard,
             offload=row.offload,
             micro_batch=row.micro_batch,
             micro_batches=row.micro_batches,
@@ -299,7 +310,9 @@ def table(rows: Sequence[Row], found: Found) -> str:
     for row in rows:
         batch = f"{row.micro_batch} x {row.sequence:,}" + (f", {row.micro_batches} times" * (row.micro_batches > 1))
         axes = [f"{name} {getattr(row, name)}" for name in ("tp", "cp", "pp") if getattr(row, name) > 1]
-        words = [row.sharding, *axes, *["compile"] * row.compile, *["offload"] * row.offload]
+        words = [row.sharding, *["not resharded"] * (not row.reshard), *axes]
+        words += [*["compile"] * row.compile, *["offload"] * row.offload]
+        words += [row.attention] * (row.attention != "flash2")
         lines.append(
             [
                 row.place,

@@ -3,7 +3,7 @@ device would take where the meta device takes others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
@@ -52,7 +52,14 @@ def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     dtype = (made or read)[0].dtype if made or read else torch.float32
     flops = count(*args, **kwargs, out_val=result) if count else 0
     depth = _depth(kind, name, read) if flops else 0
-    return Op(kind, name, int(flops), nbytes, str(dtype).removeprefix("torch."), depth)
+    computed = 0.5 if kind is OpKind.ATTENTION and _is_causal(func, args, kwargs) else 1.0
+    return Op(kind, name, int(flops), nbytes, str(dtype).removeprefix("torch."), depth, computed)
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether attention, of as many queries as keys, leaves out what is behind each token."""
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return bool(given.get("is_causal")) and given["query"].shape[-2] == given["key"].shape[-2]
 
 
 def _depth(kind: OpKind, name: str, read: Sequence[Tensor]) -> int:

@@ -19,10 +19,12 @@ class Costs(ABC):
     Attributes:
         overlaps: collectives run beside compute.
         host: seconds of the host for each operation or collective that it queues.
+        beside: the share of its speed that compute keeps while a collective runs.
     """
 
     overlaps: bool
     host: float
+    beside: float = 1.0
 
     @abstractmethod
     def op(self, op: Op) -> float:
@@ -45,6 +47,10 @@ class Costs(ABC):
         """Returns the seconds of an optimizer's step that reads or writes so many tensors, of `nbytes` together."""
 
 
+SHARING = (Lane.GATHER, Lane.REDUCE, Lane.ALL_REDUCE)
+"""The lanes whose work takes processors of the device. Copies to the host have engines of their own."""
+
+
 class Clock:
     """Times of one rank's lanes, in seconds.
 
@@ -58,6 +64,8 @@ class Clock:
         self._free = dict.fromkeys(Lane, 0.0)
         self._follows = dict.fromkeys(Lane, 0.0)
         self._host = 0.0
+        self._busy: list[tuple[float, float]] = []
+        """When collectives run that take a part of the device from compute."""
         self.spans: list[Span] = []
         self.exposed = dict.fromkeys(Lane, 0.0)
 
@@ -71,12 +79,26 @@ class Clock:
         queued, and is not done before the last one is. What follows at once and is alike is one span."""
         start = max(self.now, self._host + min(1, num_queued) * self._costs.host)
         self._host += num_queued * self._costs.host
-        end = self._free[Lane.COMPUTE] = max(start + seconds, self._host)
+        end = self._free[Lane.COMPUTE] = max(self._end_beside_collectives(start, seconds), self._host)
         last = self.spans[-1] if self.spans else None
         if last and (last.lane, last.name, last.unit, last.end) == (Lane.COMPUTE, name, unit, start):
             self.spans[-1] = Span(Lane.COMPUTE, name, unit, last.start, end)
         elif end > start:
             self.spans.append(Span(Lane.COMPUTE, name, unit, start, end))
+
+    def _end_beside_collectives(self, now: float, seconds: float) -> float:
+        """Returns when compute is done that begins now, and takes so many `seconds` alone."""
+        self._busy = sorted(each for each in self._busy if each[1] > now)
+        for begin, end in self._busy:
+            alone = max(0.0, begin - now)
+            if seconds <= alone:
+                break
+            now, seconds = now + alone, seconds - alone
+            done = max(0.0, end - now) * self._costs.beside
+            if seconds <= done:
+                return now + seconds / self._costs.beside
+            now, seconds = max(now, end), seconds - done
+        return now + seconds
 
     def start(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int, after: float = 0.0) -> float:
         """Queue work on `lane`, not before the moment `after`. Returns when it is done."""
@@ -85,6 +107,8 @@ class Clock:
             return max(after, self._host)
         start = max(self._free[lane], self._follows[lane], self._host, after)
         end = self._free[lane] = start + seconds
+        if lane in SHARING and self._costs.beside < 1.0:
+            self._busy.append((start, end))
         self.spans.append(Span(lane, name, unit, start, end, nbytes))
         return end
 

@@ -46,6 +46,7 @@ class Device:
         launch: seconds that the shortest operation takes on the device.
         host: seconds that the host needs to queue one operation, when it runs ahead of the device; for a CPU 0.
         overlaps: collectives run beside compute, as on an accelerator with streams.
+        beside: the share of its speed that compute keeps while they do.
         timed: operations of several sizes, by the operation's name without "aten." and its dtype: `mm.float32`.
     """
 
@@ -60,6 +61,7 @@ class Device:
     launch: float
     host: float
     overlaps: bool
+    beside: float = 1.0
     timed: Mapping[str, tuple[Timed, ...]] = field(default_factory=dict)
 
 

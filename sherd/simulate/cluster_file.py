@@ -63,6 +63,7 @@ FIELDS: dict[str, Kind] = {
     "device.launch": SECONDS,
     "device.host": SECONDS,
     "device.overlaps": FLAG,
+    "device.beside": SHARE,
     **{f"{link}.{name}": kind for link in LINKS for name, kind in (("latency", SECONDS), ("bandwidth", BANDWIDTH))},
 }
 """Every field of a cluster file, by its dotted name."""
@@ -70,7 +71,7 @@ OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
 """Both may be left out, not one alone."""
 TABLE = re.compile(r"device\.timed\.\w+\.\w+", re.ASCII)
 """The names of fields that there may be besides: what an operation of a dtype takes."""
-OPTIONAL = {"price_per_hour", *(name for name in FIELDS if name.endswith(DTYPES[2:]))} | OPTIMIZER
+OPTIONAL = {"price_per_hour", "device.beside", *(name for name in FIELDS if name.endswith(DTYPES[2:]))} | OPTIMIZER
 
 
 def shipped_clusters() -> list[str]:

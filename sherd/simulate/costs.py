@@ -60,7 +60,7 @@ def op_seconds(op: Op, device: Device) -> float:
         return device.launch + moving
     flops = _flops(op.dtype, device)
     flops *= device.attention_share if op.kind is OpKind.ATTENTION else 1.0
-    return device.launch + max(moving, op.flops / flops)
+    return device.launch + max(moving, op.computed * op.flops / flops)
 
 
 def _flops(dtype: str, device: Device) -> float:

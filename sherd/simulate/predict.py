@@ -28,7 +28,7 @@ class ClusterCosts(Costs):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.overlaps, self.host = cluster.device.overlaps, cluster.device.host
+        self.overlaps, self.host, self.beside = cluster.device.overlaps, cluster.device.host, cluster.device.beside
         self._collective = cache(self._collective_seconds)  # units are many and alike
 
     def op(self, op: Op) -> float:

@@ -77,6 +77,7 @@ class Op:
         nbytes: bytes that it reads and writes, each tensor once.
         dtype: of its result, by torch's name: `bfloat16`.
         depth: the length of the sums in a matrix product or convolution; in attention the width of a head; else 0.
+        computed: the share of `flops` that its kernel computes: causal attention leaves out what no token may see.
     """
 
     kind: OpKind
@@ -85,6 +86,7 @@ class Op:
     nbytes: int
     dtype: str
     depth: int = 0
+    computed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

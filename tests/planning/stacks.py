@@ -71,8 +71,9 @@ def sharded_stack(num_blocks: int, limits: Limits = Limits(), ranks: int = 8, **
 class RoundCosts(Costs):
     """Seconds that can be added up by hand: of an operation as many as it has FLOPs."""
 
-    def __init__(self, gather: float, reduce: float, overlaps: bool = True, host: float = 0.0, copy: float = 0.0):
+    def __init__(self, gather: float, reduce: float, overlaps=True, host=0.0, copy: float = 0.0, beside: float = 1.0):
         self.gather, self.reduce, self.overlaps, self.host, self.copy = gather, reduce, overlaps, host, copy
+        self.beside = beside
 
     def op(self, op: Op) -> float:
         return float(op.flops)

@@ -27,11 +27,14 @@ def op(kind, flops, nbytes, dtype="bfloat16", name="aten.any"):
 
 def test_an_operation_takes_the_longer_of_computing_and_moving_after_its_launch():
     device = H100.device
-    assert op_seconds(op(OpKind.MATMUL, 7 * 10**14, 10), device) == pytest.approx(1 + 4e-6)
-    assert op_seconds(op(OpKind.MATMUL, 10, 3 * 10**12), device) == pytest.approx(1 + 4e-6)
-    assert op_seconds(op(OpKind.ATTENTION, 7 * 10**14, 10), device) == pytest.approx(2 + 4e-6)
-    assert op_seconds(op(OpKind.POINTWISE, 0, 3 * 10**12), device) == pytest.approx(1 + 4e-6)
-    assert op_seconds(op(OpKind.LOOKUP, 0, 3 * 10**12), device) == pytest.approx(1 / 0.6 + 4e-6)
+    flops, bandwidth = round(device.flops["bfloat16"]), round(device.bandwidth)
+    attention = op(OpKind.ATTENTION, flops, 10)
+    assert op_seconds(op(OpKind.MATMUL, flops, 10), device) == pytest.approx(1 + 4e-6)
+    assert op_seconds(op(OpKind.MATMUL, 10, bandwidth), device) == pytest.approx(1 + 4e-6)
+    assert op_seconds(attention, device) == pytest.approx(1 / device.attention_share + 4e-6)
+    assert op_seconds(replace(attention, computed=0.5), device) == pytest.approx(0.5 / device.attention_share + 4e-6)
+    assert op_seconds(op(OpKind.POINTWISE, 0, bandwidth), device) == pytest.approx(1 + 4e-6)
+    assert op_seconds(op(OpKind.LOOKUP, 0, bandwidth), device) == pytest.approx(1 / 0.6 + 4e-6)
     assert op_seconds(op(OpKind.COPY, 0, 0), device) == 4e-6
 
 
@@ -155,4 +158,6 @@ def test_an_optimizer_takes_its_time_for_each_shard_and_each_byte():
     costs = ClusterCosts(replace(H100, optimizer=Link(1e-4, 1e9)))
     assert costs.optimizer(10**9, 50, on_host=False) == pytest.approx(1 + 50e-4)
     assert costs.optimizer(10**9, 50, on_host=True) == ClusterCosts(H100).optimizer(10**9, 50, on_host=True)
-    assert ClusterCosts(H100).optimizer(10**9, 50, on_host=False) == pytest.approx(4e-6 + 1e9 / (3e12 * 0.95))
+    assert ClusterCosts(H100).optimizer(10**9, 50, on_host=False) == pytest.approx(
+        4e-6 + 1e9 / (H100.device.bandwidth * 0.95)
+    )

@@ -52,6 +52,24 @@ def test_slow_gathers_are_exposed_by_what_compute_does_not_hide():
     assert slow - fast == 3 + 3 * (3 - 1) + 3 + 3 * (3 - 2)
 
 
+def test_compute_is_slower_while_a_collective_runs_beside_it():
+    alone, beside = (play(stack(2), sharded_stack(2), RoundCosts(0, reduce=2, beside=each)) for each in (1.0, 0.5))
+    backward = [spans(each, Lane.COMPUTE, "backward") for each in (alone, beside)]
+    # Backward of the first block takes 2, and the reduction of the second one's gradients takes 2 too: of these at half
+    # speed 1 is computed, and 1 is left.
+    assert [end - start for _, start, end in backward[0]] == [2, 2]
+    assert [end - start for _, start, end in backward[1]] == [2, 3]
+    assert beside.seconds == alone.seconds + 1
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_compute_is_not_slowed_where_nothing_runs_beside_it(overlaps):
+    costs = [RoundCosts(1, 1, overlaps=overlaps, beside=each) for each in (1.0, 0.5)]
+    limits = Limits(forward_depth=0, backward_depth=0)
+    fast, slow = (play(stack(1), sharded_stack(1, limits), each) for each in costs)
+    assert slow.seconds == fast.seconds
+
+
 def test_without_prefetch_each_gather_is_waited_for():
     limits = Limits(forward_depth=0, backward_depth=0)
     timeline = play(stack(4), sharded_stack(4, limits), RoundCosts(gather=1, reduce=0))

@@ -169,6 +169,20 @@ def test_an_operation_reads_and_writes_each_tensor_once():
     assert (forward.name, forward.flops, forward.nbytes) == ("aten.mm", 2 * 2 * 4 * 8, 4 * (2 * 4 + 4 * 8 + 2 * 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("is_causal", "keys", "computed"), [(True, 16, 0.5), (False, 16, 1.0), (True, 32, 1.0)])
+def test_attention_that_no_token_pays_to_those_behind_it_is_half_of_it(dtype, is_causal, keys, computed):
+    q, k = (torch.zeros(2, 2, length, 8, device="meta", dtype=dtype, requires_grad=True) for length in (16, keys))
+
+    class Attention(nn.Module):
+        def forward(self, q, k):
+            return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=is_causal)
+
+    work = read_work(Attention(), (q, k))
+    found = [each.computed for each in work.events if isinstance(each, Op) and each.kind is OpKind.ATTENTION]
+    assert found == [computed, computed]
+
+
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
     [(torch.bfloat16, "flash"), (torch.float32, "efficient")],
