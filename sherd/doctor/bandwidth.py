@@ -37,6 +37,7 @@ SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
 WIDTHS, UNITS = (64, 128, 512, 1024, 2048), 8  # of units with a square weight each, and how many there are
 VECTORS, INPUTS = 7, 2**16  # of a unit besides, and elements that go through all of them
 QUEUED = 200  # small operations in a row
+BESIDE = 0.84  # the share of its speed that an accelerator keeps while a collective runs
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
 ON_CPU, ON_DEVICE = (1024, 2**13, (2, 4, 512, 64)), (8192, 2**18, (4, 16, 4096, 128))
 
@@ -80,6 +81,7 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
     bandwidth = rates.pop(OpKind.POINTWISE)
     shares = {kind: rate / bandwidth for kind, rate in rates.items()}
     on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
+    beside = 1.0 if at.type == "cpu" else BESIDE
     timed: Mapping[str, tuple[Timed, ...]] = {}
     if at.type == "cpu":
         timed = with_operations(timed_operations(usual_steps()), timed_operations(own, EXACTLY))
@@ -90,12 +92,16 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
     said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
     sources = dict.fromkeys(("devices_per_node", "device", "within", "across", "to_host"), said)
     sources["device.peak_flops"] = "estimate: the maker's figure is not known, so what was achieved; MFU is of that"
+    if at.type != "cpu":
+        sources["device.beside"] = "estimate: not measured, as on the accelerators of Lee et al. (2025) in the mean"
     if within is None:
         sources["within"] = f"{guess} no ranks share a host, or hosts differ: half of what memory copies"
     if across is None:
         sources["across"] = f"{guess} there is one host, or hosts differ in ranks: Ethernet of 10 Gbit/s"
     links = (within or in_memory, across or Link(30e-6, 1.1e9), to_host)
-    return Cluster(name or "measured", Device(model, *on_device, timed), per_node, *links, None, "", sources, optimizer)
+    return Cluster(
+        name or "measured", Device(model, *on_device, beside, timed), per_node, *links, None, "", sources, optimizer
+    )
 
 
 def _slowest(call: Callable[[], object], at: torch.device, seconds: float = 0.0) -> float:
