@@ -14,8 +14,8 @@ from sherd.simulate.timeline import Advice
 
 def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str, str]:
     """Returns the figures of a plan by their names, in words."""
-    cost = prediction.cost_per_million_tokens
     cluster = prediction.cluster
+    cost, per = cost_of(prediction)
     return {
         "cluster": f"{prediction.mesh.num_ranks} x {cluster.device.name}",
         "reserved": in_bytes(prediction.reserved_bytes),
@@ -24,9 +24,16 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str
         "samples/s": three_digits(prediction.samples_per_second),
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
-        **({f"{cluster.currency} per million tokens": f"{cost:.3g}"} if cost is not None else {}),
+        **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
         **{name.replace("_", "-"): words for name, words in settings.in_words().items()},
     }
+
+
+def cost_of(prediction: Prediction) -> tuple[float | None, str]:
+    """Returns the price of a million tokens, or of samples, if the model reads no tokens; and which of them it is."""
+    if prediction.tokens_per_second:
+        return prediction.cost_per_million_tokens, "per million tokens"
+    return prediction.cost_per_million_samples, "per million samples"
 
 
 def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: Outcome) -> Advice:
@@ -49,8 +56,9 @@ def lines_of(
     yield f"waits       {', '.join(waits) or 'none'}"
     sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
     yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
-    if prediction.cost_per_million_tokens is not None:
-        yield f"cost        {prediction.cost_per_million_tokens:.3g} {prediction.cluster.currency} per million tokens"
+    cost, per = cost_of(prediction)
+    if cost is not None:
+        yield f"cost        {cost:.3g} {prediction.cluster.currency} {per}"
     if prediction.cluster.device.overlaps:
         left = goodput(prediction.mesh.num_ranks, Faults())
         when = in_seconds(left.interval) if left.interval < 120 else f"{left.interval / 60:,.0f} minutes"

@@ -172,6 +172,7 @@ def _as_json(made: Plan) -> dict[str, Any]:
         "limit_bytes": made.limit,
         "sent_bytes": prediction.sent,
         "cost_per_million_tokens": prediction.cost_per_million_tokens,
+        "cost_per_million_samples": prediction.cost_per_million_samples,
         "advice": [asdict(each) for each in made.advice],
     }
 
