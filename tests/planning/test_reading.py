@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sherd.planning.operations import kernels_of
-from sherd.planning.reading import read_work
+from sherd.planning.reading import own_or_usual_loss, read_work
 from sherd.simulate.work import (
     Allocate,
     EndForward,
@@ -280,6 +280,44 @@ def test_a_loss_that_does_not_trace_is_told():
     model, x = made(lambda: (nn.Linear(4, 4), torch.zeros(2, 4)))
     with pytest.raises(InputError, match=r"^the loss does not run without values: "):
         read_work(model, x, lambda model, batch: torch.zeros(()) * model(batch).sum().item())
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda model, batch: None, r"^the loss is None; expected a tensor of one number"),
+        (lambda model, batch: model(batch), r"^the loss has the shape \(2, 4\); expected one number"),
+        (lambda model, batch: model(batch).detach().sum(), r"^the loss has no gradient: it does not depend on a tra"),
+    ],
+)
+def test_a_loss_from_which_backward_cannot_begin_is_told(loss, says):
+    with pytest.raises(InputError, match=says):
+        read_work(*made(lambda: (nn.Linear(4, 4), torch.zeros(2, 4))), loss)
+
+
+def test_a_model_without_trainable_parameters_or_numbers_is_told():
+    model, x = made(lambda: (nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4)))
+    with pytest.raises(InputError, match=r"^the loss has no gradient: no parameter of the model is trainable"):
+        read_work(model, x, own_or_usual_loss)
+    model, x = made(lambda: (nn.Sequential(nn.Linear(4, 4), Largest()), torch.zeros(2, 4)))
+    with pytest.raises(InputError, match=r"^the model returns no tensor of floating-point numbers; give a loss"):
+        read_work(model, x, own_or_usual_loss)
+
+
+class Largest(nn.Module):
+    def forward(self, x):
+        return x.argmax(-1)
+
+
+def test_experts_side_by_side_in_float32_are_told_what_to_do():
+    class Experts(nn.Linear):
+        def forward(self, x):
+            ends = torch.tensor([1, 2], dtype=torch.int32)
+            return torch.nn.functional.grouped_mm(x, self.weight.unsqueeze(0).expand(2, -1, -1), offs=ends)
+
+    model, x = made(lambda: (Experts(16, 16), torch.zeros(2, 16)))
+    with pytest.raises(InputError, match=r"; compute in bfloat16: compute_dtype=torch\.bfloat16, or --precision bf16$"):
+        read_work(model, x)
 
 
 def test_a_model_with_values_is_refused():
