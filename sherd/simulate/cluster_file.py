@@ -132,11 +132,11 @@ def _tree(path: Path) -> dict[str, object]:
 def _flat(tree: Mapping[str, object]) -> dict[str, object]:
     """Returns the leaves of `tree` by their dotted names."""
     flat: dict[str, object] = {}
-    waiting = [*reversed(tree.items())]
+    waiting = [*tree.items()][::-1]
     while waiting:  # names may have more parts than Python allows calls in one another
         name, value = waiting.pop()
         if type(value) is dict:
-            waiting += [(".".join((name, key)), below) for key, below in reversed(value.items())]
+            waiting += [(".".join((name, key)), below) for key, below in [*value.items()][::-1]]
         else:
             flat[name] = value
     return flat

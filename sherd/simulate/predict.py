@@ -93,19 +93,39 @@ class Prediction:
     cost_per_million_tokens: float | None
     cost_per_million_samples: float | None
 
-    def lasting(self, seconds: float) -> Prediction:
-        """Returns the prediction of a step that lasts so long, as other ranks need it."""
-        share = self.timeline.seconds / seconds
+    def lasting(self, seconds: float, times: float = 1.0) -> Prediction:
+        """Returns the prediction of a step that lasts so long, as other ranks need it, and does so many times as
+        much."""
+        share = times * self.timeline.seconds / seconds
         costs = (self.cost_per_million_tokens, self.cost_per_million_samples)
         of_tokens, of_samples = (None if cost is None else cost / share for cost in costs)
         return replace(
             self,
             timeline=replace(self.timeline, seconds=seconds),
+            flops=round(self.flops * times),
             tokens_per_second=self.tokens_per_second * share,
             samples_per_second=self.samples_per_second * share,
             mfu=self.mfu * share,
             cost_per_million_tokens=of_tokens,
             cost_per_million_samples=of_samples,
+        )
+
+    def continued(self, before: Prediction, num: int, more: int) -> Prediction:
+        """Returns the prediction of a step with `more` micro-batches than the `num` of this one. Each adds what this
+        one has beyond the one `before`, which has a micro-batch less. The spans are those of this one."""
+
+        def beyond(less: float, now: float) -> float:
+            return now + more * (now - less)
+
+        timeline, earlier = self.timeline, before.timeline
+        waits = {lane: beyond(earlier.exposed.get(lane, 0.0), each) for lane, each in timeline.exposed.items()}
+        found = self.lasting(beyond(earlier.seconds, timeline.seconds), (num + more) / num)
+        return replace(
+            found,
+            timeline=replace(found.timeline, exposed=waits),
+            reserved_bytes=round(beyond(before.reserved_bytes, self.reserved_bytes)),
+            driver_bytes=round(beyond(before.driver_bytes, self.driver_bytes)),
+            sent={link: round(beyond(before.sent.get(link, 0), each)) for link, each in self.sent.items()},
         )
 
 

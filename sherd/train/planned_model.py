@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sherd.engine.run.structures import tensors_in
 from sherd.planning.axes import CUT_AXES, Layout
 from sherd.planning.reading import own_or_usual_loss, reason_of
 from sherd.train.config import SECTIONS, Config, InputError
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
 from sherd.train.planned_axes import TrainedLayout, spread_evenly, transformers_layout
-from sherd.train.planned_transformers import batch_of, context_of, read_model
+from sherd.train.planned_transformers import batch_of, context_of, has_positions, read_model
 from sherd.train.trees import read_tree
 
 __all__ = ["Planned", "model_from", "token_batch"]
@@ -36,6 +37,7 @@ class Planned:
         layout: of a batch's loss, and of the model over axes that are not data parallel.
         context: the tokens of a sample that the model is meant for; None: not known.
         config: that of `sherd train`, if it was given.
+        has_positions: it has a table of so many positions as `context`, and none for more tokens.
     """
 
     model: nn.Module
@@ -43,6 +45,13 @@ class Planned:
     layout: Layout = field(default_factory=lambda: Layout(own_or_usual_loss))
     context: int | None = None
     config: Config | None = None
+    has_positions: bool = False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether samples are of as many tokens as `batch` is asked for."""
+        one, two = ([each.shape for each in tensors_in(self.batch(1, length))] for length in (1, 2))
+        return one != two
 
 
 def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
@@ -106,7 +115,7 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
 
 def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], Any]:
     """Returns the function or class `name` of a file or module that has `names`. Raises InputError if there is none."""
-    found = names.get(name)
+    found: Callable[[], Any] | None = names.get(name)
     if callable(found):
         return found
     if name in names:
@@ -118,7 +127,10 @@ def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], An
 
 def _hugging_face(path: str) -> Planned:
     model = read_model(path)
-    return Planned(model, batch_of(model), transformers_layout(model), context_of(model))
+    context = context_of(model)
+    return Planned(
+        model, batch_of(model), transformers_layout(model), context, has_positions=has_positions(model, context)
+    )
 
 
 def _trained(path: str, tree: Any) -> Planned:

@@ -14,7 +14,7 @@ from sherd.planning.reading import reason_of
 from sherd.train.config import InputError
 from sherd.train.extras import install
 
-__all__ = ["batch_of", "context_of", "read_model"]
+__all__ = ["batch_of", "context_of", "has_positions", "read_model"]
 
 SECONDS, RATE = 10, 16_000
 """A sample of sound is so long, at so many values a second."""
@@ -95,6 +95,13 @@ def context_of(model: Any) -> int | None:
     config = model.config.get_text_config()
     sizes = (getattr(config, each, None) or 0 for each in _LENGTHS)
     return next((size for size in sizes if size > 0), None)
+
+
+def has_positions(model: Any, context: int | None) -> bool:
+    """Returns whether `model` has a table with a row for each of `context` positions, and a few besides."""
+    tables = (each for each in (*model.named_parameters(), *model.named_buffers()) if each[1].dim() == 2)
+    rows = (len(table) for name, table in tables if any(part in name for part in ("wpe", "position")))
+    return context is not None and any(context <= number <= context + 2 for number in rows)
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_source_positions")
