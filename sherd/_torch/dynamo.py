@@ -60,7 +60,7 @@ def are_fake(kinds: Iterable[type]) -> bool:
 
 
 @contextlib.contextmanager
-def composed_on_meta(functions: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+def composed_on_meta(functions: Mapping[str, Callable[..., object]]) -> Iterator[None]:
     """A context in which these functions, by the names of operators that torch composes of others, stand for them on
     meta tensors.
 

@@ -79,7 +79,7 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
         to_host = Link(launch, there.nbytes / _slowest(lambda: there.copy_(pinned, non_blocking=True), at))
     resident = max(all_gather_objects(resident, "the memory of libraries"))
     bandwidth = rates.pop(OpKind.POINTWISE)
-    shares = {kind: rate / bandwidth for kind, rate in rates.items()}
+    shares = {kind: min(1.0, rate / bandwidth) for kind, rate in rates.items()}
     on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
     beside = 1.0 if at.type == "cpu" else BESIDE
     timed: Mapping[str, tuple[Timed, ...]] = {}
@@ -143,7 +143,7 @@ def _flops(at: torch.device) -> tuple[dict[str, float], float]:
     torch.set_float32_matmul_precision(usual)
     q = torch.randn(shape, device=at).to(getattr(torch, dtype))
     took = _slowest(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), at)
-    return flops, 4 * q.numel() * shape[2] / took / flops[dtype]
+    return flops, min(1.0, 4 * q.numel() * shape[2] / took / flops[dtype])
 
 
 def _movers(at: torch.device) -> dict[OpKind, tuple[Callable[[], object], int]]:

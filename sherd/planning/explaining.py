@@ -20,7 +20,8 @@ from sherd.memory.report import root_unit
 from sherd.planning.in_words import advice_of, lines_of_advice
 from sherd.planning.planner import or_impossible
 from sherd.planning.report.in_words import in_bytes
-from sherd.planning.running import Forwards, LossOfOutput, Running, most_within
+from sherd.planning.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
+from sherd.planning.sharding import stepped
 from sherd.planning.tracing import Recorder, recording
 from sherd.requirements import require_int
 from sherd.schedule.actions import Event
@@ -83,7 +84,8 @@ def explain_memory(
     seen = Forwards()
     follower = None if nbytes is None else _Follower(runtime_of(unit, model), model, optimizer, nbytes)
     with ExitStack() as hooks:
-        hooks.callback(model.register_forward_pre_hook(seen.begins, with_kwargs=True).remove)
+        # Before the engine's, which may exceed a limit.
+        hooks.callback(model.register_forward_pre_hook(seen.begins, prepend=True, with_kwargs=True).remove)
         hooks.callback(optimizer.register_step_post_hook(seen.stepped).remove)
         try:
             with nullcontext() if follower is None else recording(follower, follower.runtime, model, optimizer):
@@ -91,11 +93,16 @@ def explain_memory(
         except Exception as error:
             found = _out_of_memory(error)
             if found is not None and (follower is not None or not isinstance(found, MemoryLimitError)):
+                resting: list[str] = []
                 try:
+                    if nbytes is not None:
+                        resting = [*_resting(runtime_of(unit, model), optimizer, nbytes)]
                     running = Running(model, optimizer, seen, loss, _cluster(cluster, unit.mesh.device))
-                    text = "\n".join(_lines(found, running, runtime_of(unit, model), optimizer, follower))
+                    lines = _lines(found, running, runtime_of(unit, model), optimizer, follower)
+                    text = "\n".join([*lines, *resting])
                 except Exception as trouble:  # nothing may hide the user's error
-                    text = f"no more can be said: {type(trouble).__name__}: {' '.join(str(trouble).split())}"
+                    said = f"no more can be said: {type(trouble).__name__}: {' '.join(str(trouble).split())}"
+                    text = "\n".join(resting) or said
                 getattr(found, "add_note", warnings.warn)(HEAD + text)  # Python 3.10 has no notes
             raise
 
@@ -167,6 +174,25 @@ def _lines(
     beside = max(0, free + reserved + 1 - needed)
     yield f"a step is predicted to take {in_bytes(needed)}, and {in_bytes(beside)} are taken beside it"
     yield from _advice(running, lambda of: of.reserved_bytes + beside, free + reserved)
+
+
+def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> Iterator[str]:
+    """Yields lines if what is there between the passes of a step is more than the limit, whatever runs."""
+    mesh, groups = runtime.root.mesh, [weights.group for unit in runtime.units for weights in unit.weights]
+    parameters = sum(each.shard_buffer.nbytes for each in groups if not each.is_offloaded)
+    gradients = 0 if any(each.is_offloaded for each in groups) else sum(sum(stepped(unit)) for unit in runtime.units)
+    states = gradients * optimizer_of(optimizer).states
+    total = parameters + gradients + states
+    if total <= limit:
+        return
+    yield f"shards, gradients and optimizer state alone take {in_bytes(total)}, more than the limit:"
+    parts = ((parameters, "parameters"), (gradients, "gradients"), (states, "optimizer state"))
+    yield f"  {', '.join(f'{in_bytes(nbytes)} of {name}' for nbytes, name in parts)}"
+    if mesh.device.type != "cpu":
+        yield "  the cheapest change: offload_policy=CPUOffloadPolicy(), which keeps them in host memory"
+    else:
+        least = -(-total * mesh.num_shards // limit)
+        yield f"  the cheapest change: shard over {least} ranks at least; now there are {mesh.num_shards} to shard over"
 
 
 def _advice(running: Running, size: Callable[[Prediction], int], limit: int) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 from sherd.planning.report.in_words import in_bytes, in_seconds, three_digits
 from sherd.simulate.goodput import Faults, goodput
@@ -14,8 +15,8 @@ from sherd.simulate.timeline import Advice
 
 def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str, str]:
     """Returns the figures of a plan by their names, in words."""
-    cost = prediction.cost_per_million_tokens
     cluster = prediction.cluster
+    cost, per = cost_of(prediction)
     return {
         "cluster": f"{prediction.mesh.num_ranks} x {cluster.device.name}",
         "reserved": in_bytes(prediction.reserved_bytes),
@@ -24,9 +25,16 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str
         "samples/s": three_digits(prediction.samples_per_second),
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
-        **({f"{cluster.currency} per million tokens": f"{cost:.3g}"} if cost is not None else {}),
+        **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
         **{name.replace("_", "-"): words for name, words in settings.in_words().items()},
     }
+
+
+def cost_of(prediction: Prediction) -> tuple[float | None, str]:
+    """Returns the price of a million tokens, or of samples, if the model reads no tokens; and which of them it is."""
+    if prediction.tokens_per_second:
+        return prediction.cost_per_million_tokens, "per million tokens"
+    return prediction.cost_per_million_samples, "per million samples"
 
 
 def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: Outcome) -> Advice:
@@ -37,20 +45,51 @@ def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: O
     return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
 
 
+WIDTH = 100
+"""Lines for a terminal are no longer than that."""
+
+
+def _parted(lines: Iterable[str]) -> Iterator[str]:
+    """Yields `lines`, the long ones in several."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        parted = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        yield "\n".join(parted) if len(line) > WIDTH else line
+
+
+def _settings_in_lines(settings: Settings) -> Iterator[str]:
+    """Yields the settings in lines that end between two of them."""
+    line = "settings    "
+    *others, last = settings.in_words().values()
+    for words in (*(f"{each}, " for each in others), last):
+        if len(line) + len(words) > WIDTH:
+            yield line.rstrip()
+            line = " " * 12
+        line += words
+    yield line
+
+
 def lines_of(
     prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice]
 ) -> Iterator[str]:
     """Yields the lines of a plan."""
+    return _parted(_lines(prediction, settings, limit, found, advice))
+
+
+def _lines(
+    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice]
+) -> Iterator[str]:
     timeline, facts = prediction.timeline, facts_of(prediction, settings, limit)
     yield f"{timeline.title}: {facts['cluster']}"
-    yield f"settings    {settings}"
+    yield from _settings_in_lines(settings)
     yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {_speed(facts)}"
     waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in timeline.exposed.items()]
     yield f"waits       {', '.join(waits) or 'none'}"
     sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
     yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
-    if prediction.cost_per_million_tokens is not None:
-        yield f"cost        {prediction.cost_per_million_tokens:.3g} {prediction.cluster.currency} per million tokens"
+    cost, per = cost_of(prediction)
+    if cost is not None:
+        yield f"cost        {cost:.3g} {prediction.cluster.currency} {per}"
     if prediction.cluster.device.overlaps:
         left = goodput(prediction.mesh.num_ranks, Faults())
         when = in_seconds(left.interval) if left.interval < 120 else f"{left.interval / 60:,.0f} minutes"
@@ -79,7 +118,8 @@ def lines_of(
 def lines_of_advice(advice: Sequence[Advice]) -> Iterator[str]:
     """Yields a line for each piece of advice."""
     for each in advice:
-        yield f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {_costs(each.costs_seconds)}"
+        longer = _costs(each.costs_seconds)
+        yield f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {'takes ' * (longer == 'as long')}{longer}"
 
 
 def _speed(facts: dict[str, str]) -> str:
@@ -87,19 +127,23 @@ def _speed(facts: dict[str, str]) -> str:
 
 
 def _costs(seconds: float) -> str:
-    return f"{in_seconds(abs(seconds))} {'longer' if seconds >= 0 else 'shorter'}"
+    if abs(seconds) < 5e-9:
+        return "as long"
+    return f"{in_seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
 
 
 def _reasons(found: Found) -> Iterator[str]:
     best = found.outcomes[found.best]
     chosen = found.best.in_words()
     for name, other, outcome in found.others():
-        more = outcome.nbytes - best.nbytes
+        words, more = other.in_words()[name], outcome.nbytes - best.nbytes
+        if words == chosen[name]:
+            continue  # the same ranks, counted along other axes
         if outcome == best:
             said = "make no difference"
         elif outcome.nbytes > found.limit:
             said = f"not fit, by {in_bytes(outcome.nbytes - found.limit)}"
         else:
-            longer = _costs(outcome.seconds - best.seconds)
-            said = f"take {longer}, {in_bytes(abs(more))} {'more' if more > 0 else 'less'}"
-        yield f"  {chosen[name]}: {other.in_words()[name]} would {said}"
+            memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
+            said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
+        yield f"  {chosen[name]}: {words} would {said}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from sherd._torch import composed_on_meta
+from sherd.planning import recurrent
 from sherd.simulate.work import Op, OpKind
 
 __all__ = ["WITHOUT_VALUES", "kernels_of", "op_of", "tensors_among"]
@@ -20,7 +21,7 @@ __all__ = ["WITHOUT_VALUES", "kernels_of", "op_of", "tensors_among"]
 _ATEN = torch.ops.aten
 _KINDS = {
     OpKind.ATTENTION: "attention",
-    OpKind.MATMUL: "mm conv linear dot mv",
+    OpKind.MATMUL: "mm conv linear dot mv rnn",
     OpKind.LOOKUP: "embedding index gather scatter take",
     OpKind.REDUCTION: "norm softmax loss sum mean var std max min pool topk sort prod any all bincount",
     OpKind.COPY: "clone copy cat stack pad slice select repeat zero ones fill full arange split roll flip",
@@ -33,8 +34,10 @@ _COUNTS = {
         _ATEN._scaled_dot_product_flash_attention_backward
     ],
     _ATEN._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
+    **recurrent.FLOPS,
 }
-"""Torch's table of floating-point operations, and what it leaves out: experts side by side, and attention on a CPU."""
+"""Torch's table of floating-point operations, and what it leaves out: experts side by side, attention on a CPU, and
+recurrent layers."""
 
 
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
@@ -103,15 +106,17 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def kernels_of(device_type: str) -> AbstractContextManager[None]:
     """A context in which operations on meta tensors are those that a device of this type would run: fused attention;
-    on an accelerator, fused dropout and RMSNorm too. A fused LSTM is read as its steps.
+    on an accelerator, fused dropout and RMSNorm too. Recurrent layers are those of cuDNN, also on a CPU.
 
     Args:
         device_type: "cpu", or an accelerator: any is taken for CUDA.
     """
     if device_type == "cpu":
-        return composed_on_meta({"scaled_dot_product_attention": partial(_attention, _attention_on_cpu)})
+        attention = partial(_attention, _attention_on_cpu)
+        return composed_on_meta({"scaled_dot_product_attention": attention, **recurrent.LAYERS})
     attention = partial(_attention, _attention_on_cuda)
-    return composed_on_meta({"scaled_dot_product_attention": attention, "dropout": _dropout, "rms_norm": _rms_norm})
+    composed = {"scaled_dot_product_attention": attention, "dropout": _dropout, "rms_norm": _rms_norm}
+    return composed_on_meta(composed | recurrent.LAYERS)
 
 
 def _attention(
@@ -192,7 +197,8 @@ def _rand(size: Sequence[int], **options: Any) -> Tensor:
     return torch.ones((), dtype=options.get("dtype"), device="cpu")
 
 
-WITHOUT_VALUES: dict[Any, Callable[..., Tensor]] = {
+WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
+    **recurrent.WITHOUT_KERNELS,
     _ATEN.mse_loss.default: _mse_loss,
     _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
     _ATEN.any.default: lambda mask: torch.zeros((), dtype=torch.bool, device="cpu"),

@@ -15,7 +15,8 @@ from torch import nn
 
 from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
-from sherd.planning.axes import CUT_AXES, Cut, Layout, Shards, auto_units
+from sherd.planning.arguments import ArgumentError, beginning, mesh_of, named, optimizer_of, require_arguments
+from sherd.planning.axes import Cut, Layout, Shards, auto_units
 from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args, or_impossible
 from sherd.planning.reading import Loss, own_or_usual_loss
@@ -24,8 +25,8 @@ from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
-from sherd.simulate.settings import AXES, NAMES, VALUES, Mesh, Settings, Space
-from sherd.simulate.sharded import OPTIMIZERS, Optimizer
+from sherd.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
+from sherd.simulate.sharded import Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
 
 __all__ = ["Plan", "num_samples", "plan", "planned", "resized_batch"]
@@ -136,61 +137,35 @@ def plan(
         parallelize: by the name of an axis, `tp` or `cp`, a function of a model and that axis, a DeviceMesh of one dim,
             that lays the model over it in place, as `parallelize_module` does. Only these axes are tried. With `cp`,
             the model takes its rank's part of each sample.
-        settings: those that are not to be chosen: `strategy` ("auto", "zero2", "zero1" or "ddp"), `placement` ("shard"
-            or "flat"), `wrapping` (the units, by a word that `auto_shard` takes), `reshard`, `checkpointing` (True,
-            False, or the share of blocks), `recompute` ("full", also where only `checkpointing` is given, or
-            "selective", as with `selective_contexts`), `offload`, `prefetch`, `micro_batch` (samples in one forward of
-            a rank).
+        settings: those that are not to be chosen: `strategy` ("auto", "zero2", "zero1" or "ddp", or another name of
+            these, as "zero3" and "full_shard"), `placement` ("shard" or "flat"), `wrapping` (the units, by a word that
+            `auto_shard` takes), `reshard`, `checkpointing` (True, False, or the share of blocks), `recompute` ("full",
+            also where only `checkpointing` is given, or "selective", as with `selective_contexts`), `offload`,
+            `prefetch`, `micro_batch` (samples in one forward of a rank).
 
     Raises:
-        PolicyError: an argument that cannot be, as a batch that ranks do not divide.
+        PolicyError: an argument that cannot be, as a batch that ranks do not divide, or two that contradict each other.
         ClusterError: the cluster's file is wrong.
         StateError: this process is in a process group.
         InputError: the model does not run without values; the message names the module.
     """
     if not isinstance(model, nn.Module):
         raise ModuleError(f"plan expects a module, got {type(model).__name__}")
+    require_arguments(cluster, compute_dtype, loss, shard, parallelize)
+    found = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
+    shape = mesh_of(mesh)
     first = num_samples(batch)
     training = Training(
         on_meta(model),
         lambda size: resized_batch(batch, first, size),
-        Layout(loss or own_or_usual_loss, shard, _cuts(parallelize or {})),
-        _optimizer(optimizer),
+        Layout(loss or own_or_usual_loss, shard, parallelize or {}),
+        optimizer_of(optimizer),
         compute_dtype,
         first,
     )
-    found = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
-    shape = mesh_of(mesh)
     if samples is None:
         samples = first * (shape if isinstance(shape, int) else shape.num_data)
     return planned(training, found, shape, samples, memory_limit, settings)
-
-
-def _cuts(parallelize: Mapping[str, Cut]) -> Mapping[str, Cut]:
-    for name in parallelize:
-        if name not in CUT_AXES:
-            raise PolicyError(f"plan(parallelize={{{name!r}: ...}}): expected the axes 'cp' and 'tp'")
-    return parallelize
-
-
-def mesh_of(mesh: int | tuple[int, int] | Mapping[str, int]) -> int | Mesh:
-    """Returns the mesh that `plan` was given; the number of ranks if any mesh of them may be taken.
-
-    Raises:
-        PolicyError: it is none.
-    """
-    if isinstance(mesh, int):
-        require_int("plan(mesh={})", mesh, 1)
-        return mesh
-    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(zip(("replicate", "dp"), mesh, strict=True))
-    for name, size in sizes.items():
-        if name not in AXES:
-            raise PolicyError(f"plan(mesh=...) names {name!r}, which is no axis; expected {', '.join(AXES)}")
-        require_int(f"plan(mesh=...): {name}={{}}", size, 1)
-    made = Mesh(**{AXES[name]: size for name, size in sizes.items()} | {"shard": sizes.get("dp", 1)})
-    if made.shard % made.ep:
-        raise PolicyError(f"plan(mesh=...): ep={made.ep} does not divide dp={made.shard}; ep is a part of dp")
-    return made
 
 
 def planned(
@@ -207,7 +182,7 @@ def planned(
         raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
     require_int("plan(samples={})", samples, 1)
     num_ranks = mesh if isinstance(mesh, int) else mesh.num_ranks
-    layout = training.layout
+    layout, given = training.layout, named(given, mesh)
     fixed = {*given}
     fixed |= set() if isinstance(mesh, int) else {"mesh"}
     fixed |= set() if layout.rewraps else {"wrapping"}
@@ -223,14 +198,14 @@ def planned(
     shape = _first_mesh(space, given) if isinstance(mesh, int) else mesh
     misfit = layout.misfit(shape)
     if misfit:
-        raise PolicyError(f"plan(mesh={shape}): {misfit}")
+        raise ArgumentError("mesh", shape, misfit)
     of_a_rank, rest = divmod(samples, shape.num_data)
     if rest:
-        raise PolicyError(f"plan(samples={samples}): {shape.num_data} ranks do not divide it; take a multiple")
+        raise ArgumentError("samples", samples, f"{shape.num_data} ranks do not divide it; take a multiple")
     rough = RoughPlanner(training, cluster)
     evaluate: Evaluate = cache(or_impossible(rough.outcome))
     usual = {} if rough.runs_with(1) else {"micro_batch": training.samples}
-    beginning = _settings(shape, of_a_rank, usual | dict(given), layout)
+    usual_ones = beginning(shape, of_a_rank, usual | given, layout)
     limit = usual_limit(cluster) if memory_limit is None else memory_limit
     require_int("plan(memory_limit={})", limit, 1)
     exactly = partial(
@@ -238,15 +213,15 @@ def planned(
     )
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
-        rough.outcome(beginning)  # or it raises: a search begins with settings that are possible
+        rough.outcome(usual_ones)  # or it raises: a search begins with settings that are possible
         if "wrapping" not in fixed:
-            space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
-        saving = replace(beginning, **({"checkpointing": 1.0} | dict(given)))
-        first = min((beginning, saving), key=lambda each: merit(evaluate(each), limit))
+            space = replace(space, wrappings=_wrappings(evaluate, layout, usual_ones))
+        saving = replace(usual_ones, **({"checkpointing": 1.0} | given))
+        first = min((usual_ones, saving), key=lambda each: merit(evaluate(each), limit))
         found, prediction = _searched(evaluate, exactly, space, first, limit)
     else:
-        prediction = exactly(beginning)
-    settings = beginning if found is None else found.best
+        prediction = exactly(usual_ones)
+    settings = usual_ones if found is None else found.best
     advice = []
     if prediction.driver_bytes > limit:
         with_holes = _with_holes(evaluate, prediction.driver_bytes - evaluate(settings).nbytes)
@@ -310,36 +285,6 @@ def _first_mesh(space: Space, given: Mapping[str, Any]) -> Mesh:
     return next((mesh for mesh in meshes if space.batch % (mesh.num_data * size) == 0), whole)
 
 
-def _settings(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Layout) -> Settings:
-    """Returns the settings that are given, and the usual ones besides. `samples`: of a rank in a step."""
-    choosable = set(NAMES) - {"mesh", "micro_batches"}
-    for name in given:
-        if name not in choosable:
-            raise PolicyError(f"plan has no setting {name!r}; expected one of {', '.join(sorted(choosable))}")
-    share = given.get("checkpointing", 0)
-    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise PolicyError(f"plan(checkpointing={share!r}): expected True, False, or the share of blocks, 0 to 1")
-    for name in ("reshard", "offload"):
-        if not isinstance(given.get(name, True), bool):
-            raise PolicyError(f"plan({name}={given[name]!r}): expected True or False")
-    for name in ("placement", "strategy", "wrapping", "recompute"):
-        if given.get(name, VALUES[name][0]) not in VALUES[name]:
-            raise PolicyError(f"plan({name}={given[name]!r}): expected one of {', '.join(VALUES[name])}")
-    if given.get("wrapping", "auto") != "auto" and not layout.rewraps:
-        raise PolicyError(f"plan(wrapping={given['wrapping']!r}): the units are made by `shard`; leave one of them out")
-    require_int("plan(prefetch={})", given.get("prefetch", 1), 0)
-    size = given.get("micro_batch", 1)
-    require_int("plan(micro_batch={})", size, 1)
-    if samples % size:
-        raise PolicyError(f"plan(micro_batch={size}): it does not divide the {samples} samples of a rank in a step")
-    if samples // size < mesh.pp:
-        raise PolicyError(f"plan(mesh={mesh}): {samples // size} micro-batches are fewer than its {mesh.pp} stages")
-    made = replace(Settings(mesh, micro_batches=samples // size), **(dict(given) | {"checkpointing": float(share)}))
-    if made.conflict:
-        raise PolicyError(f"plan(strategy={made.strategy!r}): with {made.conflict} all is sharded; leave it out")
-    return made
-
-
 def on_meta(model: nn.Module) -> nn.Module:
     """Returns a copy of `model` on the meta device. Nothing that it holds is read."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
@@ -369,11 +314,3 @@ def resized_batch(batch: Any, first: int, size: int) -> Any:
         return torch.empty(shape, dtype=each.dtype, device="meta")
 
     return map_tensors(resized, batch)
-
-
-def _optimizer(optimizer: str | Optimizer) -> Optimizer:
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if optimizer not in OPTIMIZERS:
-        raise PolicyError(f"plan(optimizer={optimizer!r}): expected one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[optimizer]

@@ -19,8 +19,9 @@ from sherd.api.recompute import KeptResults
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
-from sherd.errors import InputError, PolicyError, SherdError
+from sherd.errors import InputError, SherdError
 from sherd.layout.runs import Flat
+from sherd.planning.arguments import ArgumentError
 from sherd.planning.axes import Layout
 from sherd.planning.blocks import Run, renumbered, thin_out, with_blocks, with_fewer_blocks, with_replicas
 from sherd.planning.reading import read_work
@@ -94,6 +95,13 @@ class Planner:
             InputError: the model does not run without values.
             PolicyError: forward reads a parameter while its unit would be sharded. SherdError: it cannot be sharded so.
         """
+        more = settings.micro_batches - MOST_PLAYED
+        if more > 0:
+            before, last = (self._play(replace(settings, micro_batches=MOST_PLAYED - less), title) for less in (1, 0))
+            return last.continued(before, MOST_PLAYED, more)
+        return self._play(settings, title)
+
+    def _play(self, settings: Settings, title: str) -> Prediction:
         mesh, times = settings.mesh, settings.micro_batches
         if mesh.pp == 1:
             return predict(
@@ -180,7 +188,8 @@ class Planner:
         device, work, sharded = self.cluster.device, self._work(*work_key), self._sharded(settings)
         name = read_outside(work, sharded) if settings.wrapping != "auto" else None
         if name is not None:
-            raise PolicyError(f"wrapping={settings.wrapping!r}: forward reads {name} while no module of its unit runs")
+            said = f"forward reads {name} while no module of its unit runs"
+            raise ArgumentError("wrapping", repr(settings.wrapping), said)
         return parts_of(work, sharded, lambda op: op_seconds(op, device))
 
     def _shard_once(self, settings: Settings) -> Sharded:
@@ -254,6 +263,8 @@ ACCUMULATING = ("zero1", "ddp")
 """Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
 FEW, MORE = 2, 4
 """Of many equal blocks a rough prediction plays so many, and adds the difference for each of the others."""
+MOST_PLAYED = 512
+"""Of more micro-batches in a step so many are played, and the last one is added for each of the others."""
 MICRO_BATCHES = 3
 """Of many micro-batches it plays so many, and adds the last one for each of the others."""
 

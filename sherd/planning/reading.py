@@ -21,7 +21,7 @@ from sherd.simulate.work import Module, Parameter, Work
 from sherd.tensor.ragged import local_part
 from sherd.verify.equivalence import loss_in, output_of, own_loss
 
-__all__ = ["Loss", "own_or_usual_loss", "read_work"]
+__all__ = ["Loss", "own_or_usual_loss", "read_work", "reason_of"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Of a model and a batch, a scalar: the loss."""
@@ -40,7 +40,8 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
         device_type: the type of device whose kernels are taken: "cpu", or any other for CUDA's.
 
     Raises:
-        InputError: a parameter, buffer or tensor of the batch has values, or forward or backward needs them.
+        InputError: a parameter, buffer or tensor of the batch has values, or forward or backward needs them; or the
+            loss is none.
     """
     given = tensors_in(batch)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *(("the batch", each) for each in given)):
@@ -53,17 +54,19 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
         with torch.device("meta"), kernels_of(device_type), recording:
             with torch.enable_grad():
                 value = loss(model, batch)
+            _require_loss(value, model)
             recording.end_forward(value)
             with torch.no_grad():  # what runs with gradients in backward is a forward that runs again
                 value.backward()
             del value
+    except InputError:
+        raise
     except Exception as error:
         name, kind = "the loss", ""
         if recording.failed_in is not None:
             name, module = modules[recording.failed_in]
             name, kind = name or "the model", f" ({type(module).__name__})"
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise InputError(f"{name}{kind} does not run without values: {said}") from error
+        raise InputError(f"{name}{kind} does not run without values: {reason_of(error)}{_hint(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -76,6 +79,34 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
     )
 
 
+def _require_loss(value: object, model: nn.Module) -> None:
+    """Raise InputError if backward cannot begin with `value`."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"the loss is {value!r:.80}; expected a tensor of one number, from which backward begins")
+    if value.numel() != 1:
+        raise InputError(f"the loss has the shape {tuple(value.shape)}; expected one number, as its mean or sum")
+    if not value.requires_grad:
+        is_frozen = not any(each.requires_grad for each in model.parameters())
+        why = "no parameter of the model is trainable" if is_frozen else "it does not depend on a trainable parameter"
+        raise InputError(f"the loss has no gradient: {why} (requires_grad), so that there is no backward to plan")
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the first line of an error's text, and the next ones as long as a line ends with a colon; of an error
+    without text its name."""
+    said = ""
+    for line in str(error).split("\n"):
+        said = f"{said} {line.strip()}".strip()
+        if said and not said.endswith(":"):
+            break
+    return said or type(error).__name__
+
+
+def _hint(error: BaseException) -> str:
+    is_half = "Expected inputs of BF16 type" in str(error)  # of experts side by side
+    return "; compute in bfloat16: compute_dtype=torch.bfloat16, or --precision bf16" if is_half else ""
+
+
 def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
     """Returns the `loss` in the model's output if there is one; of tokens the cross-entropy of its logits, as `sherd
     train` takes it; else the sum of its outputs, in float32."""
@@ -85,6 +116,8 @@ def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
         return loss
     (tokens, *_), outputs = tensors_in(batch), [each for each in tensors_in(output) if each.is_floating_point()]
     del output
+    if not outputs:
+        raise InputError("the model returns no tensor of floating-point numbers; give a loss of (model, batch)")
     if tokens.is_floating_point() or outputs[0].dim() <= tokens.dim():
         return torch.stack([each.float().sum() for each in outputs]).sum()
     logits = outputs.pop(0).float().flatten(0, -2)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import TorchDispatchMode, are_fake
 from sherd.planning.collectives import collective_of, is_communication
 from sherd.planning.operations import WITHOUT_VALUES, op_of, tensors_among
+from sherd.planning.recurrent import steps_of
 from sherd.simulate.work import (
     Allocate,
     EndForward,
@@ -124,10 +125,12 @@ class Recording(TorchDispatchMode):
             return result  # nobody will compute this
         for each in tensors_among((result,)):
             self._note(each, again)
-        is_sent = is_communication(func)
-        event = collective_of(func, args, result) if is_sent else op_of(func, args, kwargs, result)
-        if event is not None:
-            self._events.append(event)
+        if is_communication(func):
+            collective = collective_of(func, args, result)
+            self._events += [] if collective is None else [collective]
+        else:
+            op = op_of(func, args, kwargs, result)
+            self._events += [] if op is None else steps_of(op, func, args)
         return result
 
     def _use(self, args: tuple[Any, ...]) -> None:

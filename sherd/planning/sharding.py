@@ -55,7 +55,7 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> Playe
         tuple(modules[name] for name in own),
         tuple(sizes_of(unit)),
         tuple(traffic_of(weights) for weights in unit.weights),
-        _stepped(unit),
+        stepped(unit),
     )
 
 
@@ -64,7 +64,7 @@ def name_of(unit: Unit, names: dict[int, str]) -> str:
     return ", ".join(names[id(module)] for module in unit.modules if id(module) in names) or unit.class_name
 
 
-def _stepped(unit: Unit) -> tuple[int, ...]:
+def stepped(unit: Unit) -> tuple[int, ...]:
     """Returns the bytes of each shard of `unit` that an optimizer steps."""
     groups = [weights.group for weights in unit.weights if trainable(weights.group.parameters)]
     return tuple(as_sharded(each.parameter).to_local().nbytes for group in groups for each in group.optimizer_params)

@@ -38,7 +38,7 @@ BYTES = Kind('bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY)
 BANDWIDTH = Kind('bytes per second, as "3.35 TB/s"', units={f"{unit}/s": by for unit, by in (BINARY | DECIMAL).items()})
 FLOPS = Kind('FLOP per second, as "989 TFLOP/s"', units={f"{p}FLOP/s": 1e3**i for i, p in enumerate("MGTP", 2)})
 SECONDS = Kind('a time, as "5 us" or "0 s"', units={"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}, may_be_zero=True)
-SHARE = Kind("a number above 0 without a unit, as 0.75", (float, int))
+SHARE = Kind("a number above 0 and up to 1 without a unit, as 0.75", (float, int))
 COUNT = Kind("a whole number from 1 on", (int,))
 FLAG = Kind("true or false", (bool,))
 TEXT = Kind("a text that is not empty")
@@ -71,7 +71,8 @@ OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
 """Both may be left out, not one alone."""
 TABLE = re.compile(r"device\.timed\.\w+\.\w+", re.ASCII)
 """The names of fields that there may be besides: what an operation of a dtype takes."""
-OPTIONAL = {"price_per_hour", "device.beside", *(name for name in FIELDS if name.endswith(DTYPES[2:]))} | OPTIMIZER
+OPTIONAL = {"price_per_hour", "device.beside", *(name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:])}
+OPTIONAL |= OPTIMIZER
 
 
 def shipped_clusters() -> list[str]:
@@ -96,9 +97,11 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
         reduce(getitem, tables, tree)[leaf] = _value(f"{path}: {name}", value, FIELDS[name])
     shares = {OpKind(kind): share for kind, share in tree["device"].pop("shares").items()}
     price, _, tree["currency"] = tree.pop("price_per_hour", "").partition(" ")
-    links: dict[str, Any] = {link: Link(**found) for link in LINKS if (found := tree.pop(link))}
+    links: dict[str, Any] = {link: Link(**figures) for link in LINKS if (figures := tree.pop(link))}
+    made = Device(shares=shares, **tree.pop("device"))
+    _require_possible(path, found, made)
     return Cluster(
-        device=Device(shares=shares, **tree.pop("device")),
+        device=made,
         **links,
         price_per_hour=float(price) if price else None,
         sources={name: str(_value(f"{path}: sources.{name}", text, TEXT)) for name, text in sources.items()},
@@ -128,12 +131,16 @@ def _tree(path: Path) -> dict[str, object]:
     return tree
 
 
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def _flat(tree: Mapping[str, object]) -> dict[str, object]:
     """Returns the leaves of `tree` by their dotted names."""
     flat: dict[str, object] = {}
-    for key, value in tree.items():
-        name = "".join((prefix, key))
-        flat |= _flat(value, f"{name}.") if type(value) is dict else {name: value}
+    waiting = [*tree.items()][::-1]
+    while waiting:  # names may have more parts than Python allows calls in one another
+        name, value = waiting.pop()
+        if type(value) is dict:
+            waiting += [(".".join((name, key)), below) for key, below in [*value.items()][::-1]]
+        else:
+            flat[name] = value
     return flat
 
 
@@ -143,7 +150,8 @@ def _require_known(path: Path, found: Mapping[str, object], sources: Mapping[str
         if name not in FIELDS and not TABLE.fullmatch(name):
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected fields are {', '.join(FIELDS)}"
-            raise ClusterError(f"{path}: unknown field {name!r} = {shortened(found[name])}; {hint}")
+            named = name if len(name) < 80 else f"{name[:77]}..."
+            raise ClusterError(f"{path}: unknown field {named!r} = {shortened(found[name])}; {hint}")
     for name in sources:
         if not any(f"{field}.".startswith(f"{name}.") for field in FIELDS):
             raise ClusterError(f"{path}: unknown field {'sources.' + name!r}; expected the name of a field or a table")
@@ -151,6 +159,19 @@ def _require_known(path: Path, found: Mapping[str, object], sources: Mapping[str
         is_optional = name in OPTIONAL and not (name in OPTIMIZER and OPTIMIZER & found.keys())
         if name not in found and not is_optional:
             raise ClusterError(f"{path}: {name} is missing; expected {kind.expected}")
+
+
+def _require_possible(path: Path, found: Mapping[str, object], device: Device) -> None:
+    """Raise ClusterError for a figure that another one does not leave room for."""
+    if device.library_bytes >= device.memory:
+        raise ClusterError(
+            f"{path}: device.library_bytes = {shortened(found['device.library_bytes'])}; expected less than "
+            f"device.memory, {found['device.memory']}"
+        )
+    for dtype, achieved in device.flops.items():
+        if achieved > device.peak_flops.get(dtype, achieved):
+            name, peak = f"device.flops.{dtype}", f"device.peak_flops.{dtype}"
+            raise ClusterError(f"{path}: {name} = {shortened(found[name])}; expected at most {peak}, {found[peak]}")
 
 
 def _value(where: str, value: object, kind: Kind) -> object:
@@ -161,8 +182,9 @@ def _value(where: str, value: object, kind: Kind) -> object:
         match = re.fullmatch(rf"{NUMBER} ?({'|'.join(map(re.escape, kind.units))})", text, re.ASCII)
         number = float(match[1]) * kind.units[match[2]] if match else number
         is_good = 0 < number < float("inf") or (kind.may_be_zero and number == 0)
+        is_good = is_good and (kind.may_be_zero or "GiB" not in kind.units or number >= 0.5)  # bytes are whole
     elif is_good and kind in (SHARE, COUNT):
-        is_good = 0 < float(text) < float("inf")
+        is_good = 0 < float(text) <= (1.0 if kind is SHARE else sys.maxsize)
     elif is_good:
         is_good = bool(re.fullmatch(rf"{NUMBER} [A-Z]{{3}}", text, re.ASCII) if kind is PRICE else text.strip())
     if not is_good:

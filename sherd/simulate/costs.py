@@ -19,7 +19,7 @@ ring runs through each device of a node, so all of them share what goes across; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from math import dist, exp, log
@@ -58,13 +58,14 @@ def op_seconds(op: Op, device: Device) -> float:
     moving = op.nbytes / (device.bandwidth * device.shares.get(op.kind, 1.0))
     if op.kind not in (OpKind.MATMUL, OpKind.ATTENTION):
         return device.launch + moving
-    flops = _flops(op.dtype, device)
+    flops = flops_in(op.dtype, device.flops)
     flops *= device.attention_share if op.kind is OpKind.ATTENTION else 1.0
     return device.launch + max(moving, op.computed * op.flops / flops)
 
 
-def _flops(dtype: str, device: Device) -> float:
-    return device.flops.get(dtype) or device.flops["bfloat16" if dtype == "float16" else "float32"]
+def flops_in(dtype: str, flops: Mapping[str, float]) -> float:
+    """Returns what `flops`, by dtypes, say of `dtype`. One without a figure is as float32, and float16 as bfloat16."""
+    return flops.get(dtype) or flops["bfloat16" if dtype == "float16" else "float32"]
 
 
 def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
@@ -72,7 +73,7 @@ def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
     ones that were timed are. Near is what has about as many FLOP per byte, sums as deep, and then is about as large."""
 
     def plain(each: Op | Timed) -> float:
-        return device.launch + each.flops / _flops(op.dtype, device) + each.nbytes / device.bandwidth
+        return device.launch + each.flops / flops_in(op.dtype, device.flops) + each.nbytes / device.bandwidth
 
     def sizes(each: Op | Timed) -> tuple[float, ...]:
         flops, nbytes, depth = (log(max(1, size)) for size in (each.flops, each.nbytes, each.depth))

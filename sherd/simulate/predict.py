@@ -10,7 +10,7 @@ from itertools import cycle
 
 from sherd.simulate.clock import Costs
 from sherd.simulate.cluster import Cluster
-from sherd.simulate.costs import Ranks, collective_seconds, op_seconds
+from sherd.simulate.costs import Ranks, collective_seconds, flops_in, op_seconds
 from sherd.simulate.pipeline import Stage, begins
 from sherd.simulate.play import pass_seconds, play
 from sherd.simulate.reserved import Reserved, reserved_roughly
@@ -74,8 +74,10 @@ class Prediction:
         tokens_per_second: of all ranks; 0 if the model reads no tokens.
         samples_per_second: of all ranks.
         mfu: the share of the device's peak FLOP/s, in the dtype of most of its matrix products, that `flops` are.
+            A dtype without a figure is as in `flops_in`.
         sent: bytes that the rank sends in the step, by link.
         cost_per_million_tokens: in the cluster's currency; None without a price or tokens.
+        cost_per_million_samples: None without a price.
     """
 
     cluster: Cluster
@@ -89,17 +91,41 @@ class Prediction:
     mfu: float
     sent: dict[str, int]
     cost_per_million_tokens: float | None
+    cost_per_million_samples: float | None
 
-    def lasting(self, seconds: float) -> Prediction:
-        """Returns the prediction of a step that lasts so long, as other ranks need it."""
-        share, cost = self.timeline.seconds / seconds, self.cost_per_million_tokens
+    def lasting(self, seconds: float, times: float = 1.0) -> Prediction:
+        """Returns the prediction of a step that lasts so long, as other ranks need it, and does so many times as
+        much."""
+        share = times * self.timeline.seconds / seconds
+        costs = (self.cost_per_million_tokens, self.cost_per_million_samples)
+        of_tokens, of_samples = (None if cost is None else cost / share for cost in costs)
         return replace(
             self,
             timeline=replace(self.timeline, seconds=seconds),
+            flops=round(self.flops * times),
             tokens_per_second=self.tokens_per_second * share,
             samples_per_second=self.samples_per_second * share,
             mfu=self.mfu * share,
-            cost_per_million_tokens=None if cost is None else cost / share,
+            cost_per_million_tokens=of_tokens,
+            cost_per_million_samples=of_samples,
+        )
+
+    def continued(self, before: Prediction, num: int, more: int) -> Prediction:
+        """Returns the prediction of a step with `more` micro-batches than the `num` of this one. Each adds what this
+        one has beyond the one `before`, which has a micro-batch less. The spans are those of this one."""
+
+        def beyond(less: float, now: float) -> float:
+            return now + more * (now - less)
+
+        timeline, earlier = self.timeline, before.timeline
+        waits = {lane: beyond(earlier.exposed.get(lane, 0.0), each) for lane, each in timeline.exposed.items()}
+        found = self.lasting(beyond(earlier.seconds, timeline.seconds), (num + more) / num)
+        return replace(
+            found,
+            timeline=replace(found.timeline, exposed=waits),
+            reserved_bytes=round(beyond(before.reserved_bytes, self.reserved_bytes)),
+            driver_bytes=round(beyond(before.driver_bytes, self.driver_bytes)),
+            sent={link: round(beyond(before.sent.get(link, 0), each)) for link, each in self.sent.items()},
         )
 
 
@@ -173,7 +199,7 @@ def predict(
     seconds = timeline.seconds
     flops = micro_batches * _flops_once(work)
     tokens, samples = (micro_batches * mesh.num_data * each / seconds for each in (work.tokens, work.samples))
-    hourly = cluster.price_per_hour
+    a_million_seconds = None if cluster.price_per_hour is None else cluster.price_per_hour * mesh.num_ranks / 3600 * 1e6
     if reserved is not None:
         nbytes = reserved.allocator.most_reserved
     else:
@@ -187,9 +213,10 @@ def predict(
         flops,
         tokens,
         samples,
-        flops / seconds / device.peak_flops[_dtype_of(work)],
+        flops / seconds / flops_in(_dtype_of(work), device.peak_flops),
         _sent(timeline, rank, costs),
-        hourly * mesh.num_ranks / 3600 / tokens * 1e6 if hourly is not None and tokens else None,
+        a_million_seconds / tokens if a_million_seconds is not None and tokens else None,
+        a_million_seconds / samples if a_million_seconds is not None else None,
     )
 
 

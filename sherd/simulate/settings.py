@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from math import isqrt
 from typing import Any
 
 
@@ -37,8 +38,14 @@ class Mesh:
         return self.replicate * self.shard
 
     def __str__(self) -> str:
-        replicas = [f"{self.replicate} replicas"] if self.replicate > 1 else []
+        return self.in_words()
+
+    def in_words(self, has_replicas: bool = True) -> str:
+        """Returns the mesh in words. Without replicas, `replicate` is one more axis over which all is sharded alike."""
         ranks = f"{self.shard} rank{'' if self.shard == 1 else 's'}{f' (ep {self.ep})' if self.ep > 1 else ''}"
+        replicas = [f"{self.replicate} replicas" if has_replicas else str(self.replicate)] * (self.replicate > 1)
+        if replicas and self.shard == 1:
+            replicas, ranks = [], f"{self.replicate} {'replicas' if has_replicas else 'ranks'}"
         stages, contexts, tensors = ([f"{name} {size}"] * (size > 1) for name, size in self._others())
         return " x ".join((*stages, *replicas, ranks, *contexts, *tensors))
 
@@ -95,7 +102,8 @@ class Settings:
     def in_words(self) -> dict[str, str]:
         """Returns each setting in words, by its name."""
         names = [name for name in NAMES if self.checkpointing or name != "recompute"]
-        return {name: _words(name, getattr(self, name)) for name in names}
+        mesh = {"mesh": self.mesh.in_words(has_replicas=self.strategy == "auto")}
+        return {name: _words(name, getattr(self, name)) for name in names} | mesh
 
     def differing(self, other: Settings) -> list[str]:
         """Returns the names of the settings that `other` has otherwise."""
@@ -113,8 +121,6 @@ NAMES = tuple(each.name for each in fields(Settings))
 
 def _words(name: str, value: object) -> str:
     match name, value:
-        case "mesh", _:
-            return str(value)
         case "strategy", "auto":
             return "all sharded"
         case "strategy", _:
@@ -204,7 +210,7 @@ class Space:
 
     def _sizes(self, axis: str) -> Iterator[int]:
         most = self.per_node if axis == "tp" else self.num_ranks
-        return (size for size in divisors(self.num_ranks) if size <= min(most, MOST_RANKS))
+        return divisors(self.num_ranks, min(most, MOST_RANKS))
 
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
         """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has.
@@ -238,7 +244,7 @@ class Space:
         if name == "wrapping":
             values = self.wrappings
         elif name == "micro_batch":
-            values = (size for size in divisors(self.batch // settings.mesh.num_data) if size <= self.most_samples)
+            values = divisors(self.batch // settings.mesh.num_data, self.most_samples)
         for line in self._meshes_by_axis(settings.mesh) if name == "mesh" else [iter(values)]:
             others = (value for value in line if value != getattr(settings, name))
             found = (self.with_values(settings, {name: value}) for value in others)
@@ -260,6 +266,36 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def divisors(number: int) -> Iterator[int]:
-    """Yields the whole numbers that divide `number`."""
-    return (each for each in range(1, number + 1) if number % each == 0)
+STRATEGIES = {
+    "auto": "auto",
+    "zero3": "auto",
+    "fsdp": "auto",
+    "full_shard": "auto",
+    "hsdp": "auto",
+    "hybrid_shard": "auto",
+    "zero2": "zero2",
+    "shard_grad_op": "zero2",
+    "zero1": "zero1",
+    "ddp": "ddp",
+    "no_shard": "ddp",
+}
+"""The strategies of `VALUES` by all of their names: DeepSpeed's stages, those of torch's FSDP1, and what both are."""
+HYBRID = ("hsdp", "hybrid_shard")
+"""Names for a mesh with replicas."""
+
+
+def usual_name(strategy: object) -> str:
+    """Returns the name of a strategy, or of a member of torch's `ShardingStrategy`, as `STRATEGIES` would have it."""
+    return str(getattr(strategy, "name", strategy)).lower().replace("-", "_").replace("zero_", "zero")
+
+
+def divisors(number: int, most: int | None = None) -> Iterator[int]:
+    """Yields the whole numbers that divide `number`, up to `most`."""
+    most, root = number if most is None else min(number, most), isqrt(number)
+    for each in range(1, min(most, root) + 1):
+        if number % each == 0:
+            yield each
+    if most > root:
+        for each in range(root, 0, -1):
+            if number % each == 0 and root < number // each <= most:
+                yield number // each

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sherd.errors import SherdError
 from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
-from sherd.simulate.settings import AXES, VALUES
+from sherd.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import Config, InputError
@@ -55,7 +55,9 @@ def add_plan(commands: Any) -> None:
     )
     chosen = p.add_argument_group("settings that are chosen unless told")
     chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")
-    chosen.add_argument("--strategy", choices=VALUES["strategy"], help="what is sharded; auto: all")
+    chosen.add_argument(
+        "--strategy", type=_strategy, metavar="NAME", help=f"what is sharded: {', '.join(STRATEGIES)}; auto: all"
+    )
     chosen.add_argument("--placement", choices=("shard", "flat"), help="how parameters are cut")
     chosen.add_argument("--wrapping", choices=VALUES["wrapping"], help="what is a unit; auto: each block")
     chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
@@ -82,7 +84,11 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(" ".join(str(error).split())) from error
     finally:
         gc.enable()
-    print(json.dumps(_as_json(made)) if args.json else str(made), end="\n" if args.json else "")
+    notes = _notes(args, model)
+    if args.json:
+        print(json.dumps(_as_json(made) | {"notes": notes}))
+    else:
+        print(made, *(f"\nnote        {note}\n" for note in notes), sep="", end="")
     try:
         _write(args, made, model)
     except OSError as error:
@@ -92,22 +98,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
+    for name, least in (("context", 1), ("samples", 1), ("ranks", 1), ("micro_batch", 1), ("prefetch", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise InputError(f"{_flag(name)} {getattr(args, name)}: expected at least {least}")
     cluster = read_cluster(args.cluster)
     limit = None if args.limit is None else bytes_in(args.limit, "--limit")
     import torch
 
-    from sherd.planning.plan import mesh_of, num_samples, planned, resized_batch
+    from sherd.planning.arguments import ArgumentError, mesh_of
+    from sherd.planning.plan import num_samples, planned, resized_batch
     from sherd.planning.planner import Training
     from sherd.train.planned_model import model_from
 
+    sizes = _mesh(args, cluster.devices_per_node)
     model = model_from(args.model, torch.float32)
     config = model.config
     if args.write is not None and config is None:
         raise InputError("--write needs a MODEL that is a config of sherd train")
-    for name in ("context", "samples", "ranks"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InputError(f"--{name} {getattr(args, name)}: expected at least 1")
-    mesh = mesh_of(_mesh(args, cluster.devices_per_node))
+    mesh = mesh_of(sizes)
+    if args.context is not None:
+        _require_context(args.model, model, args.context)
     context = args.context or model.context or 2048
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -123,11 +133,58 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
         dtype,
         first,
     )
-    return planned(training, cluster, mesh, samples, limit, _given(args), Path(args.model).name), model
+    try:
+        return planned(training, cluster, mesh, samples, limit, _given(args), Path(args.model).name), model
+    except ArgumentError as error:
+        flag, value = _flag(error.argument), getattr(args, error.argument, None)
+        if value is None and error.argument == "mesh":
+            flag, value = "--ranks", args.ranks or mesh
+        elif value is None:
+            flag, value = ("optimizer.batch", samples) if config else (flag, "")
+        raise InputError(f"{flag} {_in_words(value)}: {error.said}") from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _in_words(value: object) -> str:
+    return {1.0: "yes", 0.0: "no"}.get(value, f"{value:g}") if isinstance(value, float) else str(value)
+
+
+def _require_context(name: str, model: Planned, context: int) -> None:
+    """Raise InputError if samples of `model` cannot have so many tokens."""
+    if not model.reads_tokens:
+        raise InputError(f"--context {context}: samples of {name} have no tokens to number; leave it out")
+    if model.context and context > model.context and model.has_positions:
+        raise InputError(
+            f"--context {context}: {name} learns {model.context} positions, and has none for more tokens; take at most "
+            f"{model.context}, or change the config"
+        )
+
+
+def _notes(args: argparse.Namespace, model: Planned) -> list[str]:
+    """Returns what is planned as it was asked for, and is hardly meant."""
+    most = None if model.config else model.context
+    if most is None or args.context is None or args.context <= most:
+        return []
+    return [f"{args.context:,} tokens in a sample are more than the {most:,} that the config says the model is for"]
 
 
 def _share(word: str) -> float:
-    return float(YES_OR_NO.get(word, word))
+    try:
+        share = float(YES_OR_NO.get(word, word))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither yes, no, nor the share of blocks, 0 to 1")
+    return share
+
+
+def _strategy(word: str) -> str:
+    if usual_name(word) not in STRATEGIES:
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(STRATEGIES)}")
+    return word
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,10 +200,17 @@ def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
         return per_node if args.ranks is None else int(args.ranks)
     sizes: dict[str, int] = {}
     for word in args.mesh.split(","):
-        name, equals, size = word.partition("=")
-        if name not in AXES or not equals or not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise InputError(f"--mesh {args.mesh}: {word!r} is no axis; expected {'=N, '.join(AXES)}=N, each once")
+        name, _, size = (part.strip() for part in word.partition("="))
+        if name not in AXES:
+            raise InputError(f"--mesh {args.mesh}: {word.strip()!r} is no axis; expected {'=N, '.join(AXES)}=N")
+        if name in sizes:
+            raise InputError(f"--mesh {args.mesh}: {name} is there twice")
+        if not (size.isascii() and size.isdecimal()) or int(size) < 1:
+            raise InputError(f"--mesh {args.mesh}: {name} is {size!r}; expected a whole number from 1 on")
         sizes[name] = int(size)
+    dp, ep = (sizes.get(name, 1) for name in ("dp", "ep"))
+    if dp % ep:
+        raise InputError(f"--mesh {args.mesh}: ep={ep} does not divide dp={dp}; ep is a part of dp")
     num_ranks = math.prod(size for name, size in sizes.items() if name != "ep")
     if args.ranks not in (None, num_ranks):
         raise InputError(f"--mesh {args.mesh} has {num_ranks} ranks, and --ranks is {args.ranks}")
@@ -172,6 +236,7 @@ def _as_json(made: Plan) -> dict[str, Any]:
         "limit_bytes": made.limit,
         "sent_bytes": prediction.sent,
         "cost_per_million_tokens": prediction.cost_per_million_tokens,
+        "cost_per_million_samples": prediction.cost_per_million_samples,
         "advice": [asdict(each) for each in made.advice],
     }
 

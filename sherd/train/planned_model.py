@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sherd.engine.run.structures import tensors_in
 from sherd.planning.axes import CUT_AXES, Layout
-from sherd.planning.reading import own_or_usual_loss
+from sherd.planning.reading import own_or_usual_loss, reason_of
 from sherd.train.config import SECTIONS, Config, InputError
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
 from sherd.train.planned_axes import TrainedLayout, spread_evenly, transformers_layout
-from sherd.train.planned_transformers import batch_of, context_of, read_model
+from sherd.train.planned_transformers import batch_of, context_of, has_positions, read_model
 from sherd.train.trees import read_tree
 
 __all__ = ["Planned", "model_from", "token_batch"]
@@ -36,6 +37,7 @@ class Planned:
         layout: of a batch's loss, and of the model over axes that are not data parallel.
         context: the tokens of a sample that the model is meant for; None: not known.
         config: that of `sherd train`, if it was given.
+        has_positions: it has a table of so many positions as `context`, and none for more tokens.
     """
 
     model: nn.Module
@@ -43,6 +45,13 @@ class Planned:
     layout: Layout = field(default_factory=lambda: Layout(own_or_usual_loss))
     context: int | None = None
     config: Config | None = None
+    has_positions: bool = False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether samples are of as many tokens as `batch` is asked for."""
+        one, two = ([each.shape for each in tensors_in(self.batch(1, length))] for length in (1, 2))
+        return one != two
 
 
 def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
@@ -64,6 +73,8 @@ def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
         planned = _from_factory(spec, file, function)
     elif not Path(spec).is_file():
         raise InputError(f"{spec} is no file; {HINT}")
+    elif spec.endswith(".py"):
+        raise InputError(f"{spec} names no function in it; write {spec}:FUNCTION")
     else:
         tree = read_tree(spec)
         planned = _hugging_face(spec) if "model_type" in tree else _trained(spec, tree)
@@ -84,12 +95,14 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
     try:
         with torch.device("meta"):
             names = runpy.run_path(file) if is_file else vars(importlib.import_module(file))
-            made = names[function]()
+            made = _function(file, names, function)()
+    except InputError:
+        raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"{spec} raised {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"{spec} raised {type(error).__name__}: {reason_of(error)}") from error
     finally:
         del sys.path[0]
-    model, *rest = made if isinstance(made, tuple) else (made,)
+    model, *rest = made if isinstance(made, tuple) and made else (made,)
     batch, loss, cuts = (*rest, *(None, own_or_usual_loss, {})[len(rest) :])[:3]
     is_known = isinstance(cuts, dict) and set(cuts) <= set(CUT_AXES) and all(map(callable, (loss, *cuts.values())))
     if not isinstance(model, nn.Module) or len(rest) > 3 or not is_known:
@@ -100,9 +113,24 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
     return Planned(model, (lambda *_: batch) if rest else token_batch, Layout(loss, cuts=cuts))
 
 
+def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], Any]:
+    """Returns the function or class `name` of a file or module that has `names`. Raises InputError if there is none."""
+    found: Callable[[], Any] | None = names.get(name)
+    if callable(found):
+        return found
+    if name in names:
+        raise InputError(f"{file}: {name} is no function, but {type(found).__name__}")
+    places = {each: getattr(made, "__module__", "") for each, made in names.items() if callable(made)}
+    own = [each for each, place in places.items() if place == names["__name__"]]
+    raise InputError(f"{file} has no function {name}; it has {', '.join(own) or 'none'}")
+
+
 def _hugging_face(path: str) -> Planned:
     model = read_model(path)
-    return Planned(model, batch_of(model), transformers_layout(model), context_of(model))
+    context = context_of(model)
+    return Planned(
+        model, batch_of(model), transformers_layout(model), context, has_positions=has_positions(model, context)
+    )
 
 
 def _trained(path: str, tree: Any) -> Planned:
@@ -120,7 +148,3 @@ def _trained(path: str, tree: Any) -> Planned:
 def token_batch(samples: int, length: int) -> tuple[Tensor]:
     """Returns tokens on the meta device, the batch of a model that brings none of its own."""
     return (torch.zeros(samples, length, dtype=torch.int64, device="meta"),)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sherd.planning.reading import reason_of
 from sherd.train.config import InputError
 from sherd.train.extras import install
 
-__all__ = ["batch_of", "context_of", "read_model"]
+__all__ = ["batch_of", "context_of", "has_positions", "read_model"]
 
 SECONDS, RATE = 10, 16_000
 """A sample of sound is so long, at so many values a second."""
@@ -43,6 +44,9 @@ def read_model(path: str) -> Any:
             config.decoder_start_token_id = 0  # the labels are shifted behind it
     except Exception as error:
         raise InputError(f"{path} is no config of transformers: {_one_line(error)}") from error
+    for where, field, value in _sizes(config):
+        if value < 1:
+            raise InputError(f"{path}: {where}{field} = {value}; expected a whole number from 1 on")
     name = (config.architectures or [""])[0]
     made: Any = getattr(transformers, name, None) if name else transformers.AutoModelForCausalLM
     if made is None:
@@ -57,6 +61,20 @@ def read_model(path: str) -> Any:
         raise InputError(f"{path} makes no {name or 'causal LM'}: {_one_line(error)}") from error
     _let_masks_hide_nothing()
     return model.to("meta")  # some make a parameter where they like
+
+
+def _sizes(config: Any, where: str = "") -> Iterator[tuple[str, str, int]]:
+    """Yields the sizes that configs of transformers have in common, each with the config in it and its own name."""
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            yield where, config.attribute_map.get(name, name), value
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _sizes(getattr(config, name), f"{where}{name}.")
+
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def _let_masks_hide_nothing() -> None:
@@ -77,6 +95,13 @@ def context_of(model: Any) -> int | None:
     config = model.config.get_text_config()
     sizes = (getattr(config, each, None) or 0 for each in _LENGTHS)
     return next((size for size in sizes if size > 0), None)
+
+
+def has_positions(model: Any, context: int | None) -> bool:
+    """Returns whether `model` has a table with a row for each of `context` positions, and a few besides."""
+    tables = (each for each in (*model.named_parameters(), *model.named_buffers()) if each[1].dim() == 2)
+    rows = (len(table) for name, table in tables if any(part in name for part in ("wpe", "position")))
+    return context is not None and any(context <= number <= context + 2 for number in rows)
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_source_positions")
@@ -164,4 +189,5 @@ def _numbers(*shape: int) -> Tensor:
 
 
 def _one_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    name = "KeyError: " if isinstance(error, KeyError) else ""  # its text is a key, and no more
+    return name + reason_of(error)

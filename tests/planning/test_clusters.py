@@ -145,6 +145,13 @@ def test_half_an_optimizer_is_missing_the_other_half(tmp_path, left, missing):
         ("device.memory", '"0 GiB"', "device.memory = '0 GiB'; expected bytes"),
         ("device.attention_share", "-0.5", "device.attention_share = -0.5; expected a number above 0"),
         ("device.attention_share", "nan", "device.attention_share = nan; expected a number above 0"),
+        ("device.attention_share", "1.5", "device.attention_share = 1.5; expected a number above 0 and up to 1"),
+        ("device.shares.copy", "2", "device.shares.copy = 2; expected a number above 0 and up to 1"),
+        ("device.memory", '"0.4 B"', "device.memory = '0.4 B'; expected bytes"),
+        ("device.memory", '"1 GiB"', "device.library_bytes = '1.8 GiB'; expected less than device.memory, 1 GiB"),
+        ("device.flops.bfloat16", '"1 PFLOP/s"', "device.flops.bfloat16 = '1 PFLOP/s'; expected at most device.peak_"),
+        ("device.flops.bfloat16", None, "device.flops.bfloat16 is missing; expected FLOP per second"),
+        ("device.peak_flops.bfloat16", None, "device.peak_flops.bfloat16 is missing; expected FLOP per second"),
         ("device.attention_share", '"0.5"', "device.attention_share = '0.5'; expected a number above 0"),
         ("device.attention_share", "true", "device.attention_share = True; expected a number above 0"),
         ("device.overlaps", "1", "device.overlaps = 1; expected true or false"),
@@ -173,6 +180,7 @@ def test_a_field_that_is_wrong_is_told_in_one_line(tmp_path, field, value, why):
         (f'{H100}\n[device.shares.lookups]\nx = "{"y" * 99}"\n', "unknown field 'device.shares.lookups.x' = 'yyyy"),
         (f'{H100}"device.flop" = "me"\n', "unknown field 'sources.device.flop'; expected the name of a field"),
         (f'{H100}"device" = 3\n', "sources.device = 3; expected a text"),
+        (f"{'a.' * 3000}a = 1\n{H100}", "unknown field 'a.a.a."),
         ("name = ", "does not parse as TOML"),
         ("a = " + "[" * 20000, "does not parse as TOML"),
         ("", "name is missing; expected a text"),
@@ -183,6 +191,7 @@ def test_a_file_that_is_wrong_is_told_in_one_line(tmp_path, text, why):
         read(tmp_path, text)
     assert why in str(error.value)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1500
 
 
 def test_a_cluster_that_is_not_there_is_told_with_those_that_are(tmp_path):

@@ -222,6 +222,37 @@ def test_where_nothing_fits_it_is_said(world):
         assert note.startswith("explained by sherd: nothing that was tried would fit, instead of 2 ranks, ")
 
 
+def below_what_rests():
+    """The notes under a limit that shards, gradients and optimizer state alone exceed: in the first forward, before it,
+    and after a step; and how much each of the three is."""
+
+    def run(model, optimizer, before):
+        before(model, optimizer)
+        step(model, optimizer)
+
+    found = []
+    for before in (lambda *_: None, lambda *_: torch.zeros(3), step):
+        model = composed()
+        optimizer = adamw(model)
+        if before is step:
+            step(model, optimizer)
+        shards = sum(each.to_local().nbytes for each in model.parameters())
+        with pytest.raises(MemoryLimitError) as raised, sherd.explain_memory(model, optimizer, limit=2 * shards):
+            run(model, optimizer, before)
+        found.append(notes_of(raised.value))
+    return found, shards
+
+
+def test_a_limit_below_what_rests_is_said_with_the_cheapest_change(world):
+    for notes, shards in world(2).run(below_what_rests):
+        for note in notes:
+            said = f"shards, gradients and optimizer state alone take {in_bytes(4 * shards)}, more than the limit:"
+            assert said in note.removeprefix("explained by sherd: ").splitlines()
+            assert f"{in_bytes(2 * shards)} of optimizer state" in note
+            assert "  the cheapest change: shard over 4 ranks at least; now there are 2 to shard over" in note
+            assert "no more can be said" not in note
+
+
 # An error of torch's
 
 
@@ -411,7 +442,7 @@ def test_notes_of_many_models(world):
         for way in ("keywords", "loss", "replicas", "bare root", "SGD", "runs"):
             assert "out of memory in forward of blocks.1\n" in found[way], way
             assert "2 samples at once: saves" in found[way], way
-        assert "2 replicas x 1 rank, " in found["replicas"]
+        assert "2 replicas, " in found["replicas"]
         assert "blocks computed again, as the model does, shards" in found["checkpoints"]
         assert "explained by sherd: out of memory in the step\n" in found["of the CPU"]
         assert "optimizer state" not in found["SGD"]

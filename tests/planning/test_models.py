@@ -44,6 +44,9 @@ def leaves():
 
 def other():
     return [1]
+
+def nothing():
+    return ()
 """
 
 
@@ -150,14 +153,25 @@ WRONG = {
     "nowhere": "is no file; name a factory as",
     "nowhere.py:make": r"nowhere\.py is no file; name a factory as",
     "no.such.package:make": "raised ModuleNotFoundError: No module named 'no'",
-    "factories.py:missing": "factories.py:missing raised KeyError: 'missing'",
+    "factories.py:missing": r"factories\.py has no function missing; it has module, pair, triple, fails, ",
+    "factories.py:WIDTH": r"factories\.py: WIDTH is no function, but int",
+    "factories.py": r"factories\.py names no function in it; write .*factories\.py:FUNCTION$",
+    "tests.planning.models:missing": r"tests\.planning\.models has no function missing; it has tokens, next_token, ",
     "factories.py:fails": "raised KeyError: 'no such",
     "factories.py:leaves": "raised SystemExit: 3",
     "factories.py:other": "returned list; return a module",
+    "factories.py:nothing": "returned tuple; return a module",
     "broken.py:make": "raised SyntaxError: ",
     "untyped.json": "has neither a model_type, as Hugging Face configs have, nor sections of sherd train",
-    "unknown.json": "makes no causal LM of transformers: .*sherd-own",
-    "encoder.json": "makes no causal LM of transformers: .*",
+    "unknown.json": "is no config of transformers: .*sherd-own",
+    "encoder.json": "makes no causal LM: .*T5Config",
+    "layers.json": r"layers\.json: num_hidden_layers = -1; expected a whole number from 1 on$",
+    "vocabulary.json": r"vocabulary\.json: vocab_size = 0; expected a whole number from 1 on$",
+    "gpt2.json": r"gpt2\.json: n_layer = 0; expected a whole number from 1 on$",
+    "vision.json": r"vision\.json: vision_config\.num_hidden_layers = -2; expected a whole number from 1 on$",
+    "text.json": "is no config of transformers: .*'num_attention_heads': TypeError: .* expected int, got str",
+    "heads.json": r"is no config of transformers: .*: The hidden size \(64\) is not a multiple of .* \(5\)",
+    "activation.json": "makes no causal LM: KeyError: 'none'$",
     "bad.json": "does not parse",
     "list.json": "holds no sections",
     "section.json": "unknown section modle; did you mean model",
@@ -172,11 +186,18 @@ def test_what_names_no_model_is_told_in_a_line(written, tmp_path, name):
     written("untyped.json", {"hidden_size": 64})
     written("unknown.json", {"model_type": "sherd-own"})
     written("encoder.json", {"model_type": "t5"})
+    written("layers.json", {**LLAMA, "num_hidden_layers": -1})
+    written("vocabulary.json", {**LLAMA, "vocab_size": 0})
+    written("gpt2.json", {"model_type": "gpt2", "n_layer": 0})
+    written("vision.json", {"model_type": "clip", "vision_config": {"num_hidden_layers": -2}})
+    written("text.json", {**LLAMA, "num_attention_heads": "four"})
+    written("heads.json", {**LLAMA, "num_attention_heads": 5})
+    written("activation.json", {**LLAMA, "hidden_act": "none"})
     written("bad.json", "{")
     written("list.json", [1])
     written("section.json", {"modle": {}, "run": {}})
     written("field.json", {"model": {"layer": 3}})
-    spec = name if name.startswith("no.such") else str(tmp_path / name)
+    spec = name if name.startswith(("no.such", "tests.")) else str(tmp_path / name)
     with pytest.raises(InputError, match=WRONG[name]) as error:
         model_from(spec)
     assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from sherd.errors import ClusterError, ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report
 from sherd.planning.axes import Layout
 from sherd.planning.plan import plan
-from sherd.planning.planner import FEW, MORE, Planner, RoughPlanner, Training
+from sherd.planning.planner import FEW, MORE, MOST_PLAYED, Planner, RoughPlanner, Training
 from sherd.schedule.moments import MemoryKind
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.settings import Mesh, Settings
@@ -224,10 +224,10 @@ def test_units_whose_parameters_are_read_from_outside_are_not_chosen():
     found = plan(model, 4, tokens(1, 16), cluster="laptop")
     assert {each.wrapping for each in found.found.outcomes} == {"auto", "pairs", "parts"}
     with pytest.raises(
-        PolicyError, match=r"wrapping='ends': forward reads embedding\.weight while no module of its unit"
+        PolicyError, match=r"wrapping='ends'\): forward reads embedding\.weight while no module of its unit"
     ):
         made(model, wrapping="ends")
-    with pytest.raises(PolicyError, match=r"wrapping='parts': forward reads blocks\.0\.1\.weight"):
+    with pytest.raises(PolicyError, match=r"wrapping='parts'\): forward reads blocks\.0\.1\.weight"):
         made(other, wrapping="parts")
 
 
@@ -256,6 +256,29 @@ class LooksAtValues(nn.Module):
         ({"model": nn.Linear}, ModuleError, "got type"),
         ({"mesh": 0}, PolicyError, "mesh"),
         ({"mesh": (2, 0)}, PolicyError, "mesh"),
+        ({"mesh": "8"}, PolicyError, r"^plan\(mesh='8'\): expected the number of ranks, \(replicas, shards\), or"),
+        ({"mesh": (1, 2, 3)}, PolicyError, r"^plan\(mesh=\(1, 2, 3\)\): expected the number"),
+        ({"mesh": None}, PolicyError, r"^plan\(mesh=None\): expected the number"),
+        ({"mesh": 8.0}, PolicyError, r"^plan\(mesh=8\.0\): expected the number"),
+        ({"mesh": True}, PolicyError, r"^plan\(mesh=True\): expected the number"),
+        ({"mesh": {"xp": 2}}, PolicyError, r"^plan\(mesh=\.\.\.\): 'xp' is no axis"),
+        ({"compute_dtype": "bf16"}, PolicyError, r"^plan\(compute_dtype='bf16'\): expected a torch\.dtype or None"),
+        ({"compute_dtype": torch.int32}, PolicyError, r"^plan\(compute_dtype=torch\.int32\): expected a floating"),
+        ({"shard": 3}, PolicyError, r"^plan\(shard=3\): expected a function"),
+        ({"loss": 3}, PolicyError, r"^plan\(loss=3\): expected a function"),
+        ({"cluster": 3}, PolicyError, r"^plan\(cluster=3\): expected the name"),
+        ({"optimizer": ["sgd"]}, PolicyError, r"^plan\(optimizer=\['sgd'\]\): expected one of"),
+        ({"parallelize": {"tp": 1}}, PolicyError, r"^plan\(parallelize=\{'tp': 1\}\): expected a function"),
+        (
+            {"parallelize": {"pp": print}},
+            PolicyError,
+            r"^plan\(parallelize=\{'pp': \.\.\.\}\): expected the axes 'cp' a",
+        ),
+        ({"parallelize": [1]}, PolicyError, r"^plan\(parallelize=\[1\]\): expected a dict of functions by axes"),
+        ({"strategy": "zero4"}, PolicyError, r"^plan\(strategy='zero4'\): expected one of auto, zero3, fsdp"),
+        ({"strategy": "zero2"}, PolicyError, r"^plan\(reshard=True\): by the strategy zero2 parameters are kept"),
+        ({"strategy": "hsdp"}, PolicyError, r"^plan\(strategy='hsdp'\): it has replicas"),
+        ({"recompute": "full"}, PolicyError, r"^plan\(recompute='full'\): without checkpointing nothing is computed"),
         ({"samples": 9}, PolicyError, "8 ranks do not divide it"),
         ({"micro_batch": 3}, PolicyError, "does not divide the 2 samples"),
         ({"placement": "rows"}, PolicyError, "expected one of shard, flat"),
@@ -271,8 +294,36 @@ class LooksAtValues(nn.Module):
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_words(options, error, says):
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as raised:
         made(**options)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("zero3", "auto"), (sherd.ShardingStrategy.FULL_SHARD, "auto"), ("SHARD_GRAD_OP", "zero2")]
+)
+def test_strategies_have_their_usual_names(name, own):
+    assert made(strategy=name, reshard=False).settings.strategy == own
+    assert made(mesh=(2, 4), strategy="hybrid_shard").settings.mesh == Mesh(4, 2)
+
+
+def test_of_very_many_micro_batches_the_last_ones_are_added():
+    planner = Planner(
+        Training(decoder(2), lambda size: tokens(size).to("meta"), Layout(next_token), OPTIMIZERS["adamw-fused"]),
+        read_cluster("h100"),
+    )
+    most, more = (planner.predict(Settings(Mesh(8), micro_batches=MOST_PLAYED + extra)) for extra in (0, 100))
+    few, other = (planner._play(Settings(Mesh(8), micro_batches=number), "") for number in (50, 150))
+    assert more.timeline.seconds - most.timeline.seconds == pytest.approx(
+        other.timeline.seconds - few.timeline.seconds, rel=1e-6
+    )
+    assert more.flops - most.flops == other.flops - few.flops
+    assert (
+        more.sent["within nodes"] - most.sent["within nodes"] == other.sent["within nodes"] - few.sent["within nodes"]
+    )
+    assert more.driver_bytes == most.driver_bytes
+    assert more.mfu == pytest.approx(more.flops / more.timeline.seconds / 66.9e12)
+    assert more.tokens_per_second == pytest.approx(8 * 64 * (MOST_PLAYED + 100) / more.timeline.seconds)
 
 
 def test_many_ranks_are_planned_as_fast_as_few_and_always_alike():

@@ -32,6 +32,8 @@ LLAMA = {
     "vocab_size": 100,
     "max_position_embeddings": 128,
 }
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}  # of those that it would have by itself transformers warns
 FACTORY = "from torch import nn\ndef make():\n    return nn.Linear(4, 4)\ndef fails():\n    raise ValueError('no')\n"
 IMAGES = """
 import torch
@@ -45,6 +47,8 @@ def make():
 def files(tmp_path):
     (tmp_path / "train.toml").write_text(CONFIG)
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "gpt2.json").write_text(json.dumps(GPT2))
+    (tmp_path / "tied.toml").write_text(CONFIG.replace("tied = false", ""))
     (tmp_path / "made.py").write_text(FACTORY)
     (tmp_path / "images.py").write_text(IMAGES)
     (tmp_path / "cluster.toml").write_text('name = "x"\ndevices_per_node = "8"\n')
@@ -110,6 +114,45 @@ def test_a_factory_brings_a_batch_of_its_own(files, capsys):
     assert not found["settings"]["checkpointing"]
 
 
+def test_a_model_without_tokens_has_a_price_of_samples(files, capsys):
+    words = (f"{files}/images.py:make", "--mesh", "dp=2")
+    assert "USD per million samples" in said(capsys, *words)[1]
+    found = json.loads(said(capsys, *words, "--json")[1])
+    assert found["cost_per_million_tokens"] is None
+    assert found["cost_per_million_samples"] == pytest.approx(3.0 * 2 / 3600 / found["samples_per_second"] * 1e6)
+
+
+def test_more_tokens_than_a_model_that_turns_positions_is_for_are_noted(files, capsys):
+    words = (files / "llama.json", "--mesh", "dp=1", "--context")
+    note = "256 tokens in a sample are more than the 128 that the config says the model is for"
+    assert said(capsys, *words, 256)[1].endswith(f"\nnote        {note}\n")
+    assert json.loads(said(capsys, *words, 256, "--json")[1])["notes"] == [note]
+    assert "note" not in said(capsys, *words, 128)[1]
+
+
+def test_a_mesh_may_have_blanks_and_a_strategy_its_usual_names(files, capsys):
+    code, out, _ = said(capsys, files / "llama.json", "--mesh", "replicate = 2, dp=2", "--strategy", "ZeRO-3")
+    assert code == 0
+    assert out.splitlines()[1].startswith("settings    2 replicas x 2 ranks, all sharded, ")
+
+
+def test_lines_fit_a_terminal_and_nothing_takes_no_time_longer(files, capsys):
+    words = ("--mesh", "replicate=2", "--strategy", "shard_grad_op")
+    _, out, _ = said(capsys, files / "llama.json", *words)
+    assert max(map(len, out.splitlines())) <= 100
+    assert "settings    2 ranks, zero2, " in out
+    assert "0.00" not in out
+    assert " 0 B " not in out
+
+
+def test_a_step_of_very_many_micro_batches_is_planned(files, capsys):
+    code, out, _ = said(capsys, f"{files}/images.py:make", "--ranks", 2, "--samples", 10**9, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["settings"]["micro_batches"] > 10**6
+    assert found["samples_per_second"] * found["step_seconds"] == pytest.approx(1e9)
+
+
 def test_what_does_not_fit_ends_with_1(files, capsys):
     code, out, _ = said(capsys, files / "llama.json", "--limit", "1 MiB")
     assert code == 1
@@ -125,9 +168,25 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         (["llama.json", "--cluster", "cluster.toml"], "cluster.toml: device.name is missing"),
         (["llama.json", "--limit", "80"], "expected bytes"),
         (["llama.json", "--ranks", "0"], "--ranks 0: expected at least 1"),
-        (["llama.json", "--mesh", "dp=2,dp=2"], "is no axis"),
-        (["llama.json", "--mesh", "xp=2"], "is no axis"),
-        (["llama.json", "--mesh", "pp=2"], "nobody has said how this model is laid over pp"),
+        (["llama.json", "--mesh", "dp=2,dp=2"], "--mesh dp=2,dp=2: dp is there twice"),
+        (["llama.json", "--mesh", "xp=2"], "--mesh xp=2: 'xp=2' is no axis; expected pp=N, "),
+        (["llama.json", "--mesh", "dp=0"], "--mesh dp=0: dp is '0'; expected a whole number from 1 on"),
+        (["llama.json", "--mesh", "dp"], "--mesh dp: dp is ''; expected a whole number from 1 on"),
+        (["llama.json", "--mesh", "dp=8", "--micro-batch", "3"], "--micro-batch 3: it does not divide the 1 sample of"),
+        (["llama.json", "--micro-batch", "0"], "--micro-batch 0: expected at least 1"),
+        (["llama.json", "--prefetch", "-1"], "--prefetch -1: expected at least 0"),
+        (["llama.json", "--checkpointing", "maybe"], "'maybe' is neither yes, no, nor the share of blocks, 0 to 1"),
+        (["llama.json", "--checkpointing", "no", "--recompute", "selective"], "--recompute selective: without checkp"),
+        (["llama.json", "--strategy", "ddp", "--reshard", "yes"], "--reshard yes: by the strategy ddp parameters are"),
+        (["llama.json", "--strategy", "ddp", "--offload", "yes"], "--strategy ddp: with offload all is sharded"),
+        (["llama.json", "--strategy", "zero4"], "'zero4' is none of auto, zero3, fsdp, full_shard, "),
+        (["llama.json", "--strategy", "hsdp"], "--strategy hsdp: it has replicas; give a mesh with the axis replicate"),
+        (["tied.toml", "--mesh", "dp=2", "--wrapping", "ends"], "wrapping"),
+        (["train.toml", "--ranks", "3"], "optimizer.batch 8: 3 ranks do not divide it"),
+        (["made.py"], "made.py names no function in it; write made.py:FUNCTION"),
+        (["images.py:make", "--context", "8"], "--context 8: samples of images.py:make have no tokens to number"),
+        (["gpt2.json", "--context", "33"], "--context 33: gpt2.json learns 32 positions, and has none for more tokens"),
+        (["llama.json", "--mesh", "pp=2"], "--mesh pp=2: nobody has said how this model is laid over pp"),
         (["llama.json", "--mesh", "dp=2,ep=4"], "ep=4 does not divide dp=2"),
         (["llama.json", "--mesh", "tp=3"], "does not divide the model's heads"),
         (["train.toml", "--mesh", "dp=2,tp=3"], "tp=3, which does not divide"),
@@ -137,7 +196,7 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         ),
         (["llama.json", "--checkpointing", "2"], "or the share of blocks, 0 to 1"),
         (["llama.json", "--mesh", "dp=2", "--ranks", "4"], "has 2 ranks, and --ranks is 4"),
-        (["llama.json", "--samples", "3"], "8 ranks do not divide it"),
+        (["llama.json", "--samples", "3"], "--samples 3: 8 ranks do not divide it"),
         (["llama.json", "--write", "x.toml"], "needs a MODEL that is a config of sherd train"),
         (["llama.json", "--placement", "rows"], "invalid choice"),
         (["llama.json", "--wrapping", "all"], "invalid choice"),

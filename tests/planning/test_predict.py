@@ -45,10 +45,24 @@ def test_mfu_is_of_what_the_model_computes():
     assert predicted(work, sharded_stack(4), H100, Mesh(8)).mfu == pytest.approx(700 / 989.4, rel=0.01)
 
 
+@pytest.mark.parametrize(("dtype", "peak"), [("float64", 66.9e12), ("float16", 989.4e12)])
+def test_mfu_of_a_dtype_without_a_figure_is_of_another_ones_peak(dtype, peak):
+    figures = {name: H100.device.peak_flops[name] for name in ("bfloat16", "float32")}
+    device = replace(H100.device, peak_flops=figures)
+    work = heavy(4, 7000)
+    events = (replace(each, dtype=dtype) if isinstance(each, Op) else each for each in work.events)
+    found = predicted(replace(work, events=tuple(events)), sharded_stack(4), replace(H100, device=device), Mesh(8))
+    assert found.mfu == pytest.approx(found.flops / found.timeline.seconds / peak)
+
+
 def test_the_price_is_that_of_all_devices():
     found = predicted(heavy(4, 7000), sharded_stack(4), H100, Mesh(8))
     assert found.cost_per_million_tokens == pytest.approx(3.0 * 8 / 3600 / found.tokens_per_second * 1e6)
+    assert found.cost_per_million_samples == pytest.approx(3.0 * 8 / 3600 / found.samples_per_second * 1e6)
+    twice = found.lasting(2 * found.timeline.seconds)
+    assert twice.cost_per_million_samples == pytest.approx(2 * found.cost_per_million_samples)
     free = replace(H100, price_per_hour=None)
+    assert predicted(heavy(4, 7000), sharded_stack(4), free, Mesh(8)).cost_per_million_samples is None
     assert predicted(heavy(4, 7000), sharded_stack(4), free, Mesh(8)).cost_per_million_tokens is None
 
 

@@ -1,11 +1,15 @@
 """Is what is read from a model on the meta device what a real step on the CPU then takes?"""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from sherd.engine.run.structures import tensors_in
 from sherd.planning.operations import kernels_of
-from sherd.planning.reading import read_work
+from sherd.planning.reading import own_or_usual_loss, read_work
+from sherd.planning.recording import Recording
 from sherd.simulate.work import (
     Allocate,
     EndForward,
@@ -224,6 +228,58 @@ def test_experts_side_by_side_are_counted():
     assert flops(read_work(model, x)) == 3 * 2 * 8 * 32 * 48
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layers = kind(24, 32, 2, dropout=0.1, **options)
+
+    def forward(self, x):
+        out, last = self.layers(x)
+        return out.sum() + sum(each.sum() for each in (last if isinstance(last, tuple) else (last,)))
+
+
+GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "bidirectional": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("kind", GATES)
+def test_a_recurrent_layer_is_a_kernel_for_each_step_of_each_layer(kind, options, device_type):
+    samples, steps = 3, 50
+    shape = (samples, steps, 24) if options.get("batch_first") else (steps, samples, 24)
+    model, x = made(lambda: (Recurrent(kind, **options), torch.zeros(shape, requires_grad=True)))
+    work = read_work(model, x, lambda model, x: model(x), device_type)
+    ops = [event for event in work.events if isinstance(event, Op)]
+    forward, backward = ([each for each in ops if each.name == f"aten._cudnn_rnn{end}"] for end in ("", "_backward"))
+    assert len(forward) == len(backward) == 2 * steps
+    assert {each.kind for each in forward} == {OpKind.MATMUL}
+    assert len(ops) - len(forward) - len(backward) < 20
+    matrices = sum(each.numel() for each in model.parameters() if each.dim() > 1)
+    assert sum(each.flops for each in forward) == 2 * samples * steps * matrices
+    assert sum(each.flops for each in backward) == 4 * samples * steps * matrices
+    directions = 1 + options.get("bidirectional", False)
+    kept = directions * 2 * GATES[kind] * 32 * samples * steps * 4
+    weights = 4 * sum(each.numel() for each in model.parameters())
+    assert {kept, weights, directions * 32 * samples * steps * 4} <= {*of_kind(work, TensorKind.ACTIVATION)}
+    assert min(heights(work)) == 0
+    assert {event.parameter for event in work.events if isinstance(event, Gradient)} == {*range(len(work.parameters))}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_recurrent_layers_return_what_torchs_do():
+    for model in (nn.LSTM(8, 6, 2, proj_size=4), nn.LSTM(8, 6, bidirectional=True), nn.GRU(8, 6, 3, batch_first=True)):
+        expected = models_outputs(model, torch.zeros(5, 3, 8))
+        with torch.device("meta"), kernels_of("cuda"):
+            recording = Recording([], [], [])
+            with recording:
+                found = models_outputs(copy.deepcopy(model).to("meta"), torch.zeros(5, 3, 8))
+        assert found == expected
+
+
+def models_outputs(model, x):
+    return [tuple(each.shape) for each in tensors_in(model(x))]
+
+
 @pytest.mark.parametrize("is_grouped", [True, False])
 def test_fewer_heads_of_keys_take_the_fused_kernel_only_if_asked(is_grouped):
     class Attending(nn.Module):
@@ -294,6 +350,44 @@ def test_a_loss_that_does_not_trace_is_told():
     model, x = made(lambda: (nn.Linear(4, 4), torch.zeros(2, 4)))
     with pytest.raises(InputError, match=r"^the loss does not run without values: "):
         read_work(model, x, lambda model, batch: torch.zeros(()) * model(batch).sum().item())
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda model, batch: None, r"^the loss is None; expected a tensor of one number"),
+        (lambda model, batch: model(batch), r"^the loss has the shape \(2, 4\); expected one number"),
+        (lambda model, batch: model(batch).detach().sum(), r"^the loss has no gradient: it does not depend on a tra"),
+    ],
+)
+def test_a_loss_from_which_backward_cannot_begin_is_told(loss, says):
+    with pytest.raises(InputError, match=says):
+        read_work(*made(lambda: (nn.Linear(4, 4), torch.zeros(2, 4))), loss)
+
+
+def test_a_model_without_trainable_parameters_or_numbers_is_told():
+    model, x = made(lambda: (nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4)))
+    with pytest.raises(InputError, match=r"^the loss has no gradient: no parameter of the model is trainable"):
+        read_work(model, x, own_or_usual_loss)
+    model, x = made(lambda: (nn.Sequential(nn.Linear(4, 4), Largest()), torch.zeros(2, 4)))
+    with pytest.raises(InputError, match=r"^the model returns no tensor of floating-point numbers; give a loss"):
+        read_work(model, x, own_or_usual_loss)
+
+
+class Largest(nn.Module):
+    def forward(self, x):
+        return x.argmax(-1)
+
+
+def test_experts_side_by_side_in_float32_are_told_what_to_do():
+    class Experts(nn.Linear):
+        def forward(self, x):
+            ends = torch.tensor([1, 2], dtype=torch.int32)
+            return torch.nn.functional.grouped_mm(x, self.weight.unsqueeze(0).expand(2, -1, -1), offs=ends)
+
+    model, x = made(lambda: (Experts(16, 16), torch.zeros(2, 16)))
+    with pytest.raises(InputError, match=r"; compute in bfloat16: compute_dtype=torch\.bfloat16, or --precision bf16$"):
+        read_work(model, x)
 
 
 def test_a_model_with_values_is_refused():

@@ -50,7 +50,9 @@ def held(configs):
         now = {
             kind: sum(row.now for row in rows if row.kind == kind) for kind in ("shards", "whole", "optimizer state")
         }
-        found.append((now["shards"] + now["unsharded"], gradients[-1], now["optimizer state"], peak.nbytes, activations))
+        found.append(
+            (now["shards"] + now["unsharded"], gradients[-1], now["optimizer state"], peak.nbytes, activations)
+        )
     return found
 
 
