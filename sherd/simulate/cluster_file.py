@@ -220,6 +220,8 @@ def texts_of(cluster: Cluster) -> dict[str, str]:
     flat = _flat(asdict(cluster))
     if flat["price_per_hour"] is not None:
         flat["price_per_hour"] = f"{flat['price_per_hour']} {cluster.currency}"
+    if not cluster.device.overlaps:
+        del flat["device.beside"]  # nothing runs beside compute
     return {name: _text(flat[name], kind) for name, kind in FIELDS.items() if flat.get(name) is not None}
 
 

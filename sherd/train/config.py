@@ -122,6 +122,7 @@ class Shard:
         "what is a unit; auto: a block; pairs: two blocks; parts: also attention and feed-forward; ends: also embedding"
         " and head",
     )
+    prefetch: int = _at_least(0, 1, "units that are gathered ahead, in forward and in backward")
     offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for accelerators)")
     transport: str = _one_of(
         TRANSPORTS, "how bytes travel; auto is shared memory on one host of CPU ranks, else gloo, or the device's own"

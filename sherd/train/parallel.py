@@ -30,6 +30,7 @@ from sherd import (
     OffloadPolicy,
     OnMesh,
     Owned,
+    PrefetchPolicy,
     SherdError,
     fully_shard,
 )
@@ -241,6 +242,7 @@ def _options(config: Config) -> dict[str, Any]:
         "placement": {"shard": None, "flat": Flat(), "blocks": Blocks(shard.rows), "whole": Owned()}[shard.placement],
         "placements": None if shard.strategy == "auto" else shard.strategy,
         "reshard_after_forward": {"auto": None, "always": True, "never": False}[shard.reshard],
+        "prefetch_policy": PrefetchPolicy(shard.prefetch, shard.prefetch),
         "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
         "comm_policy": CommPolicy(shard.transport),
         "policy": shard.wrapping,

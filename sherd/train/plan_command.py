@@ -31,6 +31,7 @@ CODES = (
     "cannot be written"
 )
 YES_OR_NO = {"yes": True, "no": False}
+TRAINED = "adamw-fused"  # the optimizer of sherd train
 
 
 def add_plan(commands: Any) -> None:
@@ -49,7 +50,7 @@ def add_plan(commands: Any) -> None:
     p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw-fused", help="adamw-fused unless told")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default=TRAINED, help=f"{TRAINED} unless told")
     p.add_argument(
         "--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, 95 %% of an accelerator'
     )
@@ -115,9 +116,13 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     config = model.config
     if args.write is not None and config is None:
         raise InputError("--write needs a MODEL that is a config of sherd train")
+    if args.write is not None and args.optimizer != TRAINED:
+        raise InputError(f"--optimizer {args.optimizer}: --write is for sherd train, which steps {TRAINED}")
     mesh = mesh_of(sizes)
     if args.context is not None:
         _require_context(args.model, model, args.context)
+        if config is not None:
+            Config.of(config.tree() | {"data": config.tree()["data"] | {"context": args.context}})
     context = args.context or model.context or 2048
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -254,19 +259,22 @@ def _write(args: argparse.Namespace, made: Plan, model: Planned) -> None:
         from sherd.train.fields import toml
 
         assert model.config is not None, "it was required"
-        args.write.write_text(toml(configured(model.config, made)), encoding="utf-8")
+        context = args.context or model.config.data.context
+        args.write.write_text(toml(configured(model.config, made, context)), encoding="utf-8")
 
 
-def configured(config: Config, made: Plan) -> Config:
-    """Returns `config` with the settings of a plan."""
+def configured(config: Config, made: Plan, context: int) -> Config:
+    """Returns `config` with the settings of a plan for samples of `context` tokens."""
     settings, tree = made.settings, config.tree()
     mesh = settings.mesh
     axes = [f"{name}={size}" for name, field in AXES.items() if (size := getattr(mesh, field)) > 1]
+    tree["data"] |= {"context": context}
     tree["shard"] |= {
         "strategy": settings.strategy,
         "placement": settings.placement,
         "wrapping": settings.wrapping,
         "reshard": "auto" if settings.reshard else "never",
+        "prefetch": settings.prefetch,
         "offload": settings.offload,
     }
     tree["run"] |= {

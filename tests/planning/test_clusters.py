@@ -54,12 +54,13 @@ def test_a_shipped_cluster_reads_and_each_of_its_figures_has_a_source(name):
 def test_units_are_read():
     cluster = read_cluster("h100")
     assert cluster.device.memory == round(79.1 * 2**30)
-    assert cluster.device.bandwidth == 3e12
-    assert cluster.device.flops["bfloat16"] == 700e12
+    assert cluster.device.bandwidth == 2.94e12
+    assert cluster.device.flops["bfloat16"] == 600e12
     assert cluster.device.launch == pytest.approx(4e-6)
     assert cluster.within.bandwidth == 368e9
     assert cluster.device.shares[OpKind.LOOKUP] == 0.6
     assert (cluster.price_per_hour, cluster.currency, cluster.device.overlaps) == (3.0, "USD", True)
+    assert (cluster.device.beside, read_cluster("laptop").device.beside) == (0.84, 1.0)
 
 
 @pytest.mark.parametrize("name", shipped_clusters())

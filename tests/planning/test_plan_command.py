@@ -95,6 +95,15 @@ def test_checkpointing_is_written_as_it_is_planned(files, capsys, words):
     assert main(["train", "--config", str(wanted), "--dry-run", "--nproc", "2"]) == 0
 
 
+def test_tokens_and_prefetch_are_written_as_they_are_planned(files, capsys):
+    wanted = files / "chosen.toml"
+    words = ("--cluster", "laptop", "--mesh", "dp=2", "--context", 48, "--prefetch", 2, "--write", wanted)
+    said(capsys, files / "train.toml", *words)
+    config = Config.of(read_tree(str(wanted)))
+    assert (config.data.context, config.shard.prefetch) == (48, 2)
+    assert main(["train", "--config", str(wanted), "--dry-run", "--nproc", "2"]) == 0
+
+
 def test_a_hugging_face_config_is_planned_as_json(files, capsys):
     code, out, _ = said(capsys, files / "llama.json", "--mesh", "replicate=2,dp=4", "--checkpointing", "yes", "--json")
     found = json.loads(out)
@@ -198,6 +207,8 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         (["llama.json", "--mesh", "dp=2", "--ranks", "4"], "has 2 ranks, and --ranks is 4"),
         (["llama.json", "--samples", "3"], "--samples 3: 8 ranks do not divide it"),
         (["llama.json", "--write", "x.toml"], "needs a MODEL that is a config of sherd train"),
+        (["train.toml", "--write", "x.toml", "--optimizer", "sgd"], "--optimizer sgd: --write is for sherd train"),
+        (["train.toml", "--context", "1"], "data.context = 1 is out of its limits"),
         (["llama.json", "--placement", "rows"], "invalid choice"),
         (["llama.json", "--wrapping", "all"], "invalid choice"),
         (["llama.json", "--recompute", "half"], "invalid choice"),
