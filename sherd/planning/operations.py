@@ -108,8 +108,12 @@ def kernels_of(device_type: str) -> AbstractContextManager[None]:
         attention = partial(_attention, _attention_on_cpu)
         return composed_on_meta({"scaled_dot_product_attention": attention, **recurrent.LAYERS})
     attention = partial(_attention, _attention_on_cuda)
-    composed = {"scaled_dot_product_attention": attention, "dropout": _dropout, "rms_norm": _rms_norm}
-    return composed_on_meta(composed | recurrent.LAYERS)
+    composed: dict[str, Callable[..., object]] = {
+        "scaled_dot_product_attention": attention,
+        "dropout": _dropout,
+        "rms_norm": _rms_norm,
+    }
+    return composed_on_meta({**composed, **recurrent.LAYERS})
 
 
 def _attention(

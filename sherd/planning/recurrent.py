@@ -39,7 +39,18 @@ def _layers(
     size = hidden.shape[-1] if cell is None else cell.shape[-1]
     projected = hidden.shape[-1] if hidden.shape[-1] != size else 0
     each = len(weights) // (num_layers * (1 + is_bidirectional))
-    sizes = (mode, size, projected, num_layers, batch_first, dropout, train, is_bidirectional, [], None)
+    sizes: tuple[Any, ...] = (
+        mode,
+        size,
+        projected,
+        num_layers,
+        batch_first,
+        dropout,
+        train,
+        is_bidirectional,
+        [],
+        None,
+    )
     out, last, last_cell, *_ = _FORWARD(x, weights, each, None, hidden, cell, *sizes)
     return (out, last) if cell is None else (out, last, last_cell)
 
