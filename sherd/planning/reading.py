@@ -66,7 +66,7 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
         if recording.failed_in is not None:
             name, module = modules[recording.failed_in]
             name, kind = name or "the model", f" ({type(module).__name__})"
-        raise InputError(f"{name}{kind} does not run without values: {reason_of(error)}{_hint(error)}") from error
+        raise InputError(f"{name}{kind} does not run without values: {_reason_and_hint(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -102,9 +102,11 @@ def reason_of(error: BaseException) -> str:
     return said or type(error).__name__
 
 
-def _hint(error: BaseException) -> str:
-    is_half = "Expected inputs of BF16 type" in str(error)  # of experts side by side
-    return "; compute in bfloat16: compute_dtype=torch.bfloat16, or --precision bf16" if is_half else ""
+def _reason_and_hint(error: BaseException) -> str:
+    said = reason_of(error)
+    if "Expected inputs of BF16 type" in said:  # of experts side by side
+        return f"{said.rstrip('.')}; compute in bfloat16: compute_dtype=torch.bfloat16, or --precision bf16"
+    return said
 
 
 def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -20,7 +20,7 @@ without expandable segments.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sherd.simulate.timeline import Lane
 
@@ -31,22 +31,19 @@ SMALL_SEGMENT, LARGE_SEGMENT, ROUNDED_TO = 2 * MIB, 20 * MIB, 2 * MIB
 LEAST_OF_ITS_OWN = 10 * MIB
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Block:
-    """A part of a segment, between two others or None at its ends."""
+    """A part of a segment. The smaller ones come first, of these the ones at lower addresses."""
 
-    lane: Lane
-    is_small: bool
-    address: int
     size: int
-    before: Block | None = None
-    behind: Block | None = None
-    is_free: bool = False
+    address: int
+    lane: Lane = field(compare=False)
+    is_small: bool = field(compare=False)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is a whole segment."""
-        return self.before is None and self.behind is None
+    def end(self) -> int:
+        """The address behind it."""
+        return self.address + self.size
 
 
 class CachingAllocator:
@@ -65,46 +62,43 @@ class CachingAllocator:
         self.reserved = self.most_reserved = self.num_retries = 0
         self.has_failed = False
         self._top = 0
-        self._free: dict[tuple[Lane, bool], list[tuple[int, int, Block]]] = {}
+        self._segments: dict[int, int] = {}
+        """Their sizes by their addresses, which leave a gap between two segments."""
+        self._given: set[int] = set()
+        """The addresses of blocks that are given out."""
+        self._free: dict[tuple[Lane, bool], list[Block]] = {}
+        self._beginning: dict[int, Block] = {}
+        self._ending: dict[int, Block] = {}
 
     def allocate(self, nbytes: int, lane: Lane) -> Block:
         """Returns a block of at least `nbytes`, which are above 0."""
         size = -(-nbytes // SMALLEST) * SMALLEST
         is_small = size <= MOST_SMALL
         free = self._free.setdefault((lane, is_small), [])
-        at = bisect_left(free, (size,))
-        block = free.pop(at)[-1] if at < len(free) else self._segment(size, lane, is_small)
-        block.is_free = False
+        at = bisect_left(free, Block(size, 0, lane, is_small))
+        if at < len(free):
+            block = free[at]
+            self._take_out(block)
+        else:
+            block = self._segment(size, lane, is_small)
         rest = block.size - size
         if rest >= SMALLEST if is_small else rest > MOST_SMALL:
-            block.size = size
-            behind = Block(lane, is_small, block.address + size, rest, block, block.behind, True)
-            if block.behind is not None:
-                block.behind.before = behind
-            block.behind = behind
-            insort(free, (rest, behind.address, behind))
+            block = Block(size, block.address, lane, is_small)
+            self._put_in(Block(rest, block.end, lane, is_small))
+        self._given.add(block.address)
         return block
 
     def free(self, block: Block) -> None:
         """Take a block back."""
-        assert not block.is_free, "it was given out"
-        free = self._free[block.lane, block.is_small]
-        before, behind = block.before, block.behind
-        if before is not None and before.is_free:
-            self._take_out(before)
-            before.size += block.size
-            before.behind = behind
-            if behind is not None:
-                behind.before = before
-            block = before
-        if behind is not None and behind.is_free:
-            self._take_out(behind)
-            block.size += behind.size
-            block.behind = behind.behind
-            if behind.behind is not None:
-                behind.behind.before = block
-        block.is_free = True
-        insort(free, (block.size, block.address, block))
+        assert block.address in self._given, "it was given out"
+        self._given.remove(block.address)
+        joined = [self._ending.get(block.address), block, self._beginning.get(block.end)]
+        parts = [each for each in joined if each is not None]
+        for each in parts:
+            if each is not block:
+                self._take_out(each)
+        size = sum(each.size for each in parts)
+        self._put_in(Block(size, parts[0].address, block.lane, block.is_small))
 
     def _segment(self, size: int, lane: Lane, is_small: bool) -> Block:
         if is_small:
@@ -119,14 +113,21 @@ class CachingAllocator:
             self.has_failed = self.has_failed or self.reserved + size > self.limit
         self.reserved += size
         self.most_reserved = max(self.most_reserved, self.reserved)
-        self._top += size
-        return Block(lane, is_small, self._top - size, size)
+        block = Block(size, self._top, lane, is_small)
+        self._segments[block.address] = size
+        self._top = block.end + SMALLEST
+        return block
 
     def _give_back(self) -> None:
-        for blocks in self._free.values():
-            self.reserved -= sum(size for size, _, block in blocks if block.is_whole)
-            blocks[:] = [each for each in blocks if not each[-1].is_whole]
+        for block in [*self._beginning.values()]:
+            if self._segments.get(block.address) == block.size:
+                self._take_out(block)
+                self.reserved -= self._segments.pop(block.address)
+
+    def _put_in(self, block: Block) -> None:
+        insort(self._free[block.lane, block.is_small], block)
+        self._beginning[block.address] = self._ending[block.end] = block
 
     def _take_out(self, block: Block) -> None:
         free = self._free[block.lane, block.is_small]
-        del free[bisect_left(free, (block.size, block.address))]
+        del free[bisect_left(free, block)], self._beginning[block.address], self._ending[block.end]

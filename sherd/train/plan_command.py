@@ -163,8 +163,8 @@ def _require_context(name: str, model: Planned, context: int) -> None:
         raise InputError(f"--context {context}: samples of {name} have no tokens to number; leave it out")
     if model.context and context > model.context and model.has_positions:
         raise InputError(
-            f"--context {context}: {name} learns {model.context} positions, and has none for more tokens; take at most "
-            f"{model.context}, or change the config"
+            f"--context {context}: {name} has a table of {model.context} positions, and none for more tokens; take at "
+            f"most {model.context}, or change the config"
         )
 
 

@@ -194,7 +194,7 @@ def test_what_does_not_fit_ends_with_1(files, capsys):
         (["train.toml", "--ranks", "3"], "optimizer.batch 8: 3 ranks do not divide it"),
         (["made.py"], "made.py names no function in it; write made.py:FUNCTION"),
         (["images.py:make", "--context", "8"], "--context 8: samples of images.py:make have no tokens to number"),
-        (["gpt2.json", "--context", "33"], "--context 33: gpt2.json learns 32 positions, and has none for more tokens"),
+        (["gpt2.json", "--context", "33"], "--context 33: gpt2.json has a table of 32 positions, and none for more"),
         (["llama.json", "--mesh", "pp=2"], "--mesh pp=2: nobody has said how this model is laid over pp"),
         (["llama.json", "--mesh", "dp=2,ep=4"], "ep=4 does not divide dp=2"),
         (["llama.json", "--mesh", "tp=3"], "does not divide the model's heads"),

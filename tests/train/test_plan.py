@@ -48,7 +48,8 @@ def held(configs):
         hook.remove()
         rows = memory_report(trainer.model, trainer.optimizer).rows
         now = {
-            kind: sum(row.now for row in rows if row.kind == kind) for kind in ("shards", "whole", "optimizer state")
+            kind: sum(row.now for row in rows if row.kind == kind)
+            for kind in ("shards", "unsharded", "optimizer state")
         }
         found.append(
             (now["shards"] + now["unsharded"], gradients[-1], now["optimizer state"], peak.nbytes, activations)
