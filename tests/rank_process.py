@@ -21,6 +21,9 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from sherd.comm import groups as beside
+from sherd.comm import transports
+from sherd.comm.groups import forget_destroyed
 from tests.rank_failures import failure_of
 
 
@@ -56,8 +59,10 @@ def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: st
         while True:
             task = pipe.recv_bytes()
             if known != len(sys.modules):
-                # What is imported stays. Frozen, it costs the collections between tests nothing.
+                # What is imported stays. Frozen, it costs the collections between tests nothing. Not so what the last
+                # task has left: frozen, its groups would live for ever, and their threads, which wake all the time.
                 known = len(sys.modules)
+                _tidy()
                 gc.freeze()
             pipe.send_bytes(answer(task))
     except EOFError:
@@ -117,6 +122,7 @@ def _tidy() -> None:
     for group, _ in groups:
         dist.destroy_process_group(group)
     if groups:
+        _forget_groups()
         forget_meshes()
     compilations = torch._dynamo.utils.counters
     if compilations:
@@ -129,6 +135,14 @@ def _is_of_a_test(group: dist.ProcessGroup, name: str) -> bool:
     """Not the default group, nor what sherd has made beside it: those stay for the next test."""
     default = dist.group.WORLD
     return group is not default and not name.startswith(f"sherd/{default.group_name}/")
+
+
+def _forget_groups() -> None:
+    """Let go of the groups that are destroyed now, and of their threads, as sherd does when it makes the next mesh and
+    transport."""
+    forget_destroyed(transports._known)
+    for known in list(beside._meshes.values()):
+        forget_destroyed(known)
 
 
 def forget_meshes() -> None:

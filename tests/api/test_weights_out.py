@@ -73,6 +73,7 @@ def read_on_mesh(layout: str, placements: str, transport: str) -> None:
         read_in(layout, bucket_bytes, None, mesh=mesh, placements=placements, comm_policy=policy)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placements", ["hsdp", "hfsdp"])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("transport", ["auto", "gloo"])

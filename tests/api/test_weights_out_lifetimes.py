@@ -55,6 +55,7 @@ def keep_all(transport: str, placement: object) -> None:
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
 
 
+@pytest.mark.pairs
 @every_transport
 @every_placement
 @pytest.mark.parametrize("num_ranks", [2, 3])

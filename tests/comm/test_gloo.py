@@ -100,6 +100,7 @@ def gathers_several(async_op: bool, ahead: int) -> int:
     return len(sizes)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("ahead", [0, 8 << 20])
@@ -202,6 +203,7 @@ def all_reduced(dtype: torch.dtype, numel: int, async_op: bool) -> torch.Tensor:
     return total
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("numel", [1, 1001, 50_000])

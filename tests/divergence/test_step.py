@@ -215,6 +215,7 @@ def check_skips(found: list[Any], without: list[Any], where: str, rank: int, at:
         assert said[at][1] == (rank if where != "nan" else 0)  # all shards have a part of what is poisoned
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("maker", ["fully_shard", "flat parameters"])
@@ -254,6 +255,7 @@ def test_gradients_from_before_are_as_before(world, maker, where):
 # An optimizer that has stepped
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("where", ["optimizer", "end"])
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 @pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1", "flat parameters"])

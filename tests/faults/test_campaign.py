@@ -1,6 +1,7 @@
 """Every drawn fault ends right, or with a named error on every surviving rank, in time, and leaves nothing behind.
 
-`SHERD_FAULTS=2000 pytest tests/faults/test_campaign.py` tries more. `python -m tests.faults` shows them by hand.
+Each kind of fault takes its turn three times, and ten times and more with `--thorough`. `SHERD_FAULTS=2000 pytest
+tests/faults/test_campaign.py` tries as many as that says. `python -m tests.faults` shows them by hand.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from tests.faults.campaign import ERRORS, Outcome, run, run_all
 from tests.faults.crews import Case
 from tests.faults.page import PAGE
 from tests.faults.program import Setting
+from tests.thorough import share
 
-NUM_CASES = int(os.environ.get("SHERD_FAULTS", "200"))
+NUM_CASES = int(os.environ.get("SHERD_FAULTS", share(3 * len(Kind), 200)))
 AT_A_TIME = 50
 
 

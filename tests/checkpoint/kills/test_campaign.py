@@ -1,6 +1,7 @@
 """Whatever is killed, full or damaged: no checkpoint that was reported done is lost, or loads wrong.
 
-`SHERD_KILLS=1000 pytest tests/checkpoint/kills` tries more; `python -m tests.checkpoint.kills` shows them by hand.
+40 cases, and 100 with `--thorough`. `SHERD_KILLS=1000 pytest tests/checkpoint/kills` tries as many as that says;
+`python -m tests.checkpoint.kills` shows them by hand.
 """
 
 import os
@@ -8,8 +9,9 @@ import os
 import pytest
 
 from tests.checkpoint.kills.campaign import run_all
+from tests.thorough import share
 
-NUM_CASES = int(os.environ.get("SHERD_KILLS", "100"))
+NUM_CASES = int(os.environ.get("SHERD_KILLS", share(40, 100)))
 AT_A_TIME = 50
 
 

@@ -1,0 +1,70 @@
+"""What does an ordinary run of the tests leave to a thorough one, `pytest --thorough`?
+
+An ordinary run makes each check with each value of each of its parameters, and with each pair of values of two of them,
+but not with every combination of three; and of what is drawn at random it takes fewer cases. A thorough run takes all.
+
+    @pytest.mark.pairs                                   # on a test with three parameters or more
+    part(PLACEMENTS, turn, len(PLACEMENTS))              # where a loop in the test goes over a parameter
+    share(60, 200)                                       # cases drawn at random
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+_is_thorough = False
+
+
+def begin(is_thorough: bool) -> None:
+    """Note what run this is, before tests are imported."""
+    global _is_thorough
+    _is_thorough = is_thorough
+
+
+def share(few: int, many: int) -> int:
+    """How many cases to draw: `few`, or `many` in a thorough run."""
+    return many if _is_thorough else few
+
+
+def part(values: Iterable[T], turn: int, parts: int) -> list[T]:
+    """Every value in a thorough run, else those whose turn it is: one in `parts`, others at the next turn.
+
+    With the numbers of two other parameters added up for `turn`, each of them meets every value, once both have taken
+    `parts` numbers in a row.
+    """
+    return list(values)[slice(None) if _is_thorough else slice(turn % parts, None, parts)]
+
+
+def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Some of `cases`, by their places: they have every pair of values of two parameters that all of them have.
+
+    Each next one is the first of those that bring the most pairs. Cases with one parameter are kept, all of them.
+    """
+    pairs = [set(itertools.combinations(enumerate(case), 2)) or {(place,)} for place, case in enumerate(cases)]
+    missing = set().union(*pairs)
+    kept = []
+    while missing:
+        best = max(range(len(cases)), key=lambda place: len(pairs[place] & missing))
+        kept.append(best)
+        missing -= pairs[best]
+    return sorted(kept)
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those cases of tests marked `pairs` that an ordinary run can do without."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairs"):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = []
+    for cases in by_test.values():
+        # The values are those in the lists of `parametrize`, whatever they are: the same object in each case.
+        kept = set(covering([[id(value) for value in case.callspec.params.values()] for case in cases]))
+        left += [case for place, case in enumerate(cases) if place not in kept]
+    return left
