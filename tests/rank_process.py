@@ -48,6 +48,7 @@ class Setup:
 
 def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str, setup: Setup) -> None:
     """A rank's life: join the group, then answer one task after another until the test session ends."""
+    gc.freeze()  # before any collection, which would touch, and so copy, all that is shared with the fork server
     die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
     stacks = open(stack_file, "w")  # noqa: SIM115  open for as long as we live
