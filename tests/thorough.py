@@ -6,12 +6,13 @@ but not with every combination of three; and of what is drawn at random it takes
     @pytest.mark.pairs                                   # on a test with three parameters or more
     part(PLACEMENTS, turn, len(PLACEMENTS))              # where a loop in the test goes over a parameter
     share(60, 200)                                       # cases drawn at random
+    fewest([values_of(case) for case in CASES])          # or those of them that have every value
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -27,8 +28,8 @@ def begin(is_thorough: bool) -> None:
     _is_thorough = is_thorough
 
 
-def share(few: int, many: int) -> int:
-    """How many cases to draw: `few`, or `many` in a thorough run."""
+def share(few: T, many: T) -> T:
+    """How many cases to draw, or which: `few`, or `many` in a thorough run."""
     return many if _is_thorough else few
 
 
@@ -44,15 +45,22 @@ def part(values: Iterable[T], turn: int, parts: int) -> list[T]:
 def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
     """Some of `cases`, by their places: they have every pair of values of two parameters that all of them have.
 
-    Each next one is the first of those that bring the most pairs. Cases with one parameter are kept, all of them.
+    Cases with one parameter are kept, all of them.
     """
-    pairs = [set(itertools.combinations(enumerate(case), 2)) or {(place,)} for place, case in enumerate(cases)]
-    missing = set().union(*pairs)
+    return fewest([set(itertools.combinations(enumerate(case), 2)) or {place} for place, case in enumerate(cases)])
+
+
+def fewest(sets: Sequence[Collection[Hashable]]) -> list[int]:
+    """Some of `sets`, by their places: they have everything that all of them have.
+
+    Each next one is the first of those that bring the most.
+    """
+    missing = set().union(*sets)
     kept = []
     while missing:
-        best = max(range(len(cases)), key=lambda place: len(pairs[place] & missing))
+        best = max(range(len(sets)), key=lambda place: len(missing.intersection(sets[place])))
         kept.append(best)
-        missing -= pairs[best]
+        missing.difference_update(sets[best])
     return sorted(kept)
 
 
