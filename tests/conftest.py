@@ -80,6 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pairs: every pair of values of the test's parameters will do")
+    config.addinivalue_line("markers", "values: every value of each of the test's parameters will do")
     thorough.begin(config.getoption("--thorough"))
 
 

@@ -4,11 +4,12 @@ import itertools
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from tests import thorough
-from tests.thorough import covering, part, share
+from tests.thorough import covering, fewest, part, share
 
 SIZES = [(1,), (4,), (2, 2), (5, 4, 4), (4, 3, 3), (2, 2, 2, 2, 2), (10, 8, 3)]
 
@@ -35,6 +36,13 @@ def test_every_pair_of_values_is_in_a_case_that_is_kept(sizes):
 @pytest.mark.parametrize(("sizes", "most"), [((2, 2, 2, 2, 2), 8), ((5, 4, 4), 25), ((10, 8, 3), 90)], ids=str)
 def test_few_cases_are_kept(sizes, most):
     assert len(covering(list(itertools.product(*map(range, sizes))))) <= most
+
+
+def test_of_values_all_are_kept_each_about_as_often_as_any_other():
+    cases = list(itertools.product(range(9), range(4)))
+    kept = [cases[place] for place in fewest([set(enumerate(case)) for case in cases])]
+    assert [one for one, _ in kept] == list(range(9))
+    assert sorted(Counter(other for _, other in kept).values()) == [2, 2, 2, 3]
 
 
 def test_of_cases_that_do_not_have_all_combinations_every_pair_that_there_is_is_kept():
@@ -67,6 +75,12 @@ from tests.thorough import share
 def test_pairs(a, b, c):
     pass
 
+@pytest.mark.values
+@pytest.mark.parametrize("a", [0, 1])
+@pytest.mark.parametrize("b", [0, 1, 2])
+def test_values(a, b):
+    pass
+
 @pytest.mark.parametrize("case", range(share(2, 3)))
 def test_cases(case):
     pass
@@ -76,8 +90,8 @@ def test_cases(case):
 @pytest.mark.parametrize(
     ("words", "counted"),
     [
-        ([], "6 passed, 4 deselected"),
-        (["--thorough"], "11 passed"),
+        ([], "9 passed, 7 deselected"),
+        (["--thorough"], "17 passed"),
         (["test_drawn.py::test_pairs[1-1-1]"], "1 passed"),
     ],
     ids=["ordinary", "thorough", "one by its name"],

@@ -1,9 +1,11 @@
 """What does an ordinary run of the tests leave to a thorough one, `pytest --thorough`?
 
-An ordinary run makes each check with each value of each of its parameters, and with each pair of values of two of them,
-but not with every combination of three; and of what is drawn at random it takes fewer cases. A thorough run takes all.
+An ordinary run makes each check with each value of each of its parameters, and most checks with each pair of values of
+two of them, but not with every combination of three; and of what is drawn at random it takes fewer cases. A thorough run
+takes all.
 
     @pytest.mark.pairs                                   # on a test with three parameters or more
+    @pytest.mark.values                                  # where two parameters have little to do with each other
     part(PLACEMENTS, turn, len(PLACEMENTS))              # where a loop in the test goes over a parameter
     share(60, 200)                                       # cases drawn at random
     fewest([values_of(case) for case in CASES])          # or those of them that have every value
@@ -12,6 +14,7 @@ but not with every combination of three; and of what is drawn at random it takes
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -53,26 +56,31 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
 def fewest(sets: Sequence[Collection[Hashable]]) -> list[int]:
     """Some of `sets`, by their places: they have everything that all of them have.
 
-    Each next one is the first of those that bring the most.
+    Each next one brings the most; of several that do, the one whose other things were taken least often, the first.
     """
-    missing = set().union(*sets)
+    missing, taken = set().union(*sets), Counter[Hashable]()
     kept = []
     while missing:
-        best = max(range(len(sets)), key=lambda place: len(missing.intersection(sets[place])))
+        best = max(
+            range(len(sets)),
+            key=lambda place: (len(missing.intersection(sets[place])), -sum(taken[each] for each in sets[place])),
+        )
         kept.append(best)
         missing.difference_update(sets[best])
+        taken.update(sets[best])
     return sorted(kept)
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those cases of tests marked `pairs` that an ordinary run can do without."""
-    by_test: dict[str, list[pytest.Item]] = {}
+    """Those cases of tests marked `pairs` or `values` that an ordinary run can do without."""
+    by_test: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("pairs"):
-            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.get_closest_marker("pairs") or item.get_closest_marker("values"):
+            by_test.setdefault((item.nodeid.partition("[")[0], bool(item.get_closest_marker("pairs"))), []).append(item)
     left = []
-    for cases in by_test.values():
+    for (_, by_pairs), cases in by_test.items():
         # The values are those in the lists of `parametrize`, whatever they are: the same object in each case.
-        kept = set(covering([[id(value) for value in case.callspec.params.values()] for case in cases]))
+        values = [[id(value) for value in case.callspec.params.values()] for case in cases]
+        kept = set(covering(values) if by_pairs else fewest([set(enumerate(case)) for case in values]))
         left += [case for place, case in enumerate(cases) if place not in kept]
     return left

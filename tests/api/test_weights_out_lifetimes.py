@@ -118,6 +118,7 @@ def stop(transport: str, at: int) -> None:
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
 
 
+@pytest.mark.values
 @every_transport
 @pytest.mark.parametrize("at", [0, 1, 5, 9])
 def test_all_ranks_may_stop_or_raise_behind_any_tensor(at, transport, world):

@@ -120,6 +120,7 @@ def made(maker: str, of_ranks: list[list[Way]], optimizer_of: Any = torch.optim.
     return trained(MAKERS[maker], of_ranks, optimizer_of)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("skips", SKIPS)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_rank_that_skips_counts_as_zero(world, maker, skips):

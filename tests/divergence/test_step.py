@@ -226,6 +226,7 @@ def test_all_skip_a_step_that_one_cannot_finish_and_go_on_as_if_it_had_not_been(
     check_skips(found, without, where, 1, at)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("where", ["forward", "backward", "nan"])
 @pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"fully_shard", "flat parameters", "HSDP"}))
 def test_under_each_placement_and_front_end(world, maker, where):
@@ -235,6 +236,7 @@ def test_under_each_placement_and_front_end(world, maker, where):
     check_skips(found, without, where, 1, FAILS_IN)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("where", ["forward", "backward", "after backward", "nan"])
 @pytest.mark.parametrize("maker", ["fully_shard", "HSDP", "wrapper"])
 def test_on_four_ranks(world, maker, where):

@@ -36,9 +36,9 @@ def train_in_turn(recipes, **options):
     return {placement: train_under(placement, recipe, **options) for placement, recipe in recipes.items()}
 
 
-def under_half_of_the_placements(model, num_ranks):
-    """A model's recipe by placement: another half of them for the next number of ranks, and for the next model."""
-    return dict.fromkeys(part(PLACEMENTS, list(MODELS).index(model) + num_ranks, 2), recipe_of(model))
+def under_its_placement(model, num_ranks):
+    """A model's recipe by placement: another one for the next number of ranks of four, and for the next model."""
+    return dict.fromkeys(part(PLACEMENTS, list(MODELS).index(model) + num_ranks, len(PLACEMENTS)), recipe_of(model))
 
 
 def assert_all_same_in_turn(runs, recipes):
@@ -49,14 +49,14 @@ def assert_all_same_in_turn(runs, recipes):
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "shared_memory"), (3, "gloo")])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_processes_as_in_one_process(world, model, num_ranks, transport):
-    recipes = under_half_of_the_placements(model, num_ranks)
+    recipes = under_its_placement(model, num_ranks)
     assert_all_same_in_turn(world(num_ranks).run(train_in_turn, recipes, comm_policy=CommPolicy(transport)), recipes)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_threads_as_in_one_process(threads, model, num_ranks):
-    recipes = under_half_of_the_placements(model, num_ranks)
+    recipes = under_its_placement(model, num_ranks)
     assert_all_same_in_turn(threads(num_ranks).run(train_in_turn, recipes, comm_policy=CommPolicy("auto")), recipes)
 
 
@@ -81,6 +81,7 @@ def train_coalesced(recipe):
 
 
 # Runs travel as on "torch", so only the default differs. `uneven_columns`, cut on other dims, cannot be coalesced.
+@pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("model", ["uneven", "tied_across", "mixed_bfloat", "uneven_columns"])
 def test_coalesced_gathers_train_as_in_one_process(world, model, num_ranks):
