@@ -32,6 +32,8 @@ class Success:
     """What a rank's function returned."""
 
     value: Any
+    threads: int = 0
+    """How many the process had before, when all was dropped that earlier tasks have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ def answer(task: bytes) -> bytes:
     try:
         with warnings.catch_warnings():
             _tidy()
-            return _dumps(Success(_perform(task)))
+            threads = _threads()
+            return _dumps(Success(_perform(task), threads))
     except BaseException as error:
         return pickle.dumps(failure_of(error))
 
@@ -130,6 +133,11 @@ def _tidy() -> None:
         # Else those of many tests add up to the limit that one code object has.
         torch._dynamo.reset()
         compilations.clear()
+
+
+def _threads() -> int:
+    """Of this process; 0 where the system does not tell."""
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
 def _is_of_a_test(group: dist.ProcessGroup, name: str) -> bool:

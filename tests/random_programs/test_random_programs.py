@@ -23,7 +23,7 @@ from tests.random_programs.search import failing
 from tests.random_programs.training import InvalidProgram, plain
 from tests.thorough import share
 
-NUM_SEEDS = share(80, 200)
+NUM_SEEDS = share(40, 200)
 TOGETHER = 10
 
 NOT_YET = ("none",)
