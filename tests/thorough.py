@@ -1,8 +1,8 @@
 """What does an ordinary run of the tests leave to a thorough one, `pytest --thorough`?
 
-An ordinary run makes each check with each value of each of its parameters, and most checks with each pair of values of
-two of them, but not with every combination of three; and of what is drawn at random it takes fewer cases. A thorough run
-takes all.
+An ordinary run makes each check with each value of each of its parameters, and most checks with each pair of values
+of two of them, but not with every combination of three; and of what is drawn at random it takes fewer cases. A thorough
+run takes all.
 
     @pytest.mark.pairs                                   # on a test with three parameters or more
     @pytest.mark.values                                  # where two parameters have little to do with each other

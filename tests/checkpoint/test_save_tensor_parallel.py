@@ -67,8 +67,8 @@ def of_one_process(steps=2):
 
 
 def saved_and_loaded(names, folder, loading):
-    """Saves after a step in each way, loads in those of `loading`, takes another step; nothing may differ from one process
-    that takes two."""
+    """Saves after a step in each way, loads in those of `loading`, takes another step; nothing may differ from one
+    process that takes two."""
     expected = [wholes(of_one_process(steps)[0]) for steps in (1, 2)]
     trained = [each for each in CASES if each[0] == (2, 2)]
     kept = {case: made(names, *case) for case in CASES if case in {*trained, *loading}}
@@ -152,23 +152,23 @@ def stages(folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
     own = [nn.ModuleDict({str(at): layers[str(at)]}) for at in (stage, stage + 2)]
-    for part in own:
-        for layer in part.values():
+    for piece in own:
+        for layer in piece.values():
             fully_shard(layer, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW([p for part in own for p in part.parameters()], lr=0.1)
-    for part in own:
-        for layer in part.values():
+    optimizer = torch.optim.AdamW([p for piece in own for p in piece.parameters()], lr=0.1)
+    for piece in own:
+        for layer in piece.values():
             layer(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     sherd.save(folder, {"model": own, "optimizer": optimizer}, step=1)
-    before = {name: p.full_tensor() for part in own for name, p in part.named_parameters()}
-    for part in own:
-        for parameter in part.parameters():
+    before = {name: p.full_tensor() for piece in own for name, p in piece.named_parameters()}
+    for piece in own:
+        for parameter in piece.parameters():
             parameter.to_local().detach().zero_()
     optimizer.state.clear()
     sherd.load(folder, {"model": own, "optimizer": optimizer})
-    for part in own:
-        for name, parameter in part.named_parameters():
+    for piece in own:
+        for name, parameter in piece.named_parameters():
             assert torch.equal(parameter.full_tensor(), before[name])
             assert optimizer.state[parameter]["exp_avg"].full_tensor().abs().sum() > 0
     return {name: each.tolist() for name, each in before.items()}

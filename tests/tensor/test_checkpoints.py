@@ -360,11 +360,11 @@ def test_every_element_is_written_once_or_by_copies(threads, name):
         whole, count = numbers(shape), torch.zeros(shape)
         parts = {}
         for each in ranks:
-            for offset, part in each[shape, kind]:
-                assert torch.equal(parts.setdefault((offset, part.shape), part), part)
+            for offset, piece in each[shape, kind]:
+                assert torch.equal(parts.setdefault((offset, piece.shape), piece), piece)
         assert parts  # also of a tensor without elements, or it would be missing in the file
-        for (offset, sizes), part in parts.items():
+        for (offset, sizes), piece in parts.items():
             place = tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
-            assert torch.equal(whole[place], part)
+            assert torch.equal(whole[place], piece)
             count[place] += 1
         assert torch.equal(count, torch.ones(shape))
