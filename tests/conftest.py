@@ -23,6 +23,8 @@ if "SHERD_FLIGHT_DIR" not in os.environ:
 
 import pytest  # noqa: E402
 
+from tests import thorough  # noqa: E402
+
 if TYPE_CHECKING:
     # It imports torch, which the process that only hands out the tests has no use for.
     from tests import ranks
@@ -69,6 +71,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("sim", "cuda"),
         help="the accelerator for tests/gpu: the simulated one of tests/device, or CUDA; default: CUDA if there is one",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="all combinations of parameters, and more random cases: see tests/thorough.py",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "pairs: every pair of values of the test's parameters will do")
+    config.addinivalue_line("markers", "values: every value of each of the test's parameters will do")
+    thorough.begin(config.getoption("--thorough"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -76,7 +89,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == DEVICE and config.getoption("--device") != "sim" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A case that is asked for by its name is always tried.
+    if not config.getoption("--thorough") and not any("::" in word for word in config.args):
+        left = set(thorough.left_out(items))
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     turns = {name: turn for turn, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turns.get(item.nodeid.partition("::")[0], len(LONGEST)))
 

@@ -21,6 +21,9 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from sherd.comm import groups as beside
+from sherd.comm import transports
+from sherd.comm.groups import forget_destroyed
 from tests.rank_failures import failure_of
 
 
@@ -29,6 +32,8 @@ class Success:
     """What a rank's function returned."""
 
     value: Any
+    threads: int = 0
+    """How many the process had before, when all was dropped that earlier tasks have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Setup:
 
 def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str, setup: Setup) -> None:
     """A rank's life: join the group, then answer one task after another until the test session ends."""
+    gc.freeze()  # before any collection, which would touch, and so copy, all that is shared with the fork server
     die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
     stacks = open(stack_file, "w")  # noqa: SIM115  open for as long as we live
@@ -56,8 +62,10 @@ def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: st
         while True:
             task = pipe.recv_bytes()
             if known != len(sys.modules):
-                # What is imported stays. Frozen, it costs the collections between tests nothing.
+                # What is imported stays. Frozen, it costs the collections between tests nothing. Not so what the last
+                # task has left: frozen, its groups would live for ever, and their threads, which wake all the time.
                 known = len(sys.modules)
+                _tidy()
                 gc.freeze()
             pipe.send_bytes(answer(task))
     except EOFError:
@@ -89,7 +97,8 @@ def answer(task: bytes) -> bytes:
     try:
         with warnings.catch_warnings():
             _tidy()
-            return _dumps(Success(_perform(task)))
+            threads = _threads()
+            return _dumps(Success(_perform(task), threads))
     except BaseException as error:
         return pickle.dumps(failure_of(error))
 
@@ -117,6 +126,7 @@ def _tidy() -> None:
     for group, _ in groups:
         dist.destroy_process_group(group)
     if groups:
+        _forget_groups()
         forget_meshes()
     compilations = torch._dynamo.utils.counters
     if compilations:
@@ -125,10 +135,23 @@ def _tidy() -> None:
         compilations.clear()
 
 
+def _threads() -> int:
+    """Of this process; 0 where the system does not tell."""
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
+
+
 def _is_of_a_test(group: dist.ProcessGroup, name: str) -> bool:
     """Not the default group, nor what sherd has made beside it: those stay for the next test."""
     default = dist.group.WORLD
     return group is not default and not name.startswith(f"sherd/{default.group_name}/")
+
+
+def _forget_groups() -> None:
+    """Let go of the groups that are destroyed now, and of their threads, as sherd does when it makes the next mesh and
+    transport."""
+    forget_destroyed(transports._known)
+    for known in list(beside._meshes.values()):
+        forget_destroyed(known)
 
 
 def forget_meshes() -> None:

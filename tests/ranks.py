@@ -53,6 +53,10 @@ MAX_THREADS = 8
 TIMEOUT_S = 60.0
 # After a first failure the other ranks get this long to tell theirs; a rank stuck in a collective never will.
 GRACE_S = 5.0
+# Ranks that have more threads between tests get successors. A group that somebody still knows, though it is destroyed,
+# keeps its threads, and one of them wakes a hundred times a second: a hundred groups, on four ranks, take a third of a
+# core.
+MOST_THREADS = 40
 # What tests need sooner or later, imported once by the fork server and not once per rank, which takes half a second of
 # each start. `torch._dynamo` is in it because every optimizer imports it on first use.
 PRELOADED = [
@@ -87,7 +91,7 @@ class Processes:
         """`fn(*args, **kwargs)` on every rank; the results, index = rank. Raises RanksFailed."""
         __tracebackhide__ = True
         task = packed_task(fn, args, kwargs)
-        results: dict[int, Any] = {}
+        results: dict[int, Success] = {}
         failures: dict[int, Failure] = {}
         try:
             if not self._workers:
@@ -105,7 +109,9 @@ class Processes:
         if failures:
             self.stop()
             raise RanksFailed(name_of(fn), failures, stuck)
-        return [results[rank] for rank in range(self.num_ranks)]
+        if max(each.threads for each in results.values()) > MOST_THREADS:
+            self.stop()
+        return [results[rank].value for rank in range(self.num_ranks)]
 
     def stop(self) -> None:
         """Kill the processes. The next `run` starts fresh ones."""
@@ -140,7 +146,7 @@ class Processes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(task)
 
-    def _gather(self, results: dict[int, Any], failures: dict[int, Failure], timeout: float) -> None:
+    def _gather(self, results: dict[int, Success], failures: dict[int, Failure], timeout: float) -> None:
         """Read replies until every rank has answered, one has died, or time is up."""
         deadline = time.monotonic() + timeout
         waiting = set(range(self.num_ranks))
@@ -159,7 +165,7 @@ class Processes:
                     patience = 0.0 if reply.kind == "Died" else GRACE_S
                     deadline = min(deadline, time.monotonic() + patience)
                 else:
-                    results[rank] = reply.value
+                    results[rank] = reply
 
     def _reply(self, rank: int) -> "Failure | Success":
         try:

@@ -14,6 +14,7 @@ from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPoli
 from tests.api.compared import LR, assert_trained, made, mean_square, train
 from tests.models import WIDTH, Block, noise
 from tests.parity.training import assert_named_close, mesh_of, whole_grads, whole_params
+from tests.thorough import part
 
 PLACEMENTS = {"chunks": None, "flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
 
@@ -223,12 +224,12 @@ OPTIONS = {
 }
 
 
-def train_with(options, norm_types):
+def train_with(options, norm_types, names):
     found = {}
     options = dict(OPTIONS[options])
     if "mesh" in options:
         options["mesh"] = mesh_of(options["mesh"])
-    for name in (*PLACEMENTS, "mixture"):
+    for name in names:
         if name == "mixture":
             model = made(stack)
             for unit in (*model, model):
@@ -244,7 +245,9 @@ def test_accumulating_scaling_and_clipping_by_every_norm(world, options):
     norm_types = NORMS.get(options, (2.0, float("inf")))
     num_ranks = 4 if options in ("to pairs", "replicated") else 3
     norms, grads, params, scale = with_policies(made(stack), range(num_ranks), norm_types)
-    for run in world(num_ranks).run(train_with, options, norm_types):
+    # Without options under all of them, else under every other one, and under the others with the next option.
+    names = part((*PLACEMENTS, "mixture"), list(OPTIONS).index(options), 2 if OPTIONS[options] else 1)
+    for run in world(num_ranks).run(train_with, options, norm_types, names):
         for name, found in run.items():
             torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(norms), rtol=1e-4, atol=1e-6, msg=name)
             assert_named_close(found[1], grads, f"{name}: gradient", 1e-4, 1e-6)

@@ -13,6 +13,7 @@ from tests.api.compared import assert_trained, made, mean_square, train, train_p
 from tests.api.test_odd_use import Hollow
 from tests.models import WIDTH, Block
 from tests.parity.training import assert_named_close
+from tests.thorough import part
 
 
 def by_turns(parameter, turns=None):
@@ -140,13 +141,10 @@ def assert_all_trained(ranks, cases):
 
 
 def test_odd_units_train_under_every_placement(world):
-    """On one rank, and on two or four, in turns, so that each model and each placement is trained on both."""
-    cases = list(itertools.product(MODELS, PLACEMENTS))
-    assert len(PLACEMENTS) % 2 == 0, "else the models would have the same placements in turn"
-    on_two = [case for number, case in enumerate(cases) if (number + number // len(PLACEMENTS)) % 2]
-    assert_all_trained(world(1), cases)
-    assert_all_trained(world(2), on_two)
-    assert_all_trained(world(4), [case for case in cases if case not in on_two])
+    """On one, two and four ranks in turns, so that each model and each placement is trained on all."""
+    for number, num_ranks in enumerate((1, 2, 4)):
+        turns = ((make, part(PLACEMENTS, turn + number, 3)) for turn, make in enumerate(MODELS))
+        assert_all_trained(world(num_ranks), [(make, name) for make, names in turns for name in names])
 
 
 def test_odd_units_train_on_more_ranks_than_elements(threads):

@@ -86,6 +86,7 @@ def train_odd(make, options, steps=3):
     return train(shard_children(made(make), **options), mean_square, steps)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("make", [hollow_stack, bare_stack, wholly_bare, frozen_units], ids=lambda f: f.__name__)

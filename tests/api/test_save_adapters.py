@@ -104,6 +104,7 @@ def saved_and_loaded(kind: str, way: str, folder: str, others: tuple[str, ...] =
     dist.barrier()
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("kind", "way"), [(k, w) for w in WAYS for k in KINDS if w != "flat wrapper" or k in APART])
 def test_peft_loads_the_same_bits(kind, way, world, tmp_path):
     world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"))
@@ -115,6 +116,7 @@ def test_one_rank(kind, way, world, tmp_path):
     world(1).run(saved_and_loaded, kind, way, str(tmp_path / "out"))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["lora", "head"])
 def test_other_adapters_are_in_folders_of_their_names(kind, way, world, tmp_path):
@@ -208,6 +210,7 @@ def merged_and_loaded(kind: str, way: str, folder: str) -> None:
     assert torch.equal(logits_of(loaded), logits_of(plain.merge_and_unload()))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["lora", "head"])
 def test_a_merged_model_is_saved_whole(kind, way, world, tmp_path):

@@ -83,6 +83,7 @@ def saved_and_loaded(kind: str, way: str, folder: str, most_bytes: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["llama", "llama tied", "gpt2"])
 def test_transformers_loads_the_same_bits(kind, way, world, tmp_path):

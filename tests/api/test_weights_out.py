@@ -51,6 +51,7 @@ def read_in(layout: str, bucket_bytes: int, dtype: torch.dtype | None, **options
     assert_same(found, plain(expected, dtype))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_values_are_those_of_the_plain_model(num_ranks, layout, world):
@@ -59,6 +60,7 @@ def test_values_are_those_of_the_plain_model(num_ranks, layout, world):
     world(num_ranks).run(read_in, layout, 300, torch.bfloat16)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("transport", ["torch", "gloo", "coalesced"])
 @pytest.mark.parametrize("layout", PLACEMENTS)
 def test_every_transport_moves_them(transport, layout, world):
@@ -73,6 +75,7 @@ def read_on_mesh(layout: str, placements: str, transport: str) -> None:
         read_in(layout, bucket_bytes, None, mesh=mesh, placements=placements, comm_policy=policy)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placements", ["hsdp", "hfsdp"])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("transport", ["auto", "gloo"])

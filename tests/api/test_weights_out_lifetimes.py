@@ -55,6 +55,7 @@ def keep_all(transport: str, placement: object) -> None:
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
 
 
+@pytest.mark.pairs
 @every_transport
 @every_placement
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -117,6 +118,7 @@ def stop(transport: str, at: int) -> None:
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
 
 
+@pytest.mark.values
 @every_transport
 @pytest.mark.parametrize("at", [0, 1, 5, 9])
 def test_all_ranks_may_stop_or_raise_behind_any_tensor(at, transport, world):

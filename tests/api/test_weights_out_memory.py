@@ -35,6 +35,7 @@ def peak_of_reading(placement: Any, transport: str, bucket_bytes: int, large: in
     return peaks[-1]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
 @pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["rows", "flat"])
 @pytest.mark.parametrize(("layers_a_bucket", "large"), [(1, WIDTH), (3, WIDTH), (2, 8 * WIDTH)])

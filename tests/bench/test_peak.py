@@ -44,7 +44,7 @@ def test_the_plain_module_needs_its_weights_twice_and_sherd_what_was_predicted(w
 
 def test_with_activations_a_step_peaks_below_torchs_by_the_embedding() -> None:
     """Where backward begins: without the embedding, which backward does not read."""
-    workload = gpt(4, 128, num_blocks=2)
+    workload = gpt(2, 128, num_blocks=2)
     with imagined_ranks(8):
         mesh = init_device_mesh("cpu", (8,))
         peaks = {

@@ -17,9 +17,10 @@ import sherd
 from sherd.checkpoint.tree import decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError
 from sherd.storage.manifest import MANIFEST, signed
+from tests.thorough import share
 
 MOST_GROWTH = 128 << 20
-HOSTILE = settings(deadline=None, derandomize=True, max_examples=400)
+HOSTILE = settings(deadline=None, derandomize=True, max_examples=share(100, 400))
 
 
 class Kept:

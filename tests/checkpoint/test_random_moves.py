@@ -1,6 +1,6 @@
 """Moves of checkpoints between random configurations: saved in one, loaded in another and saved again, and compared.
 
-`SHERD_MOVES=500 pytest tests/checkpoint/test_random_moves.py` tries more of them.
+`SHERD_MOVES=500 pytest tests/checkpoint/test_random_moves.py` tries as many as that says.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from sherd.storage.places import place_of
 from sherd.wrap import ModuleWrapPolicy
 from tests.parity.training import mesh_of
 from tests.strategies.cases import CUTS, of_parameter, placements
+from tests.thorough import share
 
-NUM_MOVES = int(os.environ.get("SHERD_MOVES", "24"))
+USUAL_MOVES = share(10, 24)
+NUM_MOVES = int(os.environ.get("SHERD_MOVES", USUAL_MOVES))
 SHAPES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,), (3, 1)], 4: [(4,), (2, 2), (4, 1)]}
 
 
@@ -164,7 +166,7 @@ def same(found: Any, expected: Any) -> None:
 def test_what_moves_from_one_random_configuration_to_another_is_the_same(world, tmp_path_factory):
     number = iter(range(1 << 30))
 
-    @settings(max_examples=NUM_MOVES, deadline=None, derandomize=NUM_MOVES == 24, phases=[Phase.generate])
+    @settings(max_examples=NUM_MOVES, deadline=None, derandomize=NUM_MOVES == USUAL_MOVES, phases=[Phase.generate])
     @given(st.data())
     def move(data: st.DataObject) -> None:
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))

@@ -80,6 +80,7 @@ def gathers_every_split(async_op: bool) -> int:
     return compared
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_every_rank_gathers_every_part_bit_by_bit(world, size, async_op):
@@ -100,6 +101,7 @@ def gathers_several(async_op: bool, ahead: int) -> int:
     return len(sizes)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("ahead", [0, 8 << 20])
@@ -169,6 +171,7 @@ def reduces_many_pieces(dtype: torch.dtype) -> None:
     reduces(gloo, dtype, [1, 2 * MANY_PIECES + 7, 0, 3][:size], False)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_parts_larger_than_the_memory_for_them_arrive_in_pieces(world, size, dtype):
@@ -202,6 +205,7 @@ def all_reduced(dtype: torch.dtype, numel: int, async_op: bool) -> torch.Tensor:
     return total
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("numel", [1, 1001, 50_000])

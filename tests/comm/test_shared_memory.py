@@ -136,6 +136,7 @@ def random_sequences(seeds: Sequence[int], most: int, limit: int) -> int:
     return done
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(("most", "limit"), [(50, 64 * KIB), (5000, 64 * KIB), (5000, 1024 * KIB)])
 def test_any_sequence_gives_what_arithmetic_gives_in_any_order_of_waits(world, num_ranks, most, limit):

@@ -71,6 +71,7 @@ def test_regions_never_overlap_and_lie_as_low_as_they_fit(wishes, draw):
         assert regions.end >= max((start + size for start, size in taken), default=0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("numel", [0, 1, 1000, 200_001])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.complex64], ids=str)

@@ -50,6 +50,7 @@ def by_gloo(async_op: bool) -> tuple[list[float], list[float], list[float]]:
     return moved_by(Gloo(dist.group.WORLD), dist.get_world_size(), dist.get_rank(), async_op)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("moved", [by_single_calls, by_gloo])

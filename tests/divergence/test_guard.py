@@ -59,6 +59,7 @@ def other_units(transport: str, order: tuple[int, ...], steps_before: int) -> No
 ORDERS = [(0, 2), (1, 2), (0, 1), (1, 0, 2), (0, 1, 2, 0), (2, 1, 0)]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("transport", "order", "steps_before"),
     [
@@ -88,6 +89,7 @@ def hybrid() -> Any:
     return sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("make", [sharded, wrapped, hybrid])
 @pytest.mark.parametrize(
     "odd", [{2: (0, 2)}, {1: (0, 2), 3: (0, 2)}, {0: (0, 2), 1: (0, 1), 3: (1,)}], ids=["one", "two alike", "three"]

@@ -19,6 +19,7 @@ import sherd
 from sherd.errors import CommError, ModuleError, PolicyError
 from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain
 from tests.ranks import RanksFailed
+from tests.thorough import share
 
 JOIN = sherd.CommPolicy(divergence="join")
 ALL = tuple(range(NUM_BLOCKS))
@@ -119,6 +120,7 @@ def made(maker: str, of_ranks: list[list[Way]], optimizer_of: Any = torch.optim.
     return trained(MAKERS[maker], of_ranks, optimizer_of)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("skips", SKIPS)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_rank_that_skips_counts_as_zero(world, maker, skips):
@@ -626,7 +628,7 @@ def reference_of_seed(seed: int, num_ranks: int) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
-NUM_SEEDS = int(os.environ.get("SHERD_JOIN_SEEDS", "12"))
+NUM_SEEDS = int(os.environ.get("SHERD_JOIN_SEEDS", share(5, 12)))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -215,32 +217,41 @@ def check_skips(found: list[Any], without: list[Any], where: str, rank: int, at:
         assert said[at][1] == (rank if where != "nan" else 0)  # all shards have a part of what is poisoned
 
 
+@pytest.fixture(scope="module")
+def without(world: Any) -> Callable[..., list[Any]]:
+    """What `trained` gives on some ranks without the step that fails: once for all ways to fail."""
+
+    @functools.cache
+    def of(num_ranks: int, maker: str, at: int, **options: Any) -> list[Any]:
+        steps = [step for step in range(NUM_STEPS) if step != at]
+        return world(num_ranks).run(trained, maker, steps, {}, **options)
+
+    return of
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("maker", ["fully_shard", "flat parameters"])
-def test_all_skip_a_step_that_one_cannot_finish_and_go_on_as_if_it_had_not_been(world, maker, where, at):
-    steps = list(range(NUM_STEPS))
-    found = world(2).run(trained, maker, steps, {at: (1, where)})
-    without = world(2).run(trained, maker, [step for step in steps if step != at], {})
-    check_skips(found, without, where, 1, at)
+def test_all_skip_a_step_that_one_cannot_finish_and_go_on_as_if_it_had_not_been(world, without, maker, where, at):
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: (1, where)})
+    check_skips(found, without(2, maker, at), where, 1, at)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("where", ["forward", "backward", "nan"])
 @pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"fully_shard", "flat parameters", "HSDP"}))
-def test_under_each_placement_and_front_end(world, maker, where):
-    steps = list(range(NUM_STEPS))
-    found = world(2).run(trained, maker, steps, {FAILS_IN: (1, where)})
-    without = world(2).run(trained, maker, [0, 1, 3], {})
-    check_skips(found, without, where, 1, FAILS_IN)
+def test_under_each_placement_and_front_end(world, without, maker, where):
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: (1, where)})
+    check_skips(found, without(2, maker, FAILS_IN), where, 1, FAILS_IN)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("where", ["forward", "backward", "after backward", "nan"])
 @pytest.mark.parametrize("maker", ["fully_shard", "HSDP", "wrapper"])
-def test_on_four_ranks(world, maker, where):
-    steps = list(range(NUM_STEPS))
-    found = world(4).run(trained, maker, steps, {FAILS_IN: (2, where)})
-    without = world(4).run(trained, maker, [0, 1, 3], {})
-    check_skips(found, without, where, 2, FAILS_IN)
+def test_on_four_ranks(world, without, maker, where):
+    found = world(4).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: (2, where)})
+    check_skips(found, without(4, maker, FAILS_IN), where, 2, FAILS_IN)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "nan"])
@@ -254,14 +265,13 @@ def test_gradients_from_before_are_as_before(world, maker, where):
 # An optimizer that has stepped
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("where", ["optimizer", "end"])
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 @pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1", "flat parameters"])
-def test_what_an_optimizer_has_changed_is_undone_if_copies_are_kept(world, maker, at, where):
-    steps = list(range(NUM_STEPS))
-    found = world(2).run(trained, maker, steps, {at: (1, where)}, undo_optimizer=True)
-    without = world(2).run(trained, maker, [step for step in steps if step != at], {}, undo_optimizer=True)
-    check_skips(found, without, where, 1, at)
+def test_what_an_optimizer_has_changed_is_undone_if_copies_are_kept(world, without, maker, at, where):
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: (1, where)}, undo_optimizer=True)
+    check_skips(found, without(2, maker, at, undo_optimizer=True), where, 1, at)
 
 
 def flattened(fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:

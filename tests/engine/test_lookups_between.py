@@ -65,12 +65,14 @@ def sharded_steps(reader: str, when: str, front: str) -> Any:
     return in_steps(sharded(front=front), reader, when)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("reader", READERS)
 def test_whoever_reads_the_weight_between_finds_it_whole_and_gives_it_gradients(world, reader, when):
     check(world, reader, when, "")
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("when", ["always", "later"])
 @pytest.mark.parametrize("front", ["wrapper", "flat", "blocks", "join", "replicated"])
 def test_the_weight_is_found_whole_under_every_front_end_and_layout(world, front, when):

@@ -140,6 +140,7 @@ def trained_where_ranks_use_none(options: dict) -> list[dict[str, torch.Tensor |
     return found
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("placement", [None, Flat(), Owned()], ids=["shard", "flat", "whole"])
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
 def test_ranks_may_use_none_of_a_unit_while_others_use_all_of_it(world, placement, transport):

@@ -1,30 +1,52 @@
 """Every drawn fault ends right, or with a named error on every surviving rank, in time, and leaves nothing behind.
 
-`SHERD_FAULTS=2000 pytest tests/faults/test_campaign.py` tries more. `python -m tests.faults` shows them by hand.
+200 cases with `--thorough`, else some of them that have every value of everything that is drawn, and some pairs of
+values. `SHERD_FAULTS=2000 pytest tests/faults/test_campaign.py` tries as many as that says. `python -m tests.faults`
+shows them by hand.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Hashable
+from dataclasses import fields
 
 import pytest
 
 from tests.faults.builder import Fault, Kind, Phase
-from tests.faults.campaign import ERRORS, Outcome, run, run_all
+from tests.faults.campaign import ERRORS, Outcome, drawn, run, run_all
 from tests.faults.crews import Case
 from tests.faults.page import PAGE
 from tests.faults.program import Setting
+from tests.thorough import fewest, share
 
-NUM_CASES = int(os.environ.get("SHERD_FAULTS", "200"))
+USUAL_CASES = 200
 AT_A_TIME = 50
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, AT_A_TIME))
+def met_in(case: Case) -> set[Hashable]:
+    """What an ordinary run has to meet in one case or another: values, and pairs of them."""
+    setting, fault = case.setting, case.fault
+    values = {(each.name, getattr(of, each.name)) for of in (setting, fault) for each in fields(of)}
+    pairs = {
+        (fault.kind, setting.divergence),
+        (setting.placement, setting.transport),
+        (setting.placement, setting.front_end),
+    }
+    return values | pairs | {("keeps_store", case.keeps_store)}
+
+
+FEW = fewest([met_in(drawn(seed)) for seed in range(USUAL_CASES)])
+CASES = os.environ.get("SHERD_FAULTS")
+SEEDS = list(range(int(CASES))) if CASES else share(FEW, list(range(USUAL_CASES)))
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEDS), AT_A_TIME))
 def test_every_fault_ends_right_or_by_name(tmp_path, first):
-    seeds = range(first, min(first + AT_A_TIME, NUM_CASES))
+    seeds = SEEDS[first : first + AT_A_TIME]
     verdicts = dict(run_all(seeds, tmp_path))
-    assert list(verdicts) == list(seeds)
+    assert list(verdicts) == seeds
     bad = [
         f"seed {seed}: {each.case}: {each.outcome.value}\n{each.words}"
         for seed, each in verdicts.items()

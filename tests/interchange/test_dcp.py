@@ -72,6 +72,7 @@ def require_same(source, values, states):
     assert sorted(group["params"]) == sorted(states["param_groups"][0]["params"])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "as torchtitan"])
 @pytest.mark.parametrize("flat", [False, True], ids=["nested optimizer", "flattened optimizer"])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "ddp"])

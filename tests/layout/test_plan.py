@@ -175,6 +175,7 @@ def test_owners_balance_over_all_units_of_a_model():
 # Real shapes
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("model", BLOCKS)
 @pytest.mark.parametrize("placement", ["Flat()", "Blocks(1)", "Blocks(32)"])
 def test_a_real_models_block_takes_under_three_percent_padding_on_2_to_1024_ranks(model, placement):

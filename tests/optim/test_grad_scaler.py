@@ -83,6 +83,7 @@ KINDS = ["foreach", "fused", "flat"]
 
 
 # Each pair of a placement, a kind, a scaler, and whether the gradients are unscaled by hand.
+@pytest.mark.values
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_training_with_bad_steps_is_that_of_one_process(threads, placement, kind):

@@ -56,6 +56,7 @@ def now_and_then(step):
 PATTERNS = (every_other, from_the_third_step_on, one_unit_at_a_time, none_at_times, now_and_then)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
 @pytest.mark.parametrize("kind", MAKE)
 def test_only_what_has_a_gradient_is_stepped(threads, kind, placement, num_ranks):

@@ -108,6 +108,7 @@ def assert_gone_on_alike(taken, model, optimizer):
         assert_same(held_by(other, its_own), expected, way, **CLOSE)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
 @pytest.mark.parametrize("kind", MAKE)
 def test_either_form_has_the_state_of_the_other_and_goes_on_from_it(threads, kind, placement, num_ranks):

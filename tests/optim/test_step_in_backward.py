@@ -72,6 +72,7 @@ def trained(optimizer, in_backward, streams="host", placement=None, micro=1, rec
     return [parameter.full_tensor().detach().clone() for parameter in model.parameters()], left
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["shard", "flat"])

@@ -6,6 +6,7 @@ from tests.models import MODELS
 from tests.parity.training import Recipe, assert_all_same, assert_each_same, tolerance, train_each, train_sharded
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("num_ranks", "reshard"), [(2, False), (3, True)], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_processes_as_in_one_process(world, model, num_ranks, reshard):

@@ -13,6 +13,7 @@ from tests.parity.training import (
     train_each,
     train_sharded,
 )
+from tests.thorough import part
 
 PLACEMENTS = {"flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
 TRANSPORTS = ("torch", "gloo", "shared_memory")
@@ -35,8 +36,9 @@ def train_in_turn(recipes, **options):
     return {placement: train_under(placement, recipe, **options) for placement, recipe in recipes.items()}
 
 
-def train_under_every_placement(recipe, transport):
-    return train_in_turn(dict.fromkeys(PLACEMENTS, recipe), comm_policy=CommPolicy(transport))
+def under_its_placement(model, num_ranks):
+    """A model's recipe by placement: another one for the next number of ranks of four, and for the next model."""
+    return dict.fromkeys(part(PLACEMENTS, list(MODELS).index(model) + num_ranks, len(PLACEMENTS)), recipe_of(model))
 
 
 def assert_all_same_in_turn(runs, recipes):
@@ -47,30 +49,30 @@ def assert_all_same_in_turn(runs, recipes):
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "shared_memory"), (3, "gloo")])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_processes_as_in_one_process(world, model, num_ranks, transport):
-    runs = world(num_ranks).run(train_under_every_placement, recipe_of(model), transport)
-    assert_all_same_in_turn(runs, dict.fromkeys(PLACEMENTS, recipe_of(model)))
+    recipes = under_its_placement(model, num_ranks)
+    assert_all_same_in_turn(world(num_ranks).run(train_in_turn, recipes, comm_policy=CommPolicy(transport)), recipes)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_trains_on_threads_as_in_one_process(threads, model, num_ranks):
-    runs = threads(num_ranks).run(train_under_every_placement, recipe_of(model), "auto")
-    assert_all_same_in_turn(runs, dict.fromkeys(PLACEMENTS, recipe_of(model)))
+    recipes = under_its_placement(model, num_ranks)
+    assert_all_same_in_turn(threads(num_ranks).run(train_in_turn, recipes, comm_policy=CommPolicy("auto")), recipes)
 
 
 DIFFICULT = ("uneven", "tied_across", "mixed_bfloat")
 
 
-# Every number of ranks meets every transport under every placement; the model is another one from each to the next,
-# so each of the three meets all pairs of the others.
+# Every number of ranks meets every transport under every other placement, and under the others with the next one; the
+# model is another one from each placement to the next.
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_number_of_ranks_trains_on_every_transport(world, num_ranks, transport):
     first = num_ranks + TRANSPORTS.index(transport)
-    recipes = {
-        placement: recipe_of(DIFFICULT[(first + turn) % len(DIFFICULT)])
-        for turn, placement in enumerate(("default", *PLACEMENTS))
+    models = {
+        placement: DIFFICULT[(first + turn) % len(DIFFICULT)] for turn, placement in enumerate(("default", *PLACEMENTS))
     }
+    recipes = {placement: recipe_of(models[placement]) for placement in part(models, first, 2)}
     assert_all_same_in_turn(world(num_ranks).run(train_in_turn, recipes, comm_policy=CommPolicy(transport)), recipes)
 
 
@@ -79,6 +81,7 @@ def train_coalesced(recipe):
 
 
 # Runs travel as on "torch", so only the default differs. `uneven_columns`, cut on other dims, cannot be coalesced.
+@pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("model", ["uneven", "tied_across", "mixed_bfloat", "uneven_columns"])
 def test_coalesced_gathers_train_as_in_one_process(world, model, num_ranks):

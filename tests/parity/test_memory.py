@@ -39,6 +39,7 @@ def what_outlives_the_model(name, num_steps, **options):
     return [what for what, ref in watched.items() if ref() is not None]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 @pytest.mark.parametrize("name", ["mlp", "tied_across", "nested", "transformer", "checkpoint_outside"])
 def test_nothing_outlives_the_model(world, name, num_steps):

@@ -62,6 +62,7 @@ def train_with_both_policies(recipe, policy):
     return ours, theirs
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", ["mlp", "nested", "containers", "transformer"])
 def test_mixed_precision_rounds_where_torch_rounds(world, model, policy):

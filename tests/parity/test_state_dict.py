@@ -73,6 +73,7 @@ def train_from_sharded_state(recipe, assign, after_a_step):
     return steps_sharded(model, recipe, rank)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("after_a_step", [False, True], ids=["fresh", "after_a_step"])
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "buffers"])
@@ -92,6 +93,7 @@ def train_from_whole_state(recipe, assign, after_a_step):
     return steps_sharded(model, recipe, rank)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("after_a_step", [False, True], ids=["fresh", "after_a_step"])
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "scalar_parameter"])

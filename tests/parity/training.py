@@ -111,7 +111,9 @@ def mesh_of(shape: tuple[int, ...] | None) -> DeviceMesh | None:
     if shape is None:
         return None
     known: dict[tuple[int, ...], _Mesh] = vars(_meshes).setdefault("by_shape", {})
-    if shape not in known or not known[shape].is_alive():
+    for ended in [each for each, mesh in known.items() if not mesh.is_alive()]:
+        del known[ended]
+    if shape not in known:
         # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
         _clear_sharding_prop_cache()
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

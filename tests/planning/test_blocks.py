@@ -79,6 +79,7 @@ def described(model, mesh):
     return sherd.auto_shard(model, mesh=mesh)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_ranks", [3, 8])
 @pytest.mark.parametrize("shard", [block_by_block, flat, parts_of_blocks, described])

@@ -180,6 +180,7 @@ def applied(make, share, **options):
     return [change for change, _, _ in changes], note
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("make", [composed, wrapped])
 @pytest.mark.parametrize("share", [0.95, 0.75, 0.5])
 def test_changes_that_are_named_fit(world, make, share):
@@ -288,6 +289,7 @@ def failing(make, where, named=None):
 WHERE = {"forward": "forward of blocks.2", "backward": "backward of blocks.2", "optimizer": "optimizer"}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("make", [composed, wrapped, partial(wrapped, False), partial(composed, checkpoints=True)])
 @pytest.mark.parametrize("where", WHERE)
 def test_an_error_of_torch_goes_on_with_a_note(world, make, where):

@@ -65,6 +65,7 @@ def stops(tab, most=60):
     return found
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["one", "two", "large", "hostile", "empty"])
 @pytest.mark.parametrize(("width", "dark"), WINDOWS, ids=lambda value: str(value))
 def test_a_page_fits_its_window_and_asks_for_nothing(shown, pages, name, width, dark):

@@ -60,6 +60,7 @@ def made(model=None, mesh=(1, 8), length=64, **options):
     return plan(model or decoder(), mesh, tokens(length=length), **{"loss": next_token, **given(), **options})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4)])
 @pytest.mark.parametrize("placement", ["shard", "flat"])
 @pytest.mark.parametrize("reshard", [True, False])

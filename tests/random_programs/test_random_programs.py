@@ -21,8 +21,9 @@ from tests.random_programs.programs import (
 )
 from tests.random_programs.search import failing
 from tests.random_programs.training import InvalidProgram, plain
+from tests.thorough import share
 
-NUM_SEEDS = 200
+NUM_SEEDS = share(40, 200)
 TOGETHER = 10
 
 NOT_YET = ("none",)
