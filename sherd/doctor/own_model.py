@@ -36,7 +36,8 @@ def steps_of(spec: str, sizes: Sequence[int]) -> Iterator[Step]:
     for dtype in DTYPES if planned.config is None else [precisions[planned.config.run.precision]]:
         model = _with_values(planned, dtype)
         batch = planned.batch(1, TOKENS if planned.config is None else planned.config.data.context)
-        first, rows = num_samples(batch), _num_tokens(model) if planned.batch is token_batch else 1
+        has_tokens_alone = planned.batch is token_batch or (isinstance(batch, dict) and batch.keys() == {"input_ids"})
+        first, rows = num_samples(batch), _num_tokens(model) if has_tokens_alone else 1
         for size in sizes:
             drawn = map_tensors(partial(_drawn, rows), resized_batch(batch, first, size * first))
             yield partial(step, model, drawn, planned.layout.loss)

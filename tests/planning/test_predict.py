@@ -41,8 +41,8 @@ def test_mfu_is_of_what_the_model_computes():
         assert found.mfu == pytest.approx(found.flops / found.timeline.seconds / 989.4e12)
         assert found.tokens_per_second == pytest.approx(8 * 2 * 4096 / found.timeline.seconds)
         assert found.samples_per_second == pytest.approx(8 * 2 * 2 / found.timeline.seconds)
-    # Operations reach 700 of 989.4 TFLOP/s, and there is nearly nothing else.
-    assert predicted(work, sharded_stack(4), H100, Mesh(8)).mfu == pytest.approx(700 / 989.4, rel=0.01)
+    # Operations reach 600 of 989.4 TFLOP/s, and there is nearly nothing else.
+    assert predicted(work, sharded_stack(4), H100, Mesh(8)).mfu == pytest.approx(600 / 989.4, rel=0.01)
 
 
 @pytest.mark.parametrize(("dtype", "peak"), [("float64", 66.9e12), ("float16", 989.4e12)])

@@ -10,6 +10,7 @@ import pytest
 from bench.published import (
     CHECKPOINTING,
     DATA,
+    KERNELS,
     PAGE,
     Compared,
     Predicted,
@@ -48,9 +49,29 @@ PARAMETERS = {  # the published numbers, of models for 2,048 tokens
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen3-32b": 32_762_123_264,
+    "tinyllama": 1_100_048_384,
 }
-ROUNDED = {"llama2-34b": 34e9, "gpt-22b": 22e9, "gpt-175b": 175e9, "gpt-530b": 530e9, "gpt-1t": 1008e9}
-PARTS = {"llama3-405b-21": 21, "llama3-405b-42": 42}  # so many of the layers
+ROUNDED = {
+    "llama2-34b": 34e9,
+    "gpt-22b": 22e9,
+    "gpt-175b": 175e9,
+    "gpt-530b": 530e9,
+    "gpt-1t": 1008e9,
+    "internlm-7b": 7.3e9,
+    "nanotron-8b": 8.86e9,
+    "nanotron-80b": 80e9,
+    "nemotron4-340b": 340e9,
+    "stablecode-3b": 2.8e9,
+    "titan-gpt2": 85e6 + 2 * 768 * 128_256,  # GPT-2's blocks, and the words of Llama 3 twice
+}
+PARTS = {  # so many of the layers of another
+    "llama2-13b-4": ("llama2-13b", 40, 4),
+    "llama2-13b-20": ("llama2-13b", 40, 20),
+    "llama3-405b-21": ("llama3-405b", 126, 21),
+    "llama3-405b-42": ("llama3-405b", 126, 42),
+}
 
 
 # The data
@@ -78,6 +99,7 @@ def test_a_rows_fields_make_sense(id):
     assert (row.replicate > 1) == (row.sharding == "HSDP")
     assert row.checkpointing in CHECKPOINTING
     assert row.parameters in ("float32", "bfloat16")
+    assert row.attention in KERNELS
     assert row.memory_is in ("reserved", "active")
     assert row.tokens is None or row.mfu is None
     figures = [each for each in (row.tokens, row.mfu, row.memory) if each is not None]
@@ -88,8 +110,10 @@ def test_a_rows_fields_make_sense(id):
 
 
 def test_what_rows_name_is_there_and_nothing_else_is():
-    for table, field in (("sources", "source"), ("models", "model"), ("clusters", "cluster")):
+    for table, field in (("models", "model"), ("clusters", "cluster")):
         assert TREE[table].keys() == {getattr(row, field) for row in ROWS.values()}
+    of_rows = {row.source for row in ROWS.values()}
+    assert TREE["sources"].keys() == of_rows | {each["source"] for each in TREE["others"]}
     for source in TREE["sources"].values():
         assert source.keys() == {"title", "found", "assumed", "optimizer"}
         assert all(source.values())
@@ -116,7 +140,8 @@ def test_a_model_has_as_many_parameters_as_the_published_one(model):
         assert numel == pytest.approx(ROUNDED[model], rel=0.02)
     elif model in PARTS:
         block = sum(parameter.numel() for parameter in training.model.model.layers[0].parameters())
-        assert numel == PARAMETERS["llama3-405b"] - (126 - PARTS[model]) * block
+        whole, all_layers, layers = PARTS[model]
+        assert numel == PARAMETERS[whole] - (all_layers - layers) * block
     else:
         assert numel == PARAMETERS.get(model, numel)
         assert model in PARAMETERS
