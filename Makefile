@@ -12,7 +12,7 @@ BROWSER := .browser/chromium
 .NOTPARALLEL:
 
 help:
-	@echo "make test         run the tests; ARGS='-k name' picks some"
+	@echo "make test         run the tests; ARGS='-k name' picks some, ARGS=--thorough tries all combinations of parameters"
 	@echo "make test-device  the device code on a simulated accelerator: tests/device, tests/gpu; ARGS='-k name' picks some"
 	@echo "make train        train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
 	@echo "make lint         ruff (lint and format) and mypy --strict"

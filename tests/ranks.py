@@ -53,10 +53,10 @@ MAX_THREADS = 8
 TIMEOUT_S = 60.0
 # After a first failure the other ranks get this long to tell theirs; a rank stuck in a collective never will.
 GRACE_S = 5.0
-# Ranks that have more threads between tests get successors. A group that somebody still knows, though it is destroyed,
-# keeps its threads, and one of them wakes a hundred times a second: a hundred groups, on four ranks, take a third of a
-# core.
-MOST_THREADS = 40
+# Ranks with more groups than that between tests get successors. A group that somebody still knows, though it is
+# destroyed, keeps its threads, and one of them wakes a hundred times a second: a hundred groups, on four ranks, take a
+# third of a core.
+MOST_LOOPS = 12
 # What tests need sooner or later, imported once by the fork server and not once per rank, which takes half a second of
 # each start. `torch._dynamo` is in it because every optimizer imports it on first use.
 PRELOADED = [
@@ -109,7 +109,7 @@ class Processes:
         if failures:
             self.stop()
             raise RanksFailed(name_of(fn), failures, stuck)
-        if max(each.threads for each in results.values()) > MOST_THREADS:
+        if max(each.loops for each in results.values()) > MOST_LOOPS:
             self.stop()
         return [results[rank].value for rank in range(self.num_ranks)]
 

@@ -59,6 +59,7 @@ def num_ranks(setting: Setting) -> int:
     return 4 if setting.replicas > 1 or type(setting.reshard) is int else 2
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_numbers_are_those_of_the_plain_model(name, seed, sim_world):

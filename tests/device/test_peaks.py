@@ -153,6 +153,7 @@ MOST = {
 """Of FSDP2's peaks: in forward and in backward. Shards and Adam's states, alike in both, are a large part of them."""
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", CHOICES)
 def test_no_phase_of_a_step_takes_more_than_fsdp2(name, num_ranks, sim_world):
@@ -191,6 +192,7 @@ def predicted_and_taken(choice: Choice) -> tuple[int, int]:
     return said, requested() - before
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", [*CHOICES, "Flat", "coalesced"])
 def test_a_step_takes_what_was_predicted_to_the_byte(name, num_ranks, sim_world):

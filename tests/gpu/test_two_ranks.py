@@ -28,12 +28,14 @@ def assert_ranks_train_plainly(ranks, recipe, how, **options):
         assert not races
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["Shard(0)", "Flat"])
 def test_torchs_calls_carry_it(placement, recipe, ranks_with):
     assert_ranks_train_plainly(ranks_with(2, *SINGLE_CALLS), RECIPES[recipe], "torch's calls", placement=placement)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["Shard(0)", "Flat"])
 def test_a_users_own_calls_carry_it(placement, recipe, ranks_with):
@@ -48,6 +50,7 @@ def test_offloaded_shards_are_carried_too(placement, recipe, ranks_with):
     )
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
 def test_the_wrapper_carries_it(use_orig_params, recipe, ranks_with):

@@ -44,6 +44,7 @@ def plain(name: str, device: torch.device) -> Run:
     return train_plain(RECIPES[name], device)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_trains_as_the_plain_model(placement, recipe, alone, accelerator):
@@ -75,6 +76,7 @@ def test_memory_of_the_process_group_carries_the_same_numbers(placement, reshard
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
 def test_the_wrapper_trains_as_the_plain_model(use_orig_params, recipe, alone, accelerator):
