@@ -29,7 +29,8 @@ test: $(VENV)/.test $(BROWSER)
 # On the simulated accelerator (tests/device/README.md), which is compiled if there is a compiler. In a pytest of its own:
 # once loaded, it is the accelerator of the whole process.
 test-device: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --device=sim tests/device tests/gpu $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --device=sim \
+		tests/device tests/gpu $(ARGS)
 
 train: $(VENV)/.train
 	$(BIN)/sherd train $(ARGS)

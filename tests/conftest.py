@@ -34,6 +34,15 @@ DEVICE = Path(__file__).parent / "device"
 
 # Files that take longest, or mostly wait. They go first, so that at the end no worker is left alone with one of them.
 LONGEST = (
+    "tests/device/test_train.py",
+    "tests/device/test_watchdog.py",
+    "tests/device/test_peaks.py",
+    "tests/device/test_bench.py",
+    "tests/gpu/test_random_settings.py",
+    "tests/device/test_order.py",
+    "tests/gpu/test_two_ranks.py",
+    "tests/gpu/test_values.py",
+    "tests/gpu/test_order_under_load.py",
     "tests/faults/test_campaign.py",
     "tests/machines/test_across.py",
     "tests/train/test_kills.py",
