@@ -71,7 +71,12 @@ class Planner:
     once for all that is gathered ahead and for any number of replicas; and it has the blocks of two stages of a
     pipeline, however many there are. A planner `like` this one, whose model has more or fewer of the same blocks, lends
     what it has sharded.
+
+    Attributes:
+        has_holes: reserved memory has the holes of the allocator's pools, unless the planner is rough.
     """
+
+    has_holes = True
 
     def __init__(
         self, training: Training, cluster: Cluster, is_rough: bool = False, like: Planner | None = None
@@ -110,7 +115,7 @@ class Planner:
                 mesh,
                 micro_batches=times,
                 reduces_each=settings.strategy not in ACCUMULATING,
-                is_rough=self._is_rough,
+                is_rough=self._is_rough or not self.has_holes,
                 title=title,
             )
         training = self.training
@@ -125,7 +130,13 @@ class Planner:
             for name, number in (("first", 0), ("last", mesh.pp - 1))
         )
         return predict_pipeline(
-            first, last, self.cluster, mesh, micro_batches=times, is_rough=self._is_rough, title=title
+            first,
+            last,
+            self.cluster,
+            mesh,
+            micro_batches=times,
+            is_rough=self._is_rough or not self.has_holes,
+            title=title,
         )
 
     def read(self, samples: int) -> Work:

@@ -66,6 +66,9 @@ class Running(Planner):
         InputError: it does not run without values.
     """
 
+    has_holes = False
+    """Which there are depends on all that the process has allocated so far. What is free tells what they take."""
+
     def __init__(
         self, model: nn.Module, stepper: torch.optim.Optimizer, seen: Forwards, loss: LossOfOutput | None, on: Cluster
     ) -> None:
