@@ -16,7 +16,7 @@ from sherd.planning.blocks import with_fewer_blocks
 from sherd.planning.plan import num_samples, resized_batch
 from sherd.planning.planner import compute_in
 from sherd.planning.reading import Loss
-from sherd.train.planned_model import Planned, model_from, token_batch
+from sherd.train.planned_model import Planned, model_from
 
 BLOCKS = 2
 """Of many equal blocks so many run."""
@@ -36,8 +36,7 @@ def steps_of(spec: str, sizes: Sequence[int]) -> Iterator[Step]:
     for dtype in DTYPES if planned.config is None else [precisions[planned.config.run.precision]]:
         model = _with_values(planned, dtype)
         batch = planned.batch(1, TOKENS if planned.config is None else planned.config.data.context)
-        has_tokens_alone = planned.batch is token_batch or (isinstance(batch, dict) and batch.keys() == {"input_ids"})
-        first, rows = num_samples(batch), _num_tokens(model) if has_tokens_alone else 1
+        first, rows = num_samples(batch), _num_tokens(model) if planned.reads_tokens else 1
         for size in sizes:
             drawn = map_tensors(partial(_drawn, rows), resized_batch(batch, first, size * first))
             yield partial(step, model, drawn, planned.layout.loss)

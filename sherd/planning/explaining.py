@@ -18,8 +18,8 @@ from sherd.engine.run.seal import runtime_of
 from sherd.errors import MemoryLimitError
 from sherd.memory.report import root_unit
 from sherd.planning.in_words import advice_of, lines_of_advice
-from sherd.planning.planner import or_impossible
 from sherd.planning.report.in_words import in_bytes
+from sherd.planning.rough import or_impossible
 from sherd.planning.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
 from sherd.planning.sharding import stepped
 from sherd.planning.tracing import Recorder, recording

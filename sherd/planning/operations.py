@@ -111,12 +111,14 @@ def kernels_of(device_type: str) -> AbstractContextManager[None]:
     Args:
         device_type: "cpu", or an accelerator: any is taken for CUDA.
     """
-    if device_type == "cpu":
-        attention = partial(_attention, _attention_on_cpu)
-        return composed_on_meta({"scaled_dot_product_attention": attention, **recurrent.LAYERS})
-    attention = partial(_attention, _attention_on_cuda)
-    others: dict[str, Callable[..., object]] = {"dropout": _dropout, "rms_norm": _rms_norm}
-    return composed_on_meta({"scaled_dot_product_attention": attention, **others, **recurrent.LAYERS})
+    fused = _attention_on_cpu if device_type == "cpu" else _attention_on_cuda
+    functions: dict[str, Callable[..., object]] = {
+        **recurrent.LAYERS,
+        "scaled_dot_product_attention": partial(_attention, fused),
+    }
+    if device_type != "cpu":
+        functions |= {"dropout": _dropout, "rms_norm": _rms_norm}
+    return composed_on_meta(functions)
 
 
 def _attention(

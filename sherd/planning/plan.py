@@ -18,8 +18,9 @@ from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.planning.arguments import ArgumentError, beginning, mesh_of, named, optimizer_of, require_arguments
 from sherd.planning.axes import Cut, Layout, Shards, auto_units
 from sherd.planning.in_words import advice_of, facts_of, lines_of
-from sherd.planning.planner import Planner, RoughPlanner, Training, fully_shard_args, or_impossible
+from sherd.planning.planner import Planner, Training, fully_shard_args
 from sherd.planning.reading import Loss, own_or_usual_loss
+from sherd.planning.rough import RoughPlanner, or_impossible
 from sherd.requirements import require_int
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from math import floor
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from sherd.api.recompute import KeptResults
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
 from sherd.engine.run.structures import map_tensors
-from sherd.errors import InputError, SherdError
+from sherd.errors import InputError
 from sherd.layout.runs import Flat
 from sherd.planning.arguments import ArgumentError
 from sherd.planning.axes import Layout
-from sherd.planning.blocks import Run, renumbered, thin_out, with_blocks, with_fewer_blocks, with_replicas
+from sherd.planning.blocks import Run, renumbered, thin_out, with_blocks, with_replicas
 from sherd.planning.reading import read_work
 from sherd.planning.sharding import sharded_of
 from sherd.planning.transports import between_hosts, on_one_host
@@ -32,7 +31,6 @@ from sherd.simulate.cluster import Cluster
 from sherd.simulate.costs import op_seconds
 from sherd.simulate.pipeline import Stage
 from sherd.simulate.predict import Prediction, RankWork, predict, predict_pipeline
-from sherd.simulate.search import IMPOSSIBLE, Outcome
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import Optimizer, Sharded
 from sherd.simulate.stretches import Part, parts_of, read_outside
@@ -71,12 +69,7 @@ class Planner:
     once for all that is gathered ahead and for any number of replicas; and it has the blocks of two stages of a
     pipeline, however many there are. A planner `like` this one, whose model has more or fewer of the same blocks, lends
     what it has sharded.
-
-    Attributes:
-        has_holes: reserved memory has the holes of the allocator's pools, unless the planner is rough.
     """
-
-    has_holes = True
 
     def __init__(
         self, training: Training, cluster: Cluster, is_rough: bool = False, like: Planner | None = None
@@ -89,9 +82,14 @@ class Planner:
         self._work = cache(self._work_of)
         self._sharded = cache(self._shard_once)
         self._thin = cache(self._shard_thin)
-        self._like = cache(self._find_like)
-        self._parts = cache(self._cut_once)
+        self._thinned = cache(self._thin_out)
+        self._parts: dict[Hashable, tuple[Part, ...]] = {}
         self._of_stage = cache(self._stage_planner)
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether reserved memory has the holes of the allocator's pools."""
+        return not self._is_rough
 
     def predict(self, settings: Settings, title: str = "") -> Prediction:
         """Returns the prediction of a step.
@@ -115,7 +113,7 @@ class Planner:
                 mesh,
                 micro_batches=times,
                 reduces_each=settings.strategy not in ACCUMULATING,
-                is_rough=self._is_rough or not self.has_holes,
+                has_holes=self.has_holes,
                 title=title,
             )
         training = self.training
@@ -135,7 +133,7 @@ class Planner:
             self.cluster,
             mesh,
             micro_batches=times,
-            is_rough=self._is_rough or not self.has_holes,
+            has_holes=self.has_holes,
             title=title,
         )
 
@@ -156,7 +154,10 @@ class Planner:
         cut = replace(settings, **{name: getattr(usual, name) for name in NOT_OF_SHARDING})
         work = self._work(*work_key)
         sharded = self._sharded(cut)
-        return RankWork(work, offloaded(sharded) if settings.offload else sharded, self._parts(work_key, cut))
+        parts_key = work_key, sharded.cuts, settings.wrapping
+        if parts_key not in self._parts:
+            self._parts[parts_key] = self._cut(work, sharded, settings.wrapping)
+        return RankWork(work, sharded.offloaded() if settings.offload else sharded, self._parts[parts_key])
 
     def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         training = self.training
@@ -195,12 +196,11 @@ class Planner:
         modules = [number for number, each in enumerate(work.modules) if each.name in names]
         return checkpointed(work, modules, _selective if recompute == "selective" else None)
 
-    def _cut_once(self, work_key: tuple[int, Mesh, float, str], settings: Settings) -> tuple[Part, ...]:
-        device, work, sharded = self.cluster.device, self._work(*work_key), self._sharded(settings)
-        name = read_outside(work, sharded) if settings.wrapping != "auto" else None
+    def _cut(self, work: Work, sharded: Sharded, wrapping: str) -> tuple[Part, ...]:
+        device, name = self.cluster.device, read_outside(work, sharded) if wrapping != "auto" else None
         if name is not None:
             said = f"forward reads {name} while no module of its unit runs"
-            raise ArgumentError("wrapping", repr(settings.wrapping), said)
+            raise ArgumentError("wrapping", repr(wrapping), said)
         return parts_of(work, sharded, lambda op: op_seconds(op, device))
 
     def _shard_once(self, settings: Settings) -> Sharded:
@@ -210,7 +210,7 @@ class Planner:
             few = mesh.replicate if settings.strategy != "auto" else min(mesh.replicate, 2)
             usual = replace(settings, prefetch=1, mesh=replace(mesh, replicate=few, pp=min(mesh.pp, 2)))
         thin, its_work = self._lender._thin(usual)
-        whole = with_blocks(renumbered(thin, its_work, work), self._like(together(settings)), work)
+        whole = with_blocks(renumbered(thin, its_work, work), self._thinned(together(settings))[1], work)
         if whole is None:
             with self._imagined(usual.mesh):
                 whole = self._shard(copy.deepcopy(self.training.model), usual, work)
@@ -223,17 +223,17 @@ class Planner:
         """Returns the sharded model with one block of each kind, and the work by which it is numbered."""
         work = self._any_read[_without_data(settings.mesh)]
         with self._imagined(settings.mesh):
-            model = copy.deepcopy(self.training.model)
-            thin_out(model, together(settings))
-            return self._shard(model, settings, work), work
+            model, _ = self._thinned(together(settings))
+            return self._shard(copy.deepcopy(model), settings, work), work
 
     def _shard(self, model: nn.Module, settings: Settings, work: Work) -> Sharded:
         laid = self.training.layout.lay(model, settings.mesh)
         model = laid.shard(model, **fully_shard_args(settings, self.training.compute_dtype))
         return sharded_of(model, work, self.training.optimizer)
 
-    def _find_like(self, together: int) -> dict[Run, Run]:
-        return thin_out(copy.deepcopy(self.training.model), together)
+    def _thin_out(self, together: int) -> tuple[nn.Module, dict[Run, Run]]:
+        model = copy.deepcopy(self.training.model)
+        return model, thin_out(model, together)
 
     @contextmanager
     def _imagined(self, mesh: Mesh) -> Iterator[None]:
@@ -272,96 +272,8 @@ def _imagined(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
 NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micro_batches")
 ACCUMULATING = ("zero1", "ddp")
 """Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
-FEW, MORE = 2, 4
-"""Of many equal blocks a rough prediction plays so many, and adds the difference for each of the others."""
 MOST_PLAYED = 512
 """Of more micro-batches in a step so many are played, and the last one is added for each of the others."""
-MICRO_BATCHES = 3
-"""Of many micro-batches it plays so many, and adds the last one for each of the others."""
-
-
-class RoughPlanner:
-    """Predicts the seconds and bytes of steps in less time, for a search: of models with many equal blocks by models
-    with fewer, of many micro-batches by fewer, of several samples by what one takes, and of a share of blocks that are
-    computed again by the next ones of none, half and all."""
-
-    def __init__(self, training: Training, cluster: Cluster) -> None:
-        self._training, self._cluster = training, cluster
-        self._played = cache(self._play)
-        self._planners = cache(self._make_planners)
-        self._refusal = cache(self._find_refusal)
-        self._whole = cache(lambda is_rough: Planner(training, cluster, is_rough))
-
-    def _make_planners(self, times: int) -> tuple[list[Planner], int | None]:
-        """Returns the planners of both models, with so many times `FEW` and `MORE` blocks, and how many blocks the
-        whole one has; nothing, if that is not made of more and equal ones."""
-        training, cluster, model = self._training, self._cluster, self._training.model
-        few, more = (with_fewer_blocks(model, number * times) for number in (FEW, MORE))
-        if few is None or more is None:
-            return [], None
-        first = Planner(replace(training, model=few[0]), cluster, is_rough=True)
-        return [first, Planner(replace(training, model=more[0]), cluster, is_rough=True, like=first)], few[1]
-
-    def runs_with(self, samples: int) -> bool:
-        """Returns whether the model runs with a batch of so many `samples`."""
-        return self._refusal(samples) is None
-
-    def _find_refusal(self, samples: int) -> InputError | None:
-        """Returns the error of a model that does not run with so many samples, but does with those of its own batch."""
-        own = self._training.samples
-        if samples == own:
-            return None
-        few = with_fewer_blocks(self._training.model, FEW)
-        reader = Planner(self._training if few is None else replace(self._training, model=few[0]), self._cluster)
-        try:
-            reader.read(samples)
-        except InputError as error:
-            with suppress(InputError):
-                reader.read(own)
-                return error  # else it is not the number that it refuses
-        return None
-
-    def outcome(self, settings: Settings) -> Outcome:
-        """Returns what a step takes under `settings`. Raises as `Planner.predict` does."""
-        refusal = self._refusal(settings.micro_batch)
-        if refusal is not None:
-            raise refusal
-        lower = floor(2 * settings.checkpointing) / 2
-        found, part = self._of_all(replace(settings, checkpointing=lower)), 2 * (settings.checkpointing - lower)
-        return _between(found, self._of_all(replace(settings, checkpointing=lower + 0.5)), part) if part else found
-
-    def _of_all(self, settings: Settings) -> Outcome:
-        """Returns the outcome of all micro-batches."""
-        num = min(settings.micro_batches, max(MICRO_BATCHES, settings.mesh.pp + 1))
-        found, others = self._played(replace(settings, micro_batches=num)), settings.micro_batches - num
-        return _between(self._played(replace(settings, micro_batches=num - 1)), found, 1 + others) if others else found
-
-    def _play(self, settings: Settings) -> Outcome:
-        pp, run = settings.mesh.pp, together(settings)
-        planners, num_blocks = self._planners(min(pp, 2) * run)
-        if num_blocks is None or num_blocks < MORE * pp * run:
-            planners, num_blocks = [self._whole(pp == 1)], None
-        predictions = (planner.predict(settings) for planner in planners)
-        first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
-        return first if num_blocks is None else _between(first, more[0], (num_blocks / pp / run - FEW) / (MORE - FEW))
-
-
-def or_impossible(evaluate: Callable[[Settings], Outcome]) -> Callable[[Settings], Outcome]:
-    """Returns `evaluate`, but for settings that the model refuses, which are `IMPOSSIBLE`."""
-
-    def evaluated(settings: Settings) -> Outcome:
-        try:
-            return evaluate(settings)
-        except SherdError:
-            return IMPOSSIBLE
-
-    return evaluated
-
-
-def _between(first: Outcome, last: Outcome, part: float) -> Outcome:
-    """Returns the outcome that far from the first to the last, or beyond it, along a line."""
-    nbytes = first.nbytes + part * (last.nbytes - first.nbytes)
-    return Outcome(first.seconds + part * (last.seconds - first.seconds), round(nbytes))
 
 
 def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -397,13 +309,3 @@ def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
 
     for unit in (model, *(block for blocks in repeated_blocks(model).values() for block in blocks)):
         unit.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-
-
-def offloaded(sharded: Sharded) -> Sharded:
-    """Returns `sharded` with shards, gradients and optimizer state in host memory (`CPUOffloadPolicy`), on a device
-    with streams. An all-gather sends from rows in the memory of the device, so no buffer is added."""
-    units = tuple(
-        replace(unit, groups=tuple(replace(sizes, shards=0, is_offloaded=True) for sizes in unit.groups))
-        for unit in sharded.units
-    )
-    return replace(sharded, units=units, is_offloaded=True)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import TorchDispatchMode, are_fake
 from sherd.planning.collectives import collective_of, is_communication
+from sherd.planning.known_results import KnownResults
 from sherd.planning.operations import WITHOUT_VALUES, op_of, tensors_among
 from sherd.planning.recurrent import steps_of
 from sherd.simulate.work import (
@@ -86,6 +87,7 @@ class Recording(TorchDispatchMode):
         self._events: list[Event] = []
         self._memory: list[_Memory] = []
         self._number_at: dict[int, int] = {}  # by the id of a storage that is alive
+        self._known = KnownResults()
         self._call: Call | None = None
         self._calls: list[Call] = []
         self._last_reached: Call | None = None
@@ -120,7 +122,8 @@ class Recording(TorchDispatchMode):
             self._end_recomputation()
         if again or not self._in_backward:
             self._use(args)
-        result = WITHOUT_VALUES.get(func, func)(*args, **kwargs)
+        without_values = WITHOUT_VALUES.get(func)
+        result = without_values(*args, **kwargs) if without_values else self._known.of(func, args, kwargs)
         if are_fake((*types, type(result))):
             return result  # nobody will compute this
         for each in tensors_among((result,)):

@@ -47,7 +47,7 @@ def _layers(
 LAYERS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     f"{name}.input": partial(_layers, mode) for name, mode in _MODES.items()
 }
-"""By the names of operators that torch composes: what stands for them on meta."""
+"""Replacements on the meta device for operators that torch composes of others, by their names."""
 
 
 def _forward(
@@ -90,7 +90,7 @@ def _backward(
 
 
 WITHOUT_KERNELS: dict[Any, Callable[..., Any]] = {_FORWARD.default: _forward, _BACKWARD.default: _backward}
-"""What stands for cuDNN's operations, which have no kernels on meta."""
+"""Replacements on the meta device for cuDNN's operations, which have no kernels there."""
 
 
 def _num_steps(x: Tensor) -> int:

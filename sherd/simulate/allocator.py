@@ -20,7 +20,7 @@ without expandable segments.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sherd.simulate.timeline import Lane
 
@@ -31,14 +31,13 @@ SMALL_SEGMENT, LARGE_SEGMENT, ROUNDED_TO = 2 * MIB, 20 * MIB, 2 * MIB
 LEAST_OF_ITS_OWN = 10 * MIB
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A part of a segment. The smaller ones come first, of these the ones at lower addresses."""
 
     size: int
     address: int
-    lane: Lane = field(compare=False)
-    is_small: bool = field(compare=False)
+    lane: Lane
+    is_small: bool
 
     @property
     def end(self) -> int:
@@ -92,13 +91,12 @@ class CachingAllocator:
         """Take a block back."""
         assert block.address in self._given, "it was given out"
         self._given.remove(block.address)
-        joined = [self._ending.get(block.address), block, self._beginning.get(block.end)]
-        parts = [each for each in joined if each is not None]
-        for each in parts:
-            if each is not block:
+        size, address = block.size, block.address
+        for each in (self._ending.get(address), self._beginning.get(block.end)):
+            if each is not None:
                 self._take_out(each)
-        size = sum(each.size for each in parts)
-        self._put_in(Block(size, parts[0].address, block.lane, block.is_small))
+                size, address = size + each.size, min(address, each.address)
+        self._put_in(Block(size, address, block.lane, block.is_small))
 
     def _segment(self, size: int, lane: Lane, is_small: bool) -> Block:
         if is_small:

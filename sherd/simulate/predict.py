@@ -18,9 +18,7 @@ from sherd.simulate.settings import Mesh
 from sherd.simulate.sharded import Sharded
 from sherd.simulate.stretches import Called, Part
 from sherd.simulate.timeline import Lane, Timeline
-from sherd.simulate.work import Enter, Group, Leave, Op, OpKind, Work
-
-MATMULS = (OpKind.MATMUL, OpKind.ATTENTION)
+from sherd.simulate.work import Group, Op, OpKind, Work
 
 
 class ClusterCosts(Costs):
@@ -76,8 +74,6 @@ class Prediction:
         mfu: the share of the device's peak FLOP/s, in the dtype of most of its matrix products, that `flops` are.
             A dtype without a figure is as in `flops_in`.
         sent: bytes that the rank sends in the step, by link.
-        cost_per_million_tokens: in the cluster's currency; None without a price or tokens.
-        cost_per_million_samples: None without a price.
     """
 
     cluster: Cluster
@@ -90,15 +86,25 @@ class Prediction:
     samples_per_second: float
     mfu: float
     sent: dict[str, int]
-    cost_per_million_tokens: float | None
-    cost_per_million_samples: float | None
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """In the cluster's currency; None without a price or tokens."""
+        return self._cost_per_million(self.tokens_per_second)
+
+    @property
+    def cost_per_million_samples(self) -> float | None:
+        """In the cluster's currency; None without a price."""
+        return self._cost_per_million(self.samples_per_second)
+
+    def _cost_per_million(self, per_second: float) -> float | None:
+        price = self.cluster.price_per_hour
+        return price * self.mesh.num_ranks / 3600 / per_second * 1e6 if price is not None and per_second else None
 
     def lasting(self, seconds: float, times: float = 1.0) -> Prediction:
         """Returns the prediction of a step that lasts so long, as other ranks need it, and does so many times as
         much."""
         share = times * self.timeline.seconds / seconds
-        costs = (self.cost_per_million_tokens, self.cost_per_million_samples)
-        of_tokens, of_samples = (None if cost is None else cost / share for cost in costs)
         return replace(
             self,
             timeline=replace(self.timeline, seconds=seconds),
@@ -106,8 +112,6 @@ class Prediction:
             tokens_per_second=self.tokens_per_second * share,
             samples_per_second=self.samples_per_second * share,
             mfu=self.mfu * share,
-            cost_per_million_tokens=of_tokens,
-            cost_per_million_samples=of_samples,
         )
 
     def continued(self, before: Prediction, num: int, more: int) -> Prediction:
@@ -146,7 +150,7 @@ def predict_pipeline(
     mesh: Mesh,
     *,
     micro_batches: int,
-    is_rough: bool = False,
+    has_holes: bool = True,
     title: str = "",
 ) -> Prediction:
     """Returns the prediction of a pipeline's step on the stage that takes the most memory: the first one, which has the
@@ -164,7 +168,7 @@ def predict_pipeline(
         replace(last, stage=replace(last.stage, begins=times[-1])),
     )
     found = [
-        predict(each, cluster, mesh, micro_batches=micro_batches, is_rough=is_rough, title=title) for each in ranks
+        predict(each, cluster, mesh, micro_batches=micro_batches, has_holes=has_holes, title=title) for each in ranks
     ]
     seconds = max(each.timeline.seconds for each in found)
     largest = max(found, key=lambda each: each.driver_bytes).lasting(seconds)
@@ -179,13 +183,14 @@ def predict(
     *,
     micro_batches: int = 1,
     reduces_each: bool = True,
-    is_rough: bool = False,
+    has_holes: bool = True,
     title: str = "",
 ) -> Prediction:
-    """Returns the prediction of a step; see `play`. If it `is_rough`, holes in the allocator's pools are left out."""
+    """Returns the prediction of a step; see `play`. With `has_holes`, what is reserved has those of the allocator's
+    pools."""
     work, costs, device = rank.work, ClusterCosts(cluster), cluster.device
     units, has_lanes = rank.sharded.units, device.overlaps
-    reserved = Reserved(units, device.memory - device.library_bytes) if has_lanes and not is_rough else None
+    reserved = Reserved(units, device.memory - device.library_bytes) if has_lanes and has_holes else None
     timeline = play(
         rank.parts,
         rank.sharded,
@@ -197,9 +202,8 @@ def predict(
         title=title,
     )
     seconds = timeline.seconds
-    flops = micro_batches * _flops_once(work)
+    flops = micro_batches * work.flops
     tokens, samples = (micro_batches * mesh.num_data * each / seconds for each in (work.tokens, work.samples))
-    a_million_seconds = None if cluster.price_per_hour is None else cluster.price_per_hour * mesh.num_ranks / 3600 * 1e6
     if reserved is not None:
         nbytes = reserved.allocator.most_reserved
     else:
@@ -213,10 +217,8 @@ def predict(
         flops,
         tokens,
         samples,
-        flops / seconds / flops_in(_dtype_of(work), device.peak_flops),
+        flops / seconds / flops_in(work.dtype, device.peak_flops),
         _sent(timeline, rank, costs),
-        a_million_seconds / tokens if a_million_seconds is not None and tokens else None,
-        a_million_seconds / samples if a_million_seconds is not None else None,
     )
 
 
@@ -243,28 +245,3 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
             times = 2 if span.name == "all-reduce" else 1
             sent[costs.link(group)] += times * span.nbytes * (group.size - 1) // group.size
     return dict(sent)
-
-
-def _flops_once(work: Work) -> int:
-    """Returns the floating-point operations of a micro-batch, without those of recomputation."""
-    flops, num_again = 0, 0
-    for event in work.events:
-        match event:
-            case Enter(again=True):
-                num_again += 1
-            case Leave(again=True):
-                num_again -= 1
-            case Op() if not num_again:
-                flops += event.flops
-            case _:
-                pass
-    return flops
-
-
-def _dtype_of(work: Work) -> str:
-    """Returns the dtype in which most of the matrix products are computed."""
-    flops: Counter[str] = Counter()
-    for event in work.events:
-        if isinstance(event, Op):
-            flops[event.dtype] += event.flops if event.kind in MATMULS else 0
-    return flops.most_common(1)[0][0] if flops else "float32"

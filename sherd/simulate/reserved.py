@@ -41,11 +41,24 @@ def reserved_roughly(changes: Iterable[Change], units: tuple[Unit, ...]) -> int:
     different sizes: the sum of the lanes' peaks, which are at different moments."""
     now: Counter[Lane] = Counter()
     most: Counter[Lane] = Counter()
+    lanes = _Lanes(units)
     for change in changes:
-        lane = lane_of(change.kind, units[change.unit] if change.unit >= 0 else None)
+        lane = lanes[change.kind, change.unit]
         now[lane] += change.nbytes
         most[lane] = max(most[lane], now[lane])
     return sum(-(-nbytes // SEGMENT) * SEGMENT for nbytes in most.values())
+
+
+class _Lanes(dict[tuple[str, int], Lane]):
+    """The lanes by the kind of memory and the number of the unit, -1 for none."""
+
+    def __init__(self, units: tuple[Unit, ...]) -> None:
+        self._units = units
+
+    def __missing__(self, key: tuple[str, int]) -> Lane:
+        kind, unit = key
+        self[key] = lane_of(kind, self._units[unit] if unit >= 0 else None)
+        return self[key]
 
 
 class Reserved:
@@ -53,7 +66,7 @@ class Reserved:
 
     def __init__(self, units: tuple[Unit, ...], limit: int | None = None) -> None:
         self.allocator = CachingAllocator(limit)
-        self._units = units
+        self._lanes = _Lanes(units)
         self._held: defaultdict[tuple[str, int], list[tuple[int, Block]]] = defaultdict(list)
         self._tensors: defaultdict[int, deque[Block]] = defaultdict(deque)
 
@@ -62,8 +75,7 @@ class Reserved:
         or the oldest ones."""
         held = self._held[kind, unit]
         if nbytes > 0:
-            lane = lane_of(kind, self._units[unit] if unit >= 0 else None)
-            held.append((nbytes, self.allocator.allocate(nbytes, lane)))
+            held.append((nbytes, self.allocator.allocate(nbytes, self._lanes[kind, unit])))
         while nbytes < 0:
             at = next((at for at, (size, _) in enumerate(held) if size == -nbytes), 0)
             size, block = held.pop(at)

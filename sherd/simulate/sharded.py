@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Limits, UnitSpec
@@ -96,6 +96,22 @@ class Sharded:
     places: Mapping[int, Arrival]
     optimizer: Optimizer
     is_offloaded: bool = False
+
+    def offloaded(self) -> Sharded:
+        """Returns it with shards, gradients and optimizer state in host memory (`CPUOffloadPolicy`), on a device with
+        streams. An all-gather sends from rows in the memory of the device, so no buffer is added."""
+        units = tuple(
+            replace(unit, groups=tuple(replace(sizes, shards=0, is_offloaded=True) for sizes in unit.groups))
+            for unit in self.units
+        )
+        return replace(self, units=units, is_offloaded=True)
+
+    @property
+    def cuts(self) -> Hashable:
+        """What decides where a micro-batch is cut into parts: the modules of units, the places of parameters, and
+        which gradients they wait for. Models with the same have the same parts."""
+        groups = (tuple((each.is_unread, each.is_all_trainable) for each in unit.groups) for unit in self.units)
+        return tuple(unit.modules for unit in self.units), tuple(groups), tuple(self.places.items())
 
     @property
     def unit_of(self) -> dict[int, int]:

@@ -10,8 +10,10 @@ index, tensors by a number that is used once. The events of a step stand in the 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class OpKind(str, Enum):
@@ -193,7 +195,7 @@ class Parameter:
         return numel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Work:
     """A micro-batch of a model on one rank. Modules and parameters stand in the order of registration, the root first.
 
@@ -207,7 +209,27 @@ class Work:
     samples: int
     tokens: int
 
-    @property
+    @cached_property
     def flops(self) -> int:
-        """The floating-point operations of forward and backward."""
-        return sum(event.flops for event in self.events if isinstance(event, Op))
+        """The floating-point operations of forward and backward, without those of recomputation."""
+        flops, num_again = 0, 0
+        for event in self.events:
+            match event:
+                case Enter(again=True):
+                    num_again += 1
+                case Leave(again=True):
+                    num_again -= 1
+                case Op() if not num_again:
+                    flops += event.flops
+                case _:
+                    pass
+        return flops
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype in which most of the matrix products are computed."""
+        flops: Counter[str] = Counter()
+        for event in self.events:
+            if isinstance(event, Op) and event.kind in (OpKind.MATMUL, OpKind.ATTENTION):
+                flops[event.dtype] += event.flops
+        return flops.most_common(1)[0][0] if flops else "float32"

@@ -111,14 +111,16 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     from sherd.planning.planner import Training
     from sherd.train.planned_model import model_from
 
-    sizes = _mesh(args, cluster.devices_per_node)
+    try:
+        mesh = mesh_of(_mesh(args, cluster.devices_per_node))
+    except ArgumentError as error:
+        raise InputError(f"--mesh {args.mesh}: {error.said}") from error
     model = model_from(args.model, torch.float32)
     config = model.config
     if args.write is not None and config is None:
         raise InputError("--write needs a MODEL that is a config of sherd train")
     if args.write is not None and args.optimizer != TRAINED:
         raise InputError(f"--optimizer {args.optimizer}: --write is for sherd train, which steps {TRAINED}")
-    mesh = mesh_of(sizes)
     if args.context is not None:
         _require_context(args.model, model, args.context)
         if config is not None:
@@ -213,9 +215,6 @@ def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
         if not (size.isascii() and size.isdecimal()) or int(size) < 1:
             raise InputError(f"--mesh {args.mesh}: {name} is {size!r}; expected a whole number from 1 on")
         sizes[name] = int(size)
-    dp, ep = (sizes.get(name, 1) for name in ("dp", "ep"))
-    if dp % ep:
-        raise InputError(f"--mesh {args.mesh}: ep={ep} does not divide dp={dp}; ep is a part of dp")
     num_ranks = math.prod(size for name, size in sizes.items() if name != "ep")
     if args.ranks not in (None, num_ranks):
         raise InputError(f"--mesh {args.mesh} has {num_ranks} ranks, and --ranks is {args.ranks}")

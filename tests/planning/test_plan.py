@@ -14,7 +14,8 @@ from sherd.errors import ClusterError, ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report
 from sherd.planning.axes import Layout
 from sherd.planning.plan import plan
-from sherd.planning.planner import FEW, MORE, MOST_PLAYED, Planner, RoughPlanner, Training
+from sherd.planning.planner import MOST_PLAYED, Planner, Training
+from sherd.planning.rough import FEW, MORE, RoughPlanner
 from sherd.schedule.moments import MemoryKind
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.settings import Mesh, Settings
