@@ -232,18 +232,63 @@ DO: dict[type[do.Action], Callable[[_Group], None]] = {
 """The effect of each action: the method that is called on all groups of its unit, or on the one that it names."""
 
 
-class Buffers:
-    """All units' buffers as numbers. `now` is bytes alive, `changes` what came and went, by unit and kind."""
+class _Ledger:
+    """The bytes of all buffers. `now` is what is alive, `changes` what came and went, by unit and kind.
 
-    def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
+    It is an object of its own, which knows no group: without a circle of references, thousands of forecasts in a
+    search are freed at once.
+    """
+
+    def __init__(self) -> None:
         self.now = 0
         self.changes: list[tuple[tuple[int, MemoryKind], int]] = []
-        self._moment: Moment | None = None
-        self._note_peak()
+        self.begin(None)
+        self.forget_peak()
+
+    def begin(self, moment: Moment | None) -> None:
+        """Bytes that come or go from now on do so at `moment`."""
+        self._moment = moment
+
+    def add(self, unit: int, kind: MemoryKind, more: int) -> None:
+        """Note bytes that come, or go below 0."""
+        self.changes.append(((unit, kind), more))
+        self.now += more
+        if self.now > self._peak:
+            self.forget_peak()
+
+    def forget_peak(self) -> None:
+        """Let the bytes that are alive now be the peak."""
+        # Its parts are added up only when they are asked for: every unit's first gradient is a new peak.
+        self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self.changes)
+
+    @property
+    def peak(self) -> Forecast:
+        """The most bytes at once since the last `forget_peak`."""
+        parts: Counter[tuple[int, MemoryKind]] = Counter()
+        for part, more in self.changes[: self._num_changes_to_peak]:
+            parts[part] += more
+        return Forecast(self._peak, self._peak_moment, {part: nbytes for part, nbytes in parts.items() if nbytes})
+
+
+class Buffers:
+    """All units' buffers as numbers."""
+
+    def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
+        self._ledger = _Ledger()
         self._units = [
-            [_Group(group_sizes, batch_bytes, partial(self._add, unit)) for group_sizes in groups]
+            [_Group(group_sizes, batch_bytes, partial(self._ledger.add, unit)) for group_sizes in groups]
             for unit, groups in enumerate(sizes)
         ]
+
+    @property
+    def now(self) -> int:
+        """The bytes that are alive."""
+        return self._ledger.now
+
+    @property
+    def changes(self) -> Sequence[tuple[tuple[int, MemoryKind], int]]:
+        """What came and went, by unit and kind."""
+        return self._ledger.changes
 
     @property
     def _groups(self) -> Iterator[_Group]:
@@ -253,20 +298,17 @@ class Buffers:
         """Begin a step, whose peak will be asked for: the optimizer has stepped and dropped the gradients."""
         for group in self._groups:
             group.drop_gradients()
-        self._moment = None
-        self._note_peak()
+        self._ledger.begin(None)
+        self._ledger.forget_peak()
 
     @property
     def peak(self) -> Forecast:
         """The most bytes at once since the step began."""
-        parts: Counter[tuple[int, MemoryKind]] = Counter()
-        for part, more in self.changes[: self._num_changes_to_peak]:
-            parts[part] += more
-        return Forecast(self._peak, self._peak_moment, {part: nbytes for part, nbytes in parts.items() if nbytes})
+        return self._ledger.peak
 
     def live_through(self, schedule: Schedule, moment: Moment) -> tuple[do.Action, ...]:
         """Carry out what the schedule answers to `moment`, or take a gradient. Returns the actions."""
-        self._moment = moment
+        self._ledger.begin(moment)
         if isinstance(moment, Arrival):
             reduces = schedule.state.specs[moment.unit].reduces
             self._units[moment.unit][moment.group].arrive(moment.index, reduces)
@@ -290,13 +332,3 @@ class Buffers:
             for group in groups:
                 DO[type(action)](group)
         return actions
-
-    def _add(self, unit: int, kind: MemoryKind, more: int) -> None:
-        self.changes.append(((unit, kind), more))
-        self.now += more
-        if self.now > self._peak:
-            self._note_peak()
-
-    def _note_peak(self) -> None:
-        # Its parts are added up only when they are asked for: every unit's first gradient is a new peak.
-        self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self.changes)
