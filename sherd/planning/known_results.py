@@ -26,21 +26,24 @@ class KnownResults:
     same of the arguments."""
 
     def __init__(self) -> None:
-        self._forms: dict[Hashable, _Form | tuple[_Form, ...]] = {}
+        self._forms: dict[Hashable, tuple[_Form, ...]] = {}
+        """Of one tensor in a tuple of one; () for what is called each time, as views are."""
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what `func` returns for these arguments."""
         try:
-            key = (func, *_keys(args), *kwargs, *_keys(kwargs.values())) if _is_pure(func) else None
+            key = (func, *_keys(args), *kwargs, *_keys(kwargs.values())) if _makes_new(func) else None
         except _NoKey:
             key = None
         forms = self._forms.get(key)
-        if forms is None:
-            result = func(*args, **kwargs)
-            if key is not None and _is_new(result, (*args, *kwargs.values())):
-                self._forms[key] = _form(result) if isinstance(result, Tensor) else tuple(map(_form, result))
-            return result
-        return _made(forms) if isinstance(forms[0], torch.Size) else tuple(map(_made, forms))
+        if forms:
+            made = tuple(map(_made, forms))
+            return made if len(func._schema.returns) > 1 else made[0]
+        result = func(*args, **kwargs)
+        if key is not None and forms is None:
+            made = result if isinstance(result, tuple) else (result,)
+            self._forms[key] = tuple(map(_form, made)) if _are_new(made, (*args, *kwargs.values())) else ()
+        return result
 
 
 class _NoKey(Exception):
@@ -63,15 +66,15 @@ def _keys(values: Iterable[Any]) -> Iterator[Hashable]:
 
 
 @cache
-def _is_pure(func: Any) -> bool:
-    """Returns whether `func` changes nothing that it is given."""
-    return not func._schema.is_mutable
+def _makes_new(func: Any) -> bool:
+    """Returns whether, by its schema, `func` changes nothing that it is given, and returns no view of it."""
+    schema = func._schema
+    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
 
 
-def _is_new(result: Any, given: tuple[Any, ...]) -> bool:
-    """Returns whether `result` is a tensor, or a tuple of them, on meta, each of which fills memory of its own. Torch's
-    schemas tell nothing of operations as `_unsafe_view`."""
-    made = result if isinstance(result, tuple) else (result,)
+def _are_new(made: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
+    """Returns whether all results are tensors on meta, each of which fills memory of its own. Schemas do not tell it of
+    operations as `_unsafe_view`."""
     if any(type(each) is not Tensor or not each.is_meta or each.layout is not torch.strided for each in made):
         return False
     storages = [each.untyped_storage() for each in made]

@@ -202,11 +202,12 @@ class Space:
 
     def _replicas(self, near: Mesh) -> Iterator[Mesh]:
         inside = near.cp * near.tp
-        for shard in divisors(near.num_data):
+        for replicas in divisors(near.num_data):
+            shard = near.num_data // replicas
             ranks = shard * inside
             is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0
             if shard % near.ep == 0 and (shard == near.num_data or is_even):
-                yield replace(near, shard=shard, replicate=near.num_data // shard)
+                yield replace(near, shard=shard, replicate=replicas)
 
     def _sizes(self, axis: str) -> Iterator[int]:
         most = self.per_node if axis == "tp" else self.num_ranks

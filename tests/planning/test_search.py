@@ -116,7 +116,7 @@ def test_where_no_single_change_is_enough_several_are_told_together():
 
 def test_meshes_are_parts_of_nodes_or_whole_nodes():
     meshes = list(Space(48, 48, 8).meshes(Mesh(48)))
-    assert [mesh.shard for mesh in meshes] == [1, 2, 4, 8, 16, 24, 48]
+    assert [mesh.shard for mesh in meshes] == [48, 24, 16, 8, 4, 2, 1]
     assert all(mesh.num_ranks == 48 for mesh in meshes)
 
 
