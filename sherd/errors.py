@@ -174,3 +174,14 @@ class RanksDifferError(CommError):
     """Ranks have changed a model in different ways. All of them raise it, with one text."""
 
     names_rank: ClassVar[bool] = False
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the first line of an error's text, and the next ones as long as a line ends with a colon; of an error
+    without text its name."""
+    said = ""
+    for line in str(error).split("\n"):
+        said = f"{said} {line.strip()}".strip()
+        if said and not said.endswith(":"):
+            break
+    return said or type(error).__name__

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from sherd.engine.run.structures import tensors_in
-from sherd.errors import InputError
+from sherd.errors import InputError, reason_of
 from sherd.planning.operations import kernels_of
 from sherd.planning.recording import Recording
 from sherd.simulate.work import Module, Parameter, Work
 from sherd.tensor.ragged import local_part
 from sherd.verify.equivalence import loss_in, output_of, own_loss
 
-__all__ = ["Loss", "own_or_usual_loss", "read_work", "reason_of"]
+__all__ = ["Loss", "own_or_usual_loss", "read_work"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Of a model and a batch, a scalar: the loss."""
@@ -89,17 +89,6 @@ def _require_loss(value: object, model: nn.Module) -> None:
         is_frozen = not any(each.requires_grad for each in model.parameters())
         why = "no parameter of the model is trainable" if is_frozen else "it does not depend on a trainable parameter"
         raise InputError(f"the loss has no gradient: {why} (requires_grad), so that there is no backward to plan")
-
-
-def reason_of(error: BaseException) -> str:
-    """Returns the first line of an error's text, and the next ones as long as a line ends with a colon; of an error
-    without text its name."""
-    said = ""
-    for line in str(error).split("\n"):
-        said = f"{said} {line.strip()}".strip()
-        if said and not said.endswith(":"):
-            break
-    return said or type(error).__name__
 
 
 def _reason_and_hint(error: BaseException) -> str:

@@ -100,8 +100,10 @@ class Settings:
         return f"ep={self.mesh.ep}" if self.mesh.ep > 1 else "offload" if self.offload else ""
 
     def in_words(self) -> dict[str, str]:
-        """Returns each setting in words, by its name."""
-        names = [name for name in NAMES if self.checkpointing or name != "recompute"]
+        """Returns each setting in words, by its name, but for those that have no effect: what is computed again where
+        nothing is, and what is freed where parameters are kept."""
+        has_effect = {"recompute": self.checkpointing > 0, "reshard": self.strategy == "auto"}
+        names = [name for name in NAMES if has_effect.get(name, True)]
         mesh = {"mesh": self.mesh.in_words(has_replicas=self.strategy == "auto")}
         return {name: _words(name, getattr(self, name)) for name in names} | mesh
 

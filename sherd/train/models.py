@@ -16,6 +16,7 @@ from sherd.train.experts import MixtureOfExperts
 from sherd.train.extras import install
 from sherd.train.sequence import WholeSequence
 from sherd.train.text import VOCABULARY
+from sherd.train.transformers_configs import in_one_line, require_sizes
 
 __all__ = ["Block", "Decoder", "Elsewhere", "Head", "HuggingFace", "rotate", "rotation"]
 
@@ -185,8 +186,8 @@ class HuggingFace(nn.Module):
         torch.manual_seed(seed)
         try:
             self.lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-        except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"model.hf = {path!r} makes no causal LM: {_first_line(error)}") from error
+        except Exception as error:  # as many kinds as there are models
+            raise InputError(f"model.hf = {path!r} makes no causal LM: {in_one_line(error)}") from error
 
     @torch.no_grad()
     def require_causal(self) -> None:
@@ -225,8 +226,9 @@ def _hf_config(path: str, context: int) -> Any:
         raise InputError(f"model.hf = {path!r} is no file; give the path of a Hugging Face config.json")
     try:
         config = AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise InputError(f"model.hf = {path!r} is no config: {_first_line(error)}") from error
+    except Exception as error:  # of its validators, and of packages that these come from
+        raise InputError(f"model.hf = {path!r} is no config: {in_one_line(error)}") from error
+    require_sizes(config, f"model.hf = {path!r}")
     if config.vocab_size < VOCABULARY:
         raise InputError(f"model.hf = {path!r} has vocab_size = {config.vocab_size}; bytes need {VOCABULARY}")
     positions = getattr(config, "max_position_embeddings", None)  # GPT-2's n_positions answers to it too
@@ -236,7 +238,3 @@ def _hf_config(path: str, context: int) -> Any:
             "data.context"
         )
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from sherd.engine.run.structures import tensors_in
+from sherd.errors import reason_of
 from sherd.planning.axes import CUT_AXES, Layout
-from sherd.planning.reading import own_or_usual_loss, reason_of
+from sherd.planning.reading import own_or_usual_loss
 from sherd.train.config import SECTIONS, Config, InputError
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sherd.planning.reading import reason_of
 from sherd.train.config import InputError
 from sherd.train.extras import install
+from sherd.train.transformers_configs import in_one_line, require_sizes
 
 __all__ = ["batch_of", "context_of", "has_positions", "read_model"]
 
@@ -43,10 +43,8 @@ def read_model(path: str) -> Any:
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0  # the labels are shifted behind it
     except Exception as error:
-        raise InputError(f"{path} is no config of transformers: {_one_line(error)}") from error
-    for where, field, value in _sizes(config):
-        if value < 1:
-            raise InputError(f"{path}: {where}{field} = {value}; expected a whole number from 1 on")
+        raise InputError(f"{path} is no config of transformers: {in_one_line(error)}") from error
+    require_sizes(config, path)
     name = (config.architectures or [""])[0]
     made: Any = getattr(transformers, name, None) if name else transformers.AutoModelForCausalLM
     if made is None:
@@ -58,23 +56,9 @@ def read_model(path: str) -> Any:
         with torch.device("meta"):
             model = (made._from_config if name else made.from_config)(config, dtype=torch.float32)
     except Exception as error:
-        raise InputError(f"{path} makes no {name or 'causal LM'}: {_one_line(error)}") from error
+        raise InputError(f"{path} makes no {name or 'causal LM'}: {in_one_line(error)}") from error
     _let_masks_hide_nothing()
     return model.to("meta")  # some make a parameter where they like
-
-
-def _sizes(config: Any, where: str = "") -> Iterator[tuple[str, str, int]]:
-    """Yields the sizes that configs of transformers have in common, each with the config in it and its own name."""
-    for name in _SIZES:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            yield where, config.attribute_map.get(name, name), value
-    for name in config.sub_configs:
-        if getattr(config, name, None) is not None:
-            yield from _sizes(getattr(config, name), f"{where}{name}.")
-
-
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def _let_masks_hide_nothing() -> None:
@@ -186,8 +170,3 @@ def _integers(*shape: int) -> Tensor:
 
 def _numbers(*shape: int) -> Tensor:
     return torch.zeros(*shape, device="meta")
-
-
-def _one_line(error: BaseException) -> str:
-    name = "KeyError: " if isinstance(error, KeyError) else ""  # its text is a key, and no more
-    return name + reason_of(error)

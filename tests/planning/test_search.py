@@ -5,8 +5,10 @@ from itertools import product
 
 import pytest
 
+from sherd.planning.in_words import advice_of
 from sherd.simulate.search import IMPOSSIBLE, Outcome, cheapest_changes, search
 from sherd.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
+from sherd.simulate.timeline import Advice
 
 SPACE = Space(num_ranks=16, batch=64, per_node=8)
 
@@ -145,3 +147,15 @@ def test_fewer_ranks_that_read_samples_have_more_micro_batches():
 def test_micro_batches_add_up_to_the_batch():
     sizes = {(each.micro_batch, each.micro_batches) for each in SPACE.changed(BEGINNINGS[0], "micro_batch")}
     assert sizes == {(2, 2), (4, 1)}
+
+
+def test_what_has_no_effect_is_not_told():
+    assert "freed after forward" in str(Settings(Mesh(4)))
+    kept = Settings(Mesh(4), strategy="zero2")
+    assert {"reshard", "recompute"} & {*kept.in_words()} == set()
+
+
+def test_advice_leaves_out_what_has_no_effect_after_the_change():
+    now = Settings(Mesh(4), checkpointing=1.0, recompute="selective")
+    given = advice_of(now, Outcome(1.0, 10), Settings(Mesh(4), strategy="zero1"), Outcome(2.0, 4))
+    assert given == Advice("zero1 and activations kept", 6, 1.0)
