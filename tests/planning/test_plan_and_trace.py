@@ -138,6 +138,7 @@ CHECKPOINTED = [
     {"wrapping": "parts"},
     {"wrapping": "parts", "transport": "auto"},
     {"wrapping": "parts", "recompute": "selective"},
+    {"placement": "flat", "recompute": "selective"},
 ]
 STRATEGIES = [
     {"strategy": "zero2"},
@@ -150,6 +151,7 @@ STRATEGIES = [
     {"mesh": Mesh(2, 2)},
     {"mesh": Mesh(2, 2), "strategy": "hfsdp"},
     {"mesh": Mesh(2, 2), "strategy": "zero2"},
+    {"mesh": Mesh(2, 2), "strategy": "zero2", "wrapping": "pairs", "placement": "flat"},
 ]
 
 
