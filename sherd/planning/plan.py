@@ -17,6 +17,7 @@ from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.planning.arguments import ArgumentError, beginning, mesh_of, named, optimizer_of, require_arguments
 from sherd.planning.axes import Cut, Layout, Shards, auto_units
+from sherd.planning.garbage import garbage_left
 from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.planner import Planner, Training, fully_shard_args
 from sherd.planning.reading import Loss, own_or_usual_loss
@@ -169,6 +170,7 @@ def plan(
     return planned(training, found, shape, samples, memory_limit, settings)
 
 
+@garbage_left()
 def planned(
     training: Training,
     cluster: Cluster,

@@ -8,13 +8,12 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sherd.errors import SherdError
+from sherd.planning.garbage import garbage_left
 from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
 from sherd.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.simulate.sharded import OPTIMIZERS
@@ -80,26 +79,14 @@ def add_plan(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; returns the exit code. Raises InputError, also for what others raise."""
     try:
-        with _garbage_left():
+        with garbage_left():
             return _run(args)
     except InputError:
         raise
     except SherdError as error:
         raise InputError(" ".join(str(error).split())) from error
-
-
-@contextmanager
-def _garbage_left() -> Iterator[None]:
-    """A context in which nobody looks for garbage among the many records of a search: that takes a quarter of the time
-    of a plan. It is left to the next full collection, if there is one before the process ends."""
-    gc.disable()
-    try:
-        yield
     finally:
-        gc.freeze()
-        gc.unfreeze()  # now all that there is belongs to the oldest generation
-        gc.enable()
-        atexit.register(gc.freeze)
+        atexit.register(gc.freeze)  # a process that ends looks through all that there is once more
 
 
 def _run(args: argparse.Namespace) -> int:
