@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -121,24 +122,29 @@ def test_a_step_on_other_axes_runs_as_it_is_predicted(world, way):
         assert engine(plan.peak.by_kind) == engine(trace.peak.by_kind)
 
 
+@pytest.fixture(scope="module")
+def stages(world):
+    """Returns the plan of a pipeline and its largest trace; each is made once."""
+
+    def made(**way):
+        return predicted(**way), max(world(4).run(recorded, **way), key=lambda each: each.peak.nbytes)
+
+    return cache(made)
+
+
 @pytest.mark.parametrize("way", PIPELINES, ids=str)
-def test_a_stage_of_a_pipeline_runs_as_it_is_predicted(world, way):
-    plan = predicted(**way)
-    trace = max(world(4).run(recorded, **way), key=lambda each: each.peak.nbytes)
+def test_a_stage_of_a_pipeline_runs_as_it_is_predicted(stages, way):
+    plan, trace = stages(**way)
     assert in_all(calls(plan)) == in_all(calls(trace))  # the last gather of backward is of no unit's in a plan
     assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, rel=0.01)
     assert engine(plan.peak.by_kind) == engine(trace.peak.by_kind)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_blocks_of_a_stage_that_are_computed_again_save_what_is_predicted(world, recompute):
-    def most(timelines):
-        return max(each.peak.nbytes for each in timelines)
-
-    way = {"dp": 2, "pp": 2}
-    plans = [predicted(**way, recompute=each).peak.nbytes for each in (None, recompute)]
-    traces = [most(world(4).run(recorded, **way, recompute=each)) for each in (None, recompute)]
-    assert plans[0] - plans[1] == traces[0] - traces[1] > 0
+def test_blocks_of_a_stage_that_are_computed_again_save_what_is_predicted(stages, recompute):
+    plan, trace = stages(dp=2, pp=2)
+    less, of_less = stages(dp=2, pp=2, recompute=recompute)
+    assert plan.peak.nbytes - less.peak.nbytes == trace.peak.nbytes - of_less.peak.nbytes > 0
 
 
 def in_all(calls):
