@@ -40,7 +40,7 @@ def cost_of(prediction: Prediction) -> tuple[float | None, str]:
 def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: Outcome) -> Advice:
     """Returns the change from `settings` to `other` as advice."""
     words = other.in_words()
-    names = [name for name in settings.differing(other) if name in words and name != "micro_batches"]
+    names = [name for name in settings.differing(other) if name != "micro_batches"]
     change = " and ".join(words[name] for name in names)
     return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
 

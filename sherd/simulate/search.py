@@ -58,7 +58,7 @@ class Found:
         alone, of those that were tried."""
         by_merit = sorted(self.outcomes, key=lambda each: merit(self.outcomes[each], self.limit))
         for name in self.best.in_words():
-            alone = [each for each in by_merit if each.differing(self.best) in ([name], _TOGETHER.get(name))]
+            alone = [each for each in by_merit if self.best.differing(each) in ([name], _TOGETHER.get(name))]
             if alone:
                 yield name, alone[0], self.outcomes[alone[0]]
 
@@ -184,7 +184,7 @@ def cheapest_changes(
     best_of: dict[tuple[str, ...], Settings] = {}
     for each in sorted(changed, key=lambda each: changed[each].seconds):
         if changed[each].nbytes <= limit:
-            best_of.setdefault(tuple(each.differing(settings)), each)
+            best_of.setdefault(tuple(settings.differing(each)), each)
     if best_of:
         return [(each, changed[each]) for each in list(best_of.values())[:num]]
     found = search(evaluate, space, [settings], limit)

@@ -99,17 +99,23 @@ class Settings:
             return ""
         return f"ep={self.mesh.ep}" if self.mesh.ep > 1 else "offload" if self.offload else ""
 
+    @property
+    def without_effect(self) -> set[str]:
+        """The names of settings that change nothing: what is computed again where nothing is, and what is freed where
+        parameters are kept."""
+        has_none = {"recompute": not self.checkpointing, "reshard": self.strategy != "auto"}
+        return {name for name, is_so in has_none.items() if is_so}
+
     def in_words(self) -> dict[str, str]:
-        """Returns each setting in words, by its name, but for those that have no effect: what is computed again where
-        nothing is, and what is freed where parameters are kept."""
-        has_effect = {"recompute": self.checkpointing > 0, "reshard": self.strategy == "auto"}
-        names = [name for name in NAMES if has_effect.get(name, True)]
+        """Returns each setting that has an effect in words, by its name."""
+        names = [name for name in NAMES if name not in self.without_effect]
         mesh = {"mesh": self.mesh.in_words(has_replicas=self.strategy == "auto")}
         return {name: _words(name, getattr(self, name)) for name in names} | mesh
 
     def differing(self, other: Settings) -> list[str]:
-        """Returns the names of the settings that `other` has otherwise."""
-        return [name for name in NAMES if getattr(self, name) != getattr(other, name)]
+        """Returns the names of the settings that `other` has otherwise, and that have an effect there."""
+        names = (name for name in NAMES if name not in other.without_effect)
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 UNITS = {

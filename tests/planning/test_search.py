@@ -159,3 +159,9 @@ def test_advice_leaves_out_what_has_no_effect_after_the_change():
     now = Settings(Mesh(4), checkpointing=1.0, recompute="selective")
     given = advice_of(now, Outcome(1.0, 10), Settings(Mesh(4), strategy="zero1"), Outcome(2.0, 4))
     assert given == Advice("zero1 and activations kept", 6, 1.0)
+
+
+def test_settings_differ_only_where_they_have_an_effect():
+    now, kept = Settings(Mesh(4), reshard=False), Settings(Mesh(4), strategy="zero2")
+    assert now.differing(kept) == ["strategy"]
+    assert kept.differing(now) == ["strategy", "reshard"]
