@@ -31,7 +31,7 @@ def require_arguments(cluster: object, compute_dtype: object, loss: object, shar
         raise ArgumentError("cluster", repr(cluster), "expected the name of one that is shipped, a path or a Cluster")
     require_floating_dtype("plan(compute_dtype={})", compute_dtype)
     for name, given in (("loss", loss), ("shard", shard)):
-        if given is not None and not callable(given):
+        if not callable(given) and (given is not None or name == "shard"):
             raise ArgumentError(name, repr(given), "expected a function")
     if parallelize is None:
         return

@@ -15,6 +15,7 @@ from sherd._torch import concatenate_meshes, flatten_mesh
 from sherd.api.auto_shard import auto_shard
 from sherd.api.blocks import repeated_blocks
 from sherd.api.fully_shard import fully_shard
+from sherd.errors import InputError, PolicyError, SherdError, reason_of
 from sherd.planning.reading import Loss
 from sherd.simulate.settings import Mesh
 
@@ -99,7 +100,23 @@ class Layout:
         whole = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for name in CUT_AXES:
             if name in sizes:
-                self.cuts[name](model, whole[name])
+                _called(f"the function for {name}", self.cuts[name], model, whole[name])
         shard = flatten_mesh(whole["shard", "cp"], "shards") if "cp" in sizes else whole["shard"]
         data = concatenate_meshes([whole["replicate"], shard]) if "replicate" in sizes else shard
-        return Laid(partial(self.shard, mesh=data), self.loss)
+        return Laid(partial(self.shard if self.rewraps else self._sharded, mesh=data), self.loss)
+
+    def _sharded(self, model: nn.Module, **fully_shard_args: Any) -> nn.Module:
+        found = _called("shard", self.shard, model, **fully_shard_args)
+        if not isinstance(found, nn.Module):
+            raise PolicyError(f"plan(shard=...): it returned {type(found).__name__}; expected the model, sharded")
+        return found
+
+
+def _called(name: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    """Returns what a function of the user's returns. Raises InputError if it raises."""
+    try:
+        return function(*args, **kwargs)
+    except SherdError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name} raised {type(error).__name__}: {reason_of(error)}") from error

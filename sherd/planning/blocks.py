@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from sherd.api.blocks import registrations, repeated_blocks
+from sherd.api.blocks import evenly_spread, registrations, repeated_blocks
 from sherd.api.unit_sizes import in_groups
 from sherd.schedule.state import UnitSpec
 from sherd.simulate.sharded import Sharded, Traffic
@@ -39,6 +39,20 @@ def thin_out(model: nn.Module, together: int = 1) -> dict[Run, Run]:
                 parent = lists[id(run[0])]
                 parent._modules = {key: each for key, each in parent._modules.items() if each not in run}
     return like
+
+
+def shares_of_blocks(model: nn.Module, shares: Iterable[float]) -> tuple[float, ...]:
+    """Returns those of `shares` that are different numbers of the blocks that `model` repeats; of several that are the
+    same number the one that is closest to it."""
+    whole, of_number = num_blocks(model), dict[int, list[float]]()
+    for share in shares:
+        of_number.setdefault(num_blocks(model, share), []).append(share)
+    return tuple(min(each, key=lambda share: abs(share * whole - number)) for number, each in of_number.items())
+
+
+def num_blocks(model: nn.Module, share: float = 1.0) -> int:
+    """Returns how many blocks `evenly_spread` takes for a share of those that `model` repeats."""
+    return sum(len(evenly_spread(blocks, share)) for blocks in repeated_blocks(model).values())
 
 
 def _names(run: Sequence[nn.Module], names: Mapping[int, str]) -> Run:

@@ -108,6 +108,9 @@ def _lines(
     if advice:
         yield "\nwhat would fit"
         yield from lines_of_advice(advice)
+    elif lacks > 0 and limit <= prediction.cluster.device.library_bytes:
+        libraries = in_bytes(prediction.cluster.device.library_bytes)
+        yield f"\nnothing fits: the driver and libraries alone take {libraries}; raise the limit"
     elif lacks > 0:
         yield "\nno settings that were tried fit; take more ranks, or fewer tokens in a sample"
     if found is not None and found.fits:

@@ -17,6 +17,7 @@ from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.planning.arguments import ArgumentError, beginning, mesh_of, named, optimizer_of, require_arguments
 from sherd.planning.axes import Cut, Layout, Shards, auto_units
+from sherd.planning.blocks import shares_of_blocks
 from sherd.planning.garbage import garbage_left
 from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.planner import Planner, Training, fully_shard_args
@@ -27,7 +28,7 @@ from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
-from sherd.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
+from sherd.simulate.settings import NAMES, SHARES, VALUES, Mesh, Settings, Space
 from sherd.simulate.sharded import Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
 
@@ -186,7 +187,9 @@ def planned(
     require_int("plan(samples={})", samples, 1)
     num_ranks = mesh if isinstance(mesh, int) else mesh.num_ranks
     layout, given = training.layout, named(given, mesh)
-    fixed = {*given}
+    # Where the device is the host, nothing is saved by what is kept there.
+    never = frozenset() if cluster.device.overlaps else frozenset({"offload"})
+    fixed = {*given, *never}
     fixed |= set() if isinstance(mesh, int) else {"mesh"}
     fixed |= set() if layout.rewraps else {"wrapping"}
     fixed |= {"recompute"} if "checkpointing" in given else set()
@@ -196,6 +199,7 @@ def planned(
         cluster.devices_per_node,
         frozenset(fixed),
         axes=layout.axes,
+        shares=shares_of_blocks(training.model, SHARES),
         fits=lambda mesh: not layout.misfit(mesh),
     )
     shape = _first_mesh(space, given) if isinstance(mesh, int) else mesh
@@ -225,13 +229,11 @@ def planned(
     else:
         prediction = exactly(usual_ones)
     settings = usual_ones if found is None else found.best
-    advice = []
+    advice: tuple[Advice, ...] = ()
     if prediction.driver_bytes > limit:
-        with_holes = _with_holes(evaluate, prediction.driver_bytes - evaluate(settings).nbytes)
-        space = replace(space, fixed=frozenset(), wrappings=_wrappings(evaluate, layout, settings))
-        changes = cheapest_changes(with_holes, space, settings, limit)
-        advice = [advice_of(settings, with_holes(settings), other, outcome) for other, outcome in changes]
-    return Plan(settings, prediction, limit, found, tuple(advice), training.compute_dtype)
+        space = replace(space, fixed=never, wrappings=_wrappings(evaluate, layout, settings))
+        advice = _advice(evaluate, exactly, space, settings, prediction, limit)
+    return Plan(settings, prediction, limit, found, advice, training.compute_dtype)
 
 
 Evaluate = Callable[[Settings], Outcome]
@@ -252,8 +254,42 @@ def _searched(
         first, prediction = found.best, exactly(found.best)
         tried.append((found, prediction))
         if not found.fits or prediction.driver_bytes <= limit or len(tried) == RETRIED:
-            return min(tried, key=lambda each: max(limit, each[1].driver_bytes))
+            found, prediction = min(tried, key=lambda each: max(limit, each[1].driver_bytes))
+            return found.corrected({each.best: _outcome(made) for each, made in tried}), prediction
         holes = prediction.driver_bytes - evaluate(first).nbytes
+
+
+MOST_ASKED = 4
+"""So many times advice is asked for, each time with what was told before predicted exactly."""
+
+
+def _advice(
+    evaluate: Evaluate,
+    exactly: Callable[[Settings], Prediction],
+    space: Space,
+    settings: Settings,
+    prediction: Prediction,
+    limit: int,
+) -> tuple[Advice, ...]:
+    """Returns the cheapest changes of `settings` that fit, predicted exactly as these were."""
+    rough = _with_holes(evaluate, prediction.driver_bytes - evaluate(settings).nbytes)
+    exact, exact_of = {settings: _outcome(prediction)}, or_impossible(lambda each: _outcome(exactly(each)))
+
+    def known(settings: Settings) -> Outcome:
+        return exact.get(settings) or rough(settings)
+
+    for _ in range(MOST_ASKED):
+        changes = cheapest_changes(known, space, settings, limit)
+        unknown = [each for each, _ in changes if each not in exact]
+        if not unknown:
+            break
+        exact |= {each: exact_of(each) for each in unknown}
+    fitting = [each for each, _ in changes if exact[each].nbytes <= limit]
+    return tuple(advice_of(settings, exact[settings], each, exact[each]) for each in fitting)
+
+
+def _outcome(prediction: Prediction) -> Outcome:
+    return Outcome(prediction.timeline.seconds, prediction.driver_bytes)
 
 
 def _with_holes(evaluate: Evaluate, holes: int) -> Evaluate:
@@ -304,8 +340,8 @@ def on_meta(model: nn.Module) -> nn.Module:
 def num_samples(batch: Any) -> int:
     """Returns the first dim of the first tensor in `batch`. Raises PolicyError if there is none."""
     sizes = [each.shape[0] for each in tensors_in(batch) if each.dim()]
-    if not sizes:
-        raise PolicyError("plan(batch=...): expected tensors whose first dim is samples")
+    if not sizes or not sizes[0]:
+        raise PolicyError("plan(batch=...): expected tensors whose first dim is samples, one at least")
     return sizes[0]
 
 

@@ -157,7 +157,9 @@ class Planner:
         parts_key = work_key, sharded.cuts, settings.wrapping
         if parts_key not in self._parts:
             self._parts[parts_key] = self._cut(work, sharded, settings.wrapping)
-        return RankWork(work, sharded.offloaded() if settings.offload else sharded, self._parts[parts_key])
+        if settings.offload and self.cluster.device.overlaps:  # else the host's memory is the device's
+            sharded = sharded.offloaded()
+        return RankWork(work, sharded, self._parts[parts_key])
 
     def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         training = self.training

@@ -9,7 +9,7 @@ from functools import cache
 from math import floor
 
 from sherd.errors import InputError, SherdError
-from sherd.planning.blocks import with_fewer_blocks
+from sherd.planning.blocks import num_blocks, with_fewer_blocks
 from sherd.planning.planner import Planner, Training, together
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.search import IMPOSSIBLE, Outcome
@@ -31,6 +31,7 @@ class RoughPlanner:
         self._played = cache(self._play)
         self._planners = cache(self._make_planners)
         self._refusal = cache(self._find_refusal)
+        self._whole_blocks = cache(self._find_whole_blocks)
         self._whole = cache(lambda is_rough: Planner(training, cluster, is_rough))
 
     def _make_planners(self, times: int) -> tuple[list[Planner], int | None]:
@@ -67,9 +68,17 @@ class RoughPlanner:
         refusal = self._refusal(settings.micro_batch)
         if refusal is not None:
             raise refusal
-        lower = floor(2 * settings.checkpointing) / 2
-        found, part = self._of_all(replace(settings, checkpointing=lower)), 2 * (settings.checkpointing - lower)
+        share = self._whole_blocks(settings.checkpointing)
+        if self._few_blocks(settings)[1] is None:
+            return self._of_all(replace(settings, checkpointing=share))
+        lower = floor(2 * share) / 2
+        found, part = self._of_all(replace(settings, checkpointing=lower)), 2 * (share - lower)
         return _between(found, self._of_all(replace(settings, checkpointing=lower + 0.5)), part) if part else found
+
+    def _find_whole_blocks(self, share: float) -> float:
+        """Returns the share of blocks that is computed again where `share` is asked for."""
+        whole = num_blocks(self._training.model)
+        return num_blocks(self._training.model, share) / whole if whole else 0.0
 
     def _of_all(self, settings: Settings) -> Outcome:
         """Returns the outcome of all micro-batches."""
@@ -78,13 +87,19 @@ class RoughPlanner:
         return _between(self._played(replace(settings, micro_batches=num - 1)), found, 1 + others) if others else found
 
     def _play(self, settings: Settings) -> Outcome:
-        pp, run = settings.mesh.pp, together(settings)
-        planners, num_blocks = self._planners(min(pp, 2) * run)
-        if num_blocks is None or num_blocks < MORE * pp * run:
-            planners, num_blocks = [self._whole(pp == 1)], None
+        planners, num = self._few_blocks(settings)
         predictions = (planner.predict(settings) for planner in planners)
         first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
-        return first if num_blocks is None else _between(first, more[0], (num_blocks / pp / run - FEW) / (MORE - FEW))
+        return first if num is None else _between(first, more[0], (num - FEW) / (MORE - FEW))
+
+    def _few_blocks(self, settings: Settings) -> tuple[list[Planner], float | None]:
+        """Returns the planners of models with `FEW` and `MORE` units of blocks, and how many of these a stage of the
+        whole one has; that of the whole model alone, if it has no more."""
+        pp, run = settings.mesh.pp, together(settings)
+        planners, num = self._planners(min(pp, 2) * run)
+        if num is None or num < MORE * pp * run:
+            return [self._whole(pp == 1)], None
+        return planners, num / pp / run
 
 
 def or_impossible(evaluate: Callable[[Settings], Outcome]) -> Callable[[Settings], Outcome]:

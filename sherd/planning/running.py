@@ -17,6 +17,7 @@ from sherd.engine.run.structures import tensors_in
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import StateError
 from sherd.planning.axes import Layout
+from sherd.planning.blocks import shares_of_blocks
 from sherd.planning.plain import plain_copy
 from sherd.planning.plan import num_samples, resized_batch
 from sherd.planning.planner import Planner, Training
@@ -24,7 +25,7 @@ from sherd.planning.reading import own_or_usual_loss
 from sherd.planning.sharding import sharded_of
 from sherd.schedule.state import Keep
 from sherd.simulate.cluster import Cluster
-from sherd.simulate.settings import Mesh, Settings, Space
+from sherd.simulate.settings import SHARES, Mesh, Settings, Space
 from sherd.simulate.sharded import OPTIMIZERS, Optimizer, Sharded
 from sherd.simulate.timeline import Lane, Timeline
 from sherd.simulate.work import Enter, Work
@@ -106,7 +107,8 @@ class Running(Planner):
         )
         num_ranks = self.settings.mesh.num_ranks
         samples = first * seen.micro_batches * num_ranks
-        self.space = Space(num_ranks, samples, on.devices_per_node, frozenset(fixed), most_samples=first)
+        shares = shares_of_blocks(training.model, SHARES)
+        self.space = Space(num_ranks, samples, on.devices_per_node, frozenset(fixed), most_samples=first, shares=shares)
 
     def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         work = super()._read_once(micro_batch, mesh)

@@ -49,6 +49,8 @@ PRICE = Kind('a price and the code of its currency, as "2.99 USD"')
 
 LINKS = ("within", "across", "to_host", "optimizer")
 DTYPES = ("bfloat16", "float32", "float16", "tfloat32", "float64")
+INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+RARE = ("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FIELDS: dict[str, Kind] = {
     "name": TEXT,
     "devices_per_node": COUNT,
@@ -69,7 +71,7 @@ FIELDS: dict[str, Kind] = {
 """Every field of a cluster file, by its dotted name."""
 OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
 """Both may be left out, not one alone."""
-TABLE = re.compile(r"device\.timed\.\w+\.\w+", re.ASCII)
+TABLE = re.compile(rf"device\.timed\.\w+\.({'|'.join((*DTYPES, *INTEGERS, *RARE))})", re.ASCII)
 """The names of fields that there may be besides: what an operation of a dtype takes."""
 OPTIONAL = {"price_per_hour", "device.beside", *(name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:])}
 OPTIONAL |= OPTIMIZER

@@ -232,7 +232,9 @@ class _Player:
                 self._reduce(unit)
             case do.FinishReduce(unit):
                 if self._costs.overlaps:
-                    self.clock.wait(Lane.REDUCE, unit, self._reduced[unit])
+                    is_summed = any(each.all_reduced for each in self._sharded.units[unit].traffic)
+                    lane = Lane.ALL_REDUCE if is_summed else Lane.REDUCE
+                    self.clock.wait(lane, unit, self._reduced[unit])
             case do.Discard():
                 pass
 

@@ -53,6 +53,20 @@ class Found:
         """The first one of the ranking."""
         return self.ranking[0]
 
+    def corrected(self, exact: Mapping[Settings, Outcome]) -> Found:
+        """Returns it with outcomes that are better known, that of the best settings among them. Others are taken to be
+        off as these were: their seconds by the same factor, their bytes by the same number."""
+        best, rough = exact[self.best], self.outcomes[self.best]
+        factor, more = best.seconds / rough.seconds, best.nbytes - rough.nbytes
+        outcomes = {
+            settings: exact.get(settings) or Outcome(each.seconds * factor, each.nbytes + more)
+            for settings, each in self.outcomes.items()
+        }
+        fits = best.nbytes <= self.limit
+        others = [each for each in outcomes if each != self.best and (outcomes[each].nbytes <= self.limit or not fits)]
+        others.sort(key=lambda each: merit(outcomes[each], self.limit))
+        return Found(outcomes, (self.best, *others), fits, self.limit)
+
     def others(self) -> Iterator[tuple[str, Settings, Outcome]]:
         """Yields for each choice of the best settings its name, and the best settings that choose otherwise in it
         alone, of those that were tried."""

@@ -165,6 +165,10 @@ def _words(name: str, value: object) -> str:
             return f"{value} time{'' if value == 1 else 's'}"
 
 
+SHARES = tuple(eighth / 8 for eighth in range(9))
+"""Of blocks that are computed again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """The settings that may be chosen for a training of `batch` samples in each step on `num_ranks` ranks, which are
@@ -175,6 +179,7 @@ class Space:
         most_samples: in one forward of a rank.
         axes: those of a mesh, besides `replicate` and `shard`, that may have several ranks.
         wrappings: the ways to make units that the model allows.
+        shares: of blocks that are computed again.
         fits: tells whether the model can be laid over a mesh.
     """
 
@@ -185,6 +190,7 @@ class Space:
     most_samples: int = 64
     axes: tuple[str, ...] = ()
     wrappings: tuple[str, ...] = ("auto",)
+    shares: tuple[float, ...] = SHARES
     fits: Callable[[Mesh], bool] = lambda mesh: True
 
     def meshes(self, near: Mesh) -> Iterator[Mesh]:
@@ -252,6 +258,8 @@ class Space:
         values: Iterable[Any] = VALUES.get(name, ())
         if name == "wrapping":
             values = self.wrappings
+        elif name == "checkpointing":
+            values = self.shares
         elif name == "micro_batch":
             values = divisors(self.batch // settings.mesh.num_data, self.most_samples)
         for line in self._meshes_by_axis(settings.mesh) if name == "mesh" else [iter(values)]:
@@ -264,7 +272,7 @@ MOST_RANKS = 16
 """No axis but those of samples gets more ranks than that."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    "checkpointing": tuple(eighth / 8 for eighth in range(9)),
+    "checkpointing": SHARES,
     "recompute": ("full", "selective"),
     "strategy": ("auto", "zero2", "zero1", "ddp"),
     "placement": ("shard", "flat"),

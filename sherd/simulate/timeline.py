@@ -110,7 +110,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings that were tried: the time of a step with them, and the most bytes alive at once.
+    """Settings that were tried: the time of a step with them, and the bytes that it takes of a device.
 
     Attributes:
         fits: within the limit of memory, and within all else that was asked for.

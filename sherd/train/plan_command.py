@@ -110,6 +110,8 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
             raise InputError(f"{_flag(name)} {getattr(args, name)}: expected at least {least}")
     cluster = read_cluster(args.cluster)
     limit = None if args.limit is None else bytes_in(args.limit, "--limit")
+    if limit == 0:
+        raise InputError(f"--limit {args.limit}: expected a byte at least")
     import torch
 
     from sherd.planning.arguments import ArgumentError, mesh_of

@@ -104,14 +104,20 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
     finally:
         del sys.path[0]
     model, *rest = made if isinstance(made, tuple) and made else (made,)
-    batch, loss, cuts = (*rest, *(None, own_or_usual_loss, {})[len(rest) :])[:3]
-    is_known = isinstance(cuts, dict) and set(cuts) <= set(CUT_AXES) and all(map(callable, (loss, *cuts.values())))
-    if not isinstance(model, nn.Module) or len(rest) > 3 or not is_known:
+    batch, loss, cuts = (*rest, *(None, None, {})[len(rest) :])[:3]
+    wrong = []
+    if not isinstance(model, nn.Module) or len(rest) > 3:
+        wrong.append(type(made).__name__)
+    if loss is not None and not callable(loss):
+        wrong.append(f"a loss that is no function, but {type(loss).__name__}")
+    if not (isinstance(cuts, dict) and set(cuts) <= set(CUT_AXES) and all(map(callable, cuts.values()))):
+        wrong.append(f"as functions by the axes cp and tp {cuts!r:.80}")
+    if wrong:
         raise InputError(
-            f"{spec} returned {type(made).__name__}; return a module, (module, batch), (module, batch, loss), or these "
-            "with a dict of functions by the axes cp and tp"
+            f"{spec} returned {wrong[0]}; return a module, (module, batch), (module, batch, loss), or (module, batch, "
+            "loss, functions), with a dict of functions by the axes cp and tp"
         )
-    return Planned(model, (lambda *_: batch) if rest else token_batch, Layout(loss, cuts=cuts))
+    return Planned(model, (lambda *_: batch) if rest else token_batch, Layout(loss or own_or_usual_loss, cuts=cuts))
 
 
 def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], Any]:

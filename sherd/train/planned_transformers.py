@@ -45,6 +45,8 @@ def read_model(path: str) -> Any:
     except Exception as error:
         raise InputError(f"{path} is no config of transformers: {in_one_line(error)}") from error
     require_sizes(config, path)
+    if isinstance(config.architectures, str):
+        raise InputError(f"{path}: architectures is {config.architectures!r}; expected a list of names")
     name = (config.architectures or [""])[0]
     made: Any = getattr(transformers, name, None) if name else transformers.AutoModelForCausalLM
     if made is None:

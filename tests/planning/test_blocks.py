@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd._torch import imagined_ranks
-from sherd.planning.blocks import thin_out, with_blocks
+from sherd.planning.blocks import shares_of_blocks, thin_out, with_blocks
 from sherd.planning.sharding import sharded_of
+from sherd.simulate.settings import SHARES
 from sherd.simulate.sharded import Optimizer
 from sherd.simulate.work import Module, Parameter, Work
 
@@ -115,3 +116,19 @@ def test_a_block_that_shares_a_parameter_stays():
     model = Stack([16, 16, 16])
     model.blocks[2].norm.weight = model.blocks[1].norm.weight
     assert thin_out(model) == {}
+
+
+@pytest.mark.parametrize(
+    ("num", "shares"),
+    [
+        (1, (0.0, 1.0)),
+        (2, (0.0, 0.5, 1.0)),
+        (4, (0.0, 0.25, 0.5, 0.75, 1.0)),
+        (5, (0.0, 0.25, 0.375, 0.625, 0.75, 1.0)),
+        (8, tuple(eighth / 8 for eighth in range(9))),
+        (80, tuple(eighth / 8 for eighth in range(9))),
+    ],
+)
+def test_shares_of_blocks_are_different_numbers(num, shares):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(num)))
+    assert shares_of_blocks(model, SHARES) == shares

@@ -119,6 +119,14 @@ def test_an_operation_that_is_wrong_is_told_in_one_line(tmp_path, value):
     assert "\n" not in str(error.value)
 
 
+def test_a_dtype_of_timed_operations_that_is_none_is_unknown(tmp_path):
+    text = '\n[device.timed.mm]\n{} = ["2 MB: 97 us"]\n'
+    with pytest.raises(ClusterError, match=r"unknown field 'device\.timed\.mm\.float99'"):
+        read(tmp_path, H100 + text.format("float99"))
+    for dtype in ("float32", "bool", "int64", "float8_e4m3fn"):
+        assert {*read(tmp_path, H100 + text.format(dtype)).device.timed} == {f"mm.{dtype}"}
+
+
 @pytest.mark.parametrize(("left", "missing"), [("latency", "bandwidth"), ("bandwidth", "latency")])
 def test_half_an_optimizer_is_missing_the_other_half(tmp_path, left, missing):
     value = {"latency": "1 us", "bandwidth": "1 GB/s"}[left]

@@ -10,7 +10,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sherd._torch import TorchDispatchMode, all_gather_single, imagined_ranks, reduce_scatter_single
-from sherd.errors import PolicyError
+from sherd.errors import InputError, PolicyError
 from sherd.planning.collectives import collective_of, is_communication
 from sherd.planning.plan import plan
 from sherd.simulate.settings import Mesh
@@ -103,6 +103,14 @@ def test_an_axis_is_left_out_where_it_only_costs():
 def test_what_cannot_be_laid_is_refused_in_words(mesh, options, says):
     with pytest.raises(PolicyError, match=says):
         planned(mesh, **options)
+
+
+def test_a_function_that_raises_is_told_in_one_line():
+    def never(model, tp):
+        raise ValueError("not over these\nranks")
+
+    with pytest.raises(InputError, match=r"^the function for tp raised ValueError: not over these$"):
+        planned({"dp": 2, "tp": 2}, parallelize={"tp": never})
 
 
 LLAMA = {

@@ -109,6 +109,38 @@ def test_what_is_chosen_fits_and_shards():
     assert found.search.candidates[0].fits
 
 
+def test_on_a_cpu_nothing_is_saved_in_host_memory():
+    usual, kept = (made(cluster="laptop", compute_dtype=None, offload=offload) for offload in (False, True))
+    assert usual.prediction == kept.prediction
+    limit = usual.prediction.driver_bytes - 4096
+    options = {name: value for name, value in given(offload=False).items() if name != "offload"}
+    found = plan(decoder(), (1, 8), tokens(), loss=next_token, cluster="laptop", memory_limit=limit, **options)
+    assert "host" not in str(found)
+
+
+def test_advice_is_what_the_changed_settings_take():
+    settings = {"model": decoder(width=128), "length": 1024, "cluster": "laptop"}
+    usual = made(**settings).prediction
+    limit = usual.driver_bytes - (4 << 20)
+    found = made(**settings, memory_limit=limit)
+    given_shares = {f"{eighth / 8:.0%} of blocks computed again": eighth / 8 for eighth in range(8)}
+    told = [(each, given_shares[each.change]) for each in found.advice if each.change in given_shares]
+    assert told
+    for advice, share in told:
+        changed = made(**settings, checkpointing=share).prediction
+        assert changed.driver_bytes == usual.driver_bytes - advice.saves_bytes <= limit
+        assert changed.timeline.seconds == pytest.approx(usual.timeline.seconds + advice.costs_seconds)
+
+
+def test_what_is_told_of_the_best_settings_is_their_prediction():
+    found = plan(decoder(width=512), 8, tokens(4, 256), loss=next_token, samples=64, cluster="laptop")
+    best = found.search.candidates[0]
+    prediction = found.prediction
+    assert (best.step_seconds, best.peak_bytes) == (prediction.timeline.seconds, prediction.driver_bytes)
+    shares = {each.checkpointing for each in found.found.outcomes}
+    assert len(shares) <= 7, "of 6 blocks"
+
+
 def test_what_does_not_fit_gets_advice_that_fits():
     usual = made(decoder(width=1024))
     limit = usual.prediction.driver_bytes - (100 << 20)
@@ -174,7 +206,9 @@ def test_other_units_may_be_what_fits():
 
 
 def test_a_limit_that_nothing_fits_is_told():
-    assert "no settings that were tried fit" in str(made(memory_limit=1))
+    assert "nothing fits: the driver and libraries alone take 1.80 GiB; raise the limit" in str(made(memory_limit=1))
+    libraries = read_cluster("h100").device.library_bytes
+    assert "no settings that were tried fit" in str(made(memory_limit=libraries + (1 << 20)))
 
 
 @pytest.mark.parametrize(
@@ -268,6 +302,9 @@ class LooksAtValues(nn.Module):
         ({"compute_dtype": torch.int32}, PolicyError, r"^plan\(compute_dtype=torch\.int32\): expected a floating"),
         ({"shard": 3}, PolicyError, r"^plan\(shard=3\): expected a function"),
         ({"loss": 3}, PolicyError, r"^plan\(loss=3\): expected a function"),
+        ({"shard": None}, PolicyError, r"^plan\(shard=None\): expected a function"),
+        ({"shard": lambda model, **_: 3}, PolicyError, r"^plan\(shard=\.\.\.\): it returned int; expected the model"),
+        ({"shard": lambda model: model}, InputError, r"^shard raised TypeError: .* unexpected keyword argument 'mesh'"),
         ({"cluster": 3}, PolicyError, r"^plan\(cluster=3\): expected the name"),
         ({"optimizer": ["sgd"]}, PolicyError, r"^plan\(optimizer=\['sgd'\]\): expected one of"),
         ({"parallelize": {"tp": 1}}, PolicyError, r"^plan\(parallelize=\{'tp': 1\}\): expected a function"),

@@ -168,3 +168,14 @@ def test_what_is_released_before_something_comes_is_never_there_beside_it():
 def test_the_same_step_is_played_the_same_way():
     first, second = (play(stack(3), sharded_stack(3), RoundCosts(1, 1), title="a") for _ in range(2))
     assert first == second
+
+
+def test_a_wait_for_a_sum_over_replicas_is_one_for_an_all_reduce():
+    sharded, costs = sharded_stack(2), RoundCosts(gather=1, reduce=1)
+    waits = []
+    for all_reduced in (0, SHARD):
+        traffic = [tuple(replace(each, all_reduced=all_reduced) for each in unit.traffic) for unit in sharded.units]
+        units = tuple(replace(unit, traffic=each) for unit, each in zip(sharded.units, traffic, strict=True))
+        model = replace(sharded, units=units)
+        waits.append({*play(stack(2), model, costs).exposed})
+    assert [each - {"all-gather"} for each in waits] == [{"reduce-scatter"}, {"all-reduce"}]
