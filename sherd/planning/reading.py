@@ -59,6 +59,7 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
             with torch.no_grad():  # what runs with gradients in backward is a forward that runs again
                 value.backward()
             del value
+            recording.drop_graph()
     except InputError:
         raise
     except Exception as error:

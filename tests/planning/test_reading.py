@@ -1,6 +1,7 @@
 """Is what is read from a model on the meta device what a real step on the CPU then takes?"""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from sherd.simulate.work import (
     Use,
 )
 from sherd.train.config import InputError
+from tests.forked import answer_of
 from tests.planning import models
 from tests.planning.played import flops, heights, made, measured, peak, read
 
@@ -438,3 +440,28 @@ def test_a_model_that_fits_nowhere_is_read():
     assert peak(work) > 2**42
     # Six operations for each parameter and token, and attention.
     assert work.flops > 6 * work.tokens * sum(each.numel for each in work.parameters if "blocks" in each.name)
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        return x + self.relu(x)
+
+
+def num_events_on_a_small_stack():
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Linear(2, 2), *(Added() for _ in range(2000))), torch.empty(3, 2)
+    found = []
+    threading.stack_size(512 << 10)
+    thread = threading.Thread(target=lambda: found.append(len(read_work(model, batch, models.sum_of_all).events)))
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_a_model_of_very_many_layers_does_not_use_up_the_stack():
+    (found,) = answer_of(num_events_on_a_small_stack)
+    assert found > 2000 * 10
