@@ -17,6 +17,9 @@ __all__ = ["KnownResults"]
 _EMPTY = torch.ops.aten.empty_strided.default
 _AS_THEY_ARE = (type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
+MOST_KNOWN = 10_000
+"""All is forgotten beyond so many."""
+
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor on meta."""
 
@@ -41,6 +44,8 @@ class KnownResults:
             return made if len(func._schema.returns) > 1 else made[0]
         result = func(*args, **kwargs)
         if key is not None and forms is None:
+            if len(self._forms) >= MOST_KNOWN:
+                self._forms.clear()
             made = result if isinstance(result, tuple) else (result,)
             self._forms[key] = tuple(map(_form, made)) if _are_new(made, (*args, *kwargs.values())) else ()
         return result

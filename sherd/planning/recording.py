@@ -35,6 +35,9 @@ from sherd.tensor.ragged import local_part
 
 __all__ = ["Recording"]
 
+_known = KnownResults()
+"""Of all recordings: models that differ in the number of blocks alone ask for the same."""
+
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Returns the memory of `tensor` on this rank."""
@@ -88,7 +91,6 @@ class Recording(TorchDispatchMode):
         self._events: list[Event] = []
         self._memory: list[_Memory] = []
         self._number_at: dict[int, int] = {}  # by the id of a storage that is alive
-        self._known = KnownResults()
         self._call: Call | None = None
         self._calls: list[Call] = []
         self._nodes: list[Node] = []
@@ -125,7 +127,7 @@ class Recording(TorchDispatchMode):
         if again or not self._in_backward:
             self._use(args)
         without_values = WITHOUT_VALUES.get(func)
-        result = without_values(*args, **kwargs) if without_values else self._known.of(func, args, kwargs)
+        result = without_values(*args, **kwargs) if without_values else _known.of(func, args, kwargs)
         if are_fake((*types, type(result))):
             return result  # nobody will compute this
         for each in tensors_among((result,)):

@@ -94,3 +94,11 @@ def test_the_work_that_is_read_is_the_same(name, monkeypatch):
         found = read_work(*build(), loss)
         monkeypatch.setattr(KnownResults, "of", lambda _, func, args, kwargs: func(*args, **kwargs))
         assert found == read_work(*build(), loss)
+
+
+def test_no_more_than_so_many_are_known(monkeypatch):
+    monkeypatch.setattr("sherd.planning.known_results.MOST_KNOWN", 2)
+    known = KnownResults()
+    for size in (1, 2, 3, 1, 3):
+        assert known.of(ATEN.exp.default, (on_meta(size),), {}).shape == (size,)
+        assert len(known._forms) <= 2
