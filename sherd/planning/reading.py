@@ -3,6 +3,7 @@ allocated and nothing computed."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -58,8 +60,10 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
             recording.end_forward(value)
             with torch.no_grad():  # what runs with gradients in backward is a forward that runs again
                 value.backward()
+            nodes = _nodes_behind(value)
             del value
-            recording.drop_graph()
+            while nodes:
+                nodes.popleft()
     except InputError:
         raise
     except Exception as error:
@@ -78,6 +82,19 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
         samples=given[0].shape[0] if given and given[0].dim() else 1,
         tokens=tokens[0] if tokens else 0,
     )
+
+
+def _nodes_behind(loss: Tensor) -> deque[Node]:
+    """Returns the nodes of autograd's graph, from the loss on, to be freed in this order one by one. A loss alone would
+    free them within one another, and those of a thousand layers are too many for the stack."""
+    waiting = [] if loss.grad_fn is None else [loss.grad_fn]  # of a loss that is a parameter itself there is none
+    found, seen = deque(waiting), {*waiting}
+    while waiting:
+        before = dict.fromkeys(node for each in waiting for node, _ in each.next_functions if node is not None)
+        waiting = [node for node in before if node not in seen]
+        seen.update(waiting)
+        found.extend(waiting)
+    return found
 
 
 def _require_loss(value: object, model: nn.Module) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import TorchDispatchMode, are_fake
@@ -93,7 +92,6 @@ class Recording(TorchDispatchMode):
         self._number_at: dict[int, int] = {}  # by the id of a storage that is alive
         self._call: Call | None = None
         self._calls: list[Call] = []
-        self._nodes: list[Node] = []
         self._last_reached: Call | None = None
         self._in_backward = False
         self._recomputed: list[int] = []
@@ -215,7 +213,6 @@ class Recording(TorchDispatchMode):
             if "call" in noted:
                 continue
             noted["call"] = self._call
-            self._nodes.append(node)
             node.register_prehook(lambda _, call=self._call: self._reach(call))
             waiting.extend(before for before, _ in node.next_functions)
 
@@ -255,12 +252,6 @@ class Recording(TorchDispatchMode):
         self._events.append(Gradient(parameter))
 
     # The end
-
-    def drop_graph(self) -> None:
-        """Free the nodes of autograd's graph, one by one from the loss: freed by the loss they would free one another,
-        within each other, and those of a thousand layers are too many for the stack."""
-        while self._nodes:
-            self._nodes.pop()
 
     def _mark_logits(self) -> None:
         """The largest output of a model that reads tokens is its logits; and so is what is as wide and was made later,

@@ -465,3 +465,10 @@ def num_events_on_a_small_stack():
 def test_a_model_of_very_many_layers_does_not_use_up_the_stack():
     (found,) = answer_of(num_events_on_a_small_stack)
     assert found > 2000 * 10
+
+
+def test_a_loss_that_is_a_parameter_is_read():
+    with torch.device("meta"):
+        model = nn.ParameterList([nn.Parameter(torch.empty(()))])
+        work = read_work(model, torch.empty(2), lambda model, batch: model[0])
+    assert [event.parameter for event in work.events if isinstance(event, Gradient)] == [0]
