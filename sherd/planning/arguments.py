@@ -30,8 +30,8 @@ def require_arguments(cluster: object, compute_dtype: object, loss: object, shar
     if not isinstance(cluster, (str, Path, Cluster)):
         raise ArgumentError("cluster", repr(cluster), "expected the name of one that is shipped, a path or a Cluster")
     require_floating_dtype("plan(compute_dtype={})", compute_dtype)
-    for name, given in (("loss", loss), ("shard", shard)):
-        if not callable(given) and (given is not None or name == "shard"):
+    for name, given in (*([("loss", loss)] if loss is not None else []), ("shard", shard)):
+        if not callable(given):
             raise ArgumentError(name, repr(given), "expected a function")
     if parallelize is None:
         return

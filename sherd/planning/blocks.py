@@ -44,15 +44,21 @@ def thin_out(model: nn.Module, together: int = 1) -> dict[Run, Run]:
 def shares_of_blocks(model: nn.Module, shares: Iterable[float]) -> tuple[float, ...]:
     """Returns those of `shares` that are different numbers of the blocks that `model` repeats; of several that are the
     same number the one that is closest to it."""
-    whole, of_number = num_blocks(model), dict[int, list[float]]()
+    lists = block_lists(model)
+    whole, of_number = len(spread(lists, 1.0)), dict[int, list[float]]()
     for share in shares:
-        of_number.setdefault(num_blocks(model, share), []).append(share)
+        of_number.setdefault(len(spread(lists, share)), []).append(share)
     return tuple(min(each, key=lambda share: abs(share * whole - number)) for number, each in of_number.items())
 
 
-def num_blocks(model: nn.Module, share: float = 1.0) -> int:
-    """Returns how many blocks `evenly_spread` takes for a share of those that `model` repeats."""
-    return sum(len(evenly_spread(blocks, share)) for blocks in repeated_blocks(model).values())
+def block_lists(model: nn.Module) -> list[list[nn.Module]]:
+    """Returns the lists of blocks that `model` repeats."""
+    return list(repeated_blocks(model).values())
+
+
+def spread(lists: Iterable[Sequence[nn.Module]], share: float) -> list[nn.Module]:
+    """Returns the blocks that are a share of each list, by `evenly_spread`."""
+    return [block for blocks in lists for block in evenly_spread(blocks, share)]
 
 
 def _names(run: Sequence[nn.Module], names: Mapping[int, str]) -> Run:
@@ -165,7 +171,7 @@ def with_fewer_blocks(model: nn.Module, num_blocks: int) -> tuple[nn.Module, int
     """Returns a copy of `model` on the meta device that has only the first `num_blocks` of its blocks and runs as it
     does, and how many blocks `model` has. None unless they are one list of one kind, more,
     and share no parameters."""
-    lists = list(repeated_blocks(model).values())
+    lists = block_lists(model)
     if len(lists) != 1 or len(lists[0]) <= num_blocks or len({_kind(block) for block in lists[0]}) > 1:
         return None
     places = registrations(model)

@@ -1,5 +1,5 @@
-"""What operations make on the meta device, made again without torch's rules where these were followed before: torch has
-most of them in Python, and a model of many equal blocks asks for the same ones over and over."""
+"""Results of operations on the meta device, whose shapes are remembered: torch computes most of them in Python, and a
+model of many equal blocks asks for the same ones over and over."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from sherd.planning.garbage import garbage_left
 from sherd.planning.in_words import advice_of, facts_of, lines_of
 from sherd.planning.planner import Planner, Training, fully_shard_args
 from sherd.planning.reading import Loss, own_or_usual_loss
-from sherd.planning.rough import RoughPlanner, or_impossible
+from sherd.planning.rough import RoughPlanner, or_impossible, outcome_of
 from sherd.requirements import require_int
 from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import read_cluster
@@ -255,7 +255,7 @@ def _searched(
         tried.append((found, prediction))
         if not found.fits or prediction.driver_bytes <= limit or len(tried) == RETRIED:
             found, prediction = min(tried, key=lambda each: max(limit, each[1].driver_bytes))
-            return found.corrected({each.best: _outcome(made) for each, made in tried}), prediction
+            return found.corrected({each.best: outcome_of(made) for each, made in tried}), prediction
         holes = prediction.driver_bytes - evaluate(first).nbytes
 
 
@@ -273,7 +273,7 @@ def _advice(
 ) -> tuple[Advice, ...]:
     """Returns the cheapest changes of `settings` that fit, predicted exactly as these were."""
     rough = _with_holes(evaluate, prediction.driver_bytes - evaluate(settings).nbytes)
-    exact, exact_of = {settings: _outcome(prediction)}, or_impossible(lambda each: _outcome(exactly(each)))
+    exact, exact_of = {settings: outcome_of(prediction)}, or_impossible(lambda each: outcome_of(exactly(each)))
 
     def known(settings: Settings) -> Outcome:
         return exact.get(settings) or rough(settings)
@@ -286,10 +286,6 @@ def _advice(
         exact |= {each: exact_of(each) for each in unknown}
     fitting = [each for each, _ in changes if exact[each].nbytes <= limit]
     return tuple(advice_of(settings, exact[settings], each, exact[each]) for each in fitting)
-
-
-def _outcome(prediction: Prediction) -> Outcome:
-    return Outcome(prediction.timeline.seconds, prediction.driver_bytes)
 
 
 def _with_holes(evaluate: Evaluate, holes: int) -> Evaluate:

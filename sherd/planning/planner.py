@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd._torch import imagined_ranks
-from sherd.api.blocks import evenly_spread, repeated_blocks
+from sherd.api.blocks import repeated_blocks
 from sherd.api.recompute import KeptResults
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
@@ -22,7 +22,7 @@ from sherd.errors import InputError
 from sherd.layout.runs import Flat
 from sherd.planning.arguments import ArgumentError
 from sherd.planning.axes import Layout
-from sherd.planning.blocks import Run, renumbered, thin_out, with_blocks, with_replicas
+from sherd.planning.blocks import Run, block_lists, renumbered, spread, thin_out, with_blocks, with_replicas
 from sherd.planning.reading import read_work
 from sherd.planning.sharding import sharded_of
 from sherd.planning.transports import between_hosts, on_one_host
@@ -192,8 +192,7 @@ class Planner:
         self._any_read.setdefault(mesh, work)
         if not checkpointing:
             return work
-        lists = repeated_blocks(self.training.model).values()
-        blocks = {id(block) for each in lists for block in evenly_spread(each, checkpointing)}
+        blocks = {id(block) for block in spread(block_lists(self.training.model), checkpointing)}
         names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
         modules = [number for number, each in enumerate(work.modules) if each.name in names]
         return checkpointed(work, modules, _selective if recompute == "selective" else None)

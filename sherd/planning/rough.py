@@ -9,9 +9,10 @@ from functools import cache
 from math import floor
 
 from sherd.errors import InputError, SherdError
-from sherd.planning.blocks import num_blocks, with_fewer_blocks
+from sherd.planning.blocks import block_lists, spread, with_fewer_blocks
 from sherd.planning.planner import Planner, Training, together
 from sherd.simulate.cluster import Cluster
+from sherd.simulate.predict import Prediction
 from sherd.simulate.search import IMPOSSIBLE, Outcome
 from sherd.simulate.settings import Settings
 
@@ -31,7 +32,7 @@ class RoughPlanner:
         self._played = cache(self._play)
         self._planners = cache(self._make_planners)
         self._refusal = cache(self._find_refusal)
-        self._whole_blocks = cache(self._find_whole_blocks)
+        self._lists = block_lists(training.model)
         self._whole = cache(lambda is_rough: Planner(training, cluster, is_rough))
 
     def _make_planners(self, times: int) -> tuple[list[Planner], int | None]:
@@ -75,10 +76,10 @@ class RoughPlanner:
         found, part = self._of_all(replace(settings, checkpointing=lower)), 2 * (share - lower)
         return _between(found, self._of_all(replace(settings, checkpointing=lower + 0.5)), part) if part else found
 
-    def _find_whole_blocks(self, share: float) -> float:
+    def _whole_blocks(self, share: float) -> float:
         """Returns the share of blocks that is computed again where `share` is asked for."""
-        whole = num_blocks(self._training.model)
-        return num_blocks(self._training.model, share) / whole if whole else 0.0
+        whole = len(spread(self._lists, 1.0))
+        return len(spread(self._lists, share)) / whole if whole else 0.0
 
     def _of_all(self, settings: Settings) -> Outcome:
         """Returns the outcome of all micro-batches."""
@@ -89,7 +90,7 @@ class RoughPlanner:
     def _play(self, settings: Settings) -> Outcome:
         planners, num = self._few_blocks(settings)
         predictions = (planner.predict(settings) for planner in planners)
-        first, *more = (Outcome(each.timeline.seconds, each.driver_bytes) for each in predictions)
+        first, *more = map(outcome_of, predictions)
         return first if num is None else _between(first, more[0], (num - FEW) / (MORE - FEW))
 
     def _few_blocks(self, settings: Settings) -> tuple[list[Planner], float | None]:
@@ -100,6 +101,11 @@ class RoughPlanner:
         if num is None or num < MORE * pp * run:
             return [self._whole(pp == 1)], None
         return planners, num / pp / run
+
+
+def outcome_of(prediction: Prediction) -> Outcome:
+    """Returns what a search knows of a prediction."""
+    return Outcome(prediction.timeline.seconds, prediction.driver_bytes)
 
 
 def or_impossible(evaluate: Callable[[Settings], Outcome]) -> Callable[[Settings], Outcome]:

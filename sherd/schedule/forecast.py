@@ -287,7 +287,7 @@ class Buffers:
 
     @property
     def changes(self) -> Sequence[tuple[tuple[int, MemoryKind], int]]:
-        """What came and went, by unit and kind."""
+        """Bytes that came, or went below 0, each with its unit and kind."""
         return self._ledger.changes
 
     @property

@@ -108,13 +108,15 @@ class Settings:
 
     def in_words(self) -> dict[str, str]:
         """Returns each setting that has an effect in words, by its name."""
-        names = [name for name in NAMES if name not in self.without_effect]
+        without_effect = self.without_effect
+        names = [name for name in NAMES if name not in without_effect]
         mesh = {"mesh": self.mesh.in_words(has_replicas=self.strategy == "auto")}
         return {name: _words(name, getattr(self, name)) for name in names} | mesh
 
     def differing(self, other: Settings) -> list[str]:
         """Returns the names of the settings that `other` has otherwise, and that have an effect there."""
-        names = (name for name in NAMES if name not in other.without_effect)
+        without_effect = other.without_effect
+        names = (name for name in NAMES if name not in without_effect)
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
