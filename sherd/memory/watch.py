@@ -176,6 +176,10 @@ class _Arrivals:
         arrival = Arrival(self._number, self._group, num_before)
         self._watch.arrives(arrival, alive([(MemoryKind.ARRIVED, unsharded.grad)], unsharded.device))
 
+    def borrowed(self) -> None:
+        """Look at the unit, whose rows are the gradient."""
+        self._watch.look(self._number)
+
     def copy(self, copy: Callable[[], None]) -> None:
         """Look at the unit while gradients are both where they waited and in the rows."""
         before = self._watch.look(self._number)

@@ -126,6 +126,11 @@ class Storages(TorchDispatchMode):
         self._kind, self._unit, self._moment = kind, unit, moment
         self._since = len(self.notes)
 
+    @property
+    def expected(self) -> tuple[str, int, Moment | str | None]:
+        """What `expect` was called with last."""
+        return self._kind, self._unit, self._moment
+
     def hold(self, unit: int, held: Held) -> None:
         """Note what the engine or an optimizer holds for `unit`. What has come since `expect` has come as that. Rows
         that are alive and not held any more are the transport's, whose thread lets go of them a moment later."""

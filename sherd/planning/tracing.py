@@ -301,11 +301,12 @@ class Recorder:
         if self._is_over:
             copy()
             return
-        before = self._do(_Label("copy in", number))
+        before, expected = self._do(_Label("copy in", number)), self.storages.expected
         self.storages.expect(MemoryKind.GRADIENT_ROWS.value, number, self._moment)
         copy()
         self.look(number)
         self._do(replace(before, nbytes=0))
+        self.storages.expect(*expected)
 
     # The timeline
 
@@ -373,6 +374,10 @@ class _Gradients:
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
         """Note a gradient that autograd has made and that no unit has yet."""
         self._recorder.arrives(self._number, unsharded)
+
+    def borrowed(self) -> None:
+        """Note a gradient that has become the rows."""
+        self._recorder.look(self._number)
 
     def copy(self, copy: Callable[[], None]) -> None:
         """Note gradients that are copied into the rows."""

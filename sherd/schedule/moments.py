@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -111,11 +111,20 @@ def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) ->
 
 
 class Gradients:
-    """The gradients that one backward brings. `uses` are the trainable parameters that forward has used."""
+    """The gradients that one backward brings.
 
-    def __init__(self, uses: Iterable[Arrival], sizes: Sequence[Sequence[GroupSizes]]) -> None:
+    Args:
+        uses: the trainable parameters that forward has used.
+        sizes: of the groups of each unit.
+        run_again: units of which a part of forward may run again in backward, as in checkpoints: it reads what forward
+            has read, so no group passes alone.
+    """
+
+    def __init__(
+        self, uses: Iterable[Arrival], sizes: Sequence[Sequence[GroupSizes]], run_again: Container[int] = ()
+    ) -> None:
         used = frozenset(uses)
-        self._sizes = sizes
+        self._sizes, self._run_again = sizes, run_again
         self._missing = Counter(use.unit for use in used)
         self._missing_in_group = Counter((use.unit, use.group) for use in used)
 
@@ -131,7 +140,7 @@ class Gradients:
         if not self._missing[unit]:
             is_done_in_backward = all(each.is_all_trainable for each in self._sizes[unit])
             yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
-        elif self._sizes[unit][group].is_all_trainable:
+        elif unit not in self._run_again and self._sizes[unit][group].is_all_trainable:
             yield GroupPassed(unit, group)
 
 

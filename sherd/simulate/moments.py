@@ -19,15 +19,30 @@ def moments_of(work: Work, sharded: Sharded) -> Iterator[tuple[Event | None, tup
     yield None, (on.EndBackward(),)
 
 
+def units_around(work: Work, sharded: Sharded) -> dict[int, int]:
+    """Returns the unit that each module of `work` is in, by their indices; those in none are left out."""
+    unit_of = sharded.unit_of
+    for number, each in enumerate(work.modules):  # those around come first
+        if number not in unit_of and each.parent in unit_of:
+            unit_of[number] = unit_of[each.parent]
+    return unit_of
+
+
 class _Reading:
     """Follows the calls of a step. A unit of several modules begins with its first module and ends with its last."""
 
     def __init__(self, work: Work, sharded: Sharded) -> None:
         sizes = [unit.groups for unit in sharded.units]
         used = {event.parameter for event in work.events if isinstance(event, Use)}
-        self._gradients = Gradients((place for each, place in sharded.places.items() if each in used), sizes)
+        around = units_around(work, sharded)
+        run_again = {around.get(event.module, -1) for event in work.events if isinstance(event, Enter) and event.again}
+        uses = (place for each, place in sharded.places.items() if each in used)
+        self._gradients = Gradients(uses, sizes, run_again)
         self._places = sharded.places
-        self._unread = [tuple(at for at, each in enumerate(groups) if each.is_unread) for groups in sizes]
+        self._unread = [
+            tuple(at for at, each in enumerate(groups) if each.is_unread and unit not in run_again)
+            for unit, groups in enumerate(sizes)
+        ]
         self._unit_of = sharded.unit_of
         self._num_modules = [len(unit.modules) for unit in sharded.units]
         self._begun: Counter[tuple[int, bool]] = Counter()

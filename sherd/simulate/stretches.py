@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from sherd.schedule.moments import Moment
-from sherd.simulate.moments import moments_of
+from sherd.simulate.moments import moments_of, units_around
 from sherd.simulate.sharded import Sharded
 from sherd.simulate.work import (
     Allocate,
@@ -66,10 +66,7 @@ def parts_of(work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) ->
 
 def read_outside(work: Work, sharded: Sharded) -> str | None:
     """Returns the name of a parameter that forward reads while no module of its unit runs; None if there is none."""
-    unit_of = sharded.unit_of
-    for number, each in enumerate(work.modules):  # those around come first
-        if number not in unit_of and each.parent is not None:
-            unit_of[number] = unit_of[each.parent]
+    unit_of = units_around(work, sharded)
     running: list[int] = []
     for event in work.events:
         match event:

@@ -1,5 +1,6 @@
 """Is a step predicted as it then runs: the engine's buffers to the byte, and the peak of all memory?"""
 
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
@@ -28,6 +29,7 @@ from sherd.train.config import Model
 from sherd.train.models import Decoder
 
 DECODER = Model(layers=3, width=64, heads=4, kv_heads=2, hidden=160, tied=False)
+LARGE = Model(layers=2, width=512, heads=8, kv_heads=8, hidden=2048, tied=False)  # with weights in groups of their own
 SAMPLES, LENGTH = 4, 64
 TWO = Mesh(2)
 ADAMW = Optimizer(states=2, accesses=20, scalars=4)
@@ -53,11 +55,12 @@ def recorded(
     micro_batches=1,
     strategy="auto",
     mesh=TWO,
+    shape=DECODER,
     on=range(2),
 ):
     """The timeline of a settled step, on the ranks `on`; None on the others."""
     torch.manual_seed(0)
-    model = Decoder(DECODER)
+    model = Decoder(shape)
     model.reset_parameters(0)
     for block in evenly_spread(model.blocks, checkpointing):
         contexts = selective_contexts if recompute == "selective" else noop_context_fn
@@ -90,9 +93,9 @@ def recorded(
     return min(settled, key=lambda each: each.peak.nbytes, default=None)
 
 
-def predicted(transport="torch", precision=None, mesh=TWO, **settings):
+def predicted(transport="torch", precision=None, mesh=TWO, shape=DECODER, **settings):
     with torch.device("meta"):
-        model = Decoder(DECODER)
+        model = Decoder(shape)
     layout = Layout(usual_loss, partial(auto_units, comm_policy=CommPolicy(transport)))
     training = Training(model, tokens, layout, ADAMW, precision)
     settings = Settings(mesh, micro_batch=SAMPLES, **settings)
@@ -202,6 +205,35 @@ def test_a_step_runs_as_it_is_predicted(world, way):
         assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, abs=4)
         assert plan.peak.moment == trace.peak.moment
         assert counts(plan) == counts(trace)
+
+
+OF_LARGE_WEIGHTS = [
+    {"transport": "auto"},
+    {"transport": "auto", "placement": "flat", "reshard": False},
+    {"transport": "gloo", "placement": "flat"},
+    {"transport": "auto", "checkpointing": 1.0},
+    {"transport": "gloo", "checkpointing": 1.0, "placement": "flat"},
+    {"transport": "auto", "checkpointing": 1.0, "recompute": "selective", "reshard": False},
+]
+
+
+@pytest.mark.parametrize("way", OF_LARGE_WEIGHTS, ids=str)
+def test_groups_of_one_large_weight_go_alone_in_backward_unless_it_may_run_forward_again(world, way):
+    plan = predicted(**way, shape=LARGE)
+    for trace in world(2).run(recorded, **way, shape=LARGE):
+        assert_same_buffers(plan, trace)
+        assert engine(plan.peak.by_kind) == engine(trace.peak.by_kind)
+        assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, abs=4)
+        assert plan.peak.moment == trace.peak.moment
+        assert sent(plan) == sent(trace)
+
+
+def sent(timeline):
+    """The bytes of each unit's collectives, by lane: a trace has those of all groups in one."""
+    total = Counter()
+    for lane, unit, nbytes in counts(timeline):
+        total[lane, unit] += nbytes
+    return total
 
 
 def counts(timeline):

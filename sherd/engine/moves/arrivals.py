@@ -32,6 +32,9 @@ class GradientObserver(Protocol):
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
         """The parameter `unsharded`, of that index in the group, has a gradient that nobody has taken yet."""
 
+    def borrowed(self) -> None:
+        """The gradient that came last is the rows now."""
+
     def copy(self, copy: Callable[[], None]) -> None:
         """Have gradients that waited copied into the rows, by `copy()`."""
 
@@ -141,9 +144,12 @@ class Arrivals:
             pass
         elif self._rows is None and self._borrows and self._can_be_rows(gradient):
             self._rows = ReduceBuffer.borrowed(self._group, gradient)
+            if self._observer is not None:
+                self._observer.borrowed()
         else:
             self._waiting[index] = gradient
             self._waiting_bytes += gradient.nbytes
+        del gradient  # it would live through what is done now that all have come
         is_complete = len(self._arrived) >= self._num_expected
         # What is added to earlier backwards' gradients does not wait for the reduction, even if it collects late.
         waits = self._waits_for_reduction and self._rows is None
