@@ -1,8 +1,8 @@
 """`python -m bench.predicted`: are the steps of random models on two CPU ranks predicted as they then run?
 
 A seed decides a model and its settings. `sherd doctor --bandwidth` measures this machine once, as its file has it, and
-the operations of each model as with `--model`; each is predicted from that, and run. Of several steps the fastest one
-counts, on the slowest rank, and so it does in the doctor's measurements of links.
+the operations of each model as with `--model`; each is predicted from that, and run. The median step counts, on the
+slowest rank, as in the doctor's measurements of collectives.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.doctor.bandwidth import measured, unit_links
-from sherd.doctor.operations import EXACTLY, timed_operations, with_operations
+from sherd.doctor.bandwidth import measured, measured_together
+from sherd.doctor.operations import EXACTLY, Step, timed_operations, with_operations
 from sherd.doctor.own_model import step as own_step
 from sherd.planning.axes import Layout
 from sherd.planning.planner import Planner, Training, compute_in, fully_shard_args
@@ -52,7 +52,7 @@ from .rounds import timed, without_collector
 from .table import markdown
 
 ROOT = Path(__file__).parent.parent
-WARMUPS, SECONDS = 2, 4.0
+TURNS, WARMUPS, SECONDS = 4, 1, 1.5
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -243,15 +243,17 @@ def _drawn(seed: int, draw: random.Random) -> Case | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw: milliseconds of steps, and one that was recorded."""
+    """What a rank saw: the milliseconds of steps in `TURNS` turns, the operations of the unsharded model that were
+    timed after each turn, and a step that was recorded."""
 
-    laps: list[float]
-    cpu: list[float]
+    turns: list[list[float]]
+    operations: Mapping[str, tuple[Timed, ...]]
     timeline: Timeline
 
 
 def run(mesh: DeviceMesh, seed: int) -> Seen:
-    """On a rank: train, and record a step at last."""
+    """On a rank: train the model of `seed`, and the same model without shards with its operations timed, in turns: the
+    speed of a machine that others use too drifts by the minute. Record a step of the first one at last."""
     this = case(seed)
     model = this.build_with_values()
     for block in model.blocks if this.settings.checkpointing else ():
@@ -270,22 +272,35 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
             this.loss(model, batch).backward()
         optimizer.step()
 
-    laps, begin, enough = [], 0.0, False
-    with without_collector():
-        while not enough:
+    def laps() -> Iterator[float]:
+        begin, num, is_over = time.perf_counter(), 0, False
+        while not is_over:
             dist.barrier()
-            laps.append(timed(step, torch.device("cpu"))[0])
+            lap = timed(step, torch.device("cpu"))[0]
             optimizer.zero_grad()
-            begin = begin or time.perf_counter()
+            if (num := num + 1) > WARMUPS:
+                yield lap.wall_ms
             told = torch.tensor(time.perf_counter() - begin)
             dist.broadcast(told, 0)
-            enough = len(laps) >= WARMUPS + 5 and (float(told) > SECONDS or len(laps) >= 40)
+            is_over = num > WARMUPS + 2 and float(told) > SECONDS
+
+    turns: list[list[float]] = []
+
+    def plain_steps() -> Iterator[Step]:
+        plain = this.build_with_values()
+        if this.compute_dtype is not None:
+            compute_in(this.compute_dtype, plain)
+        for _ in range(TURNS):
+            turns.append([*laps()])
+            yield partial(own_step, plain, batch, this.loss)
+
+    with without_collector():
+        operations = timed_operations(plain_steps(), EXACTLY)
         gc.collect()
         dist.barrier()
         with traced(model, optimizer, str(this)) as trace:
             step()
-    kept = laps[WARMUPS:]
-    return Seen([each.wall_ms for each in kept], [each.cpu_ms for each in kept], trace.timeline)
+    return Seen(turns, operations, trace.timeline)
 
 
 def predicted(this: Case, cluster: Cluster) -> Timeline:
@@ -311,18 +326,9 @@ def predicted(this: Case, cluster: Cluster) -> Timeline:
 def calibrate(mesh: DeviceMesh) -> list[str]:
     """On a rank: the cluster files of these ranks, with either transport."""
     cluster = measured("here")
-    links = unit_links(cluster.device.launch, "gloo")[0], cluster.within
-    return [cluster_toml(replace(cluster, within=each)) for each in links]
-
-
-def own_operations(mesh: DeviceMesh, seed: int) -> Mapping[str, tuple[Timed, ...]]:
-    """On a rank: the operations of the model of `seed`, unsharded, timed one by one."""
-    this = case(seed)
-    model = this.build_with_values()
-    if this.compute_dtype is not None:
-        compute_in(this.compute_dtype, model)
-    batch = this.batch(this.settings.micro_batch)
-    return timed_operations([partial(own_step, model, batch, this.loss)], EXACTLY)
+    gloo = measured_together(cluster.device.launch, "gloo")
+    of_gloo = replace(cluster, within=gloo.within, device=replace(cluster.device, skew=gloo.skew))
+    return [cluster_toml(each) for each in (of_gloo, cluster)]
 
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -392,11 +398,11 @@ def page(rows: list[Row]) -> str:
 {summary(rows)}
 
 Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
-{os.cpu_count()} cores, torch {torch.__version__}. The fastest of several steps, on the slower rank. malloc keeps what
-is freed (see [planning](planning.md)). No model of this page was looked at when the predictions were tuned. *From its
-own operations*: a step of the unsharded model with the same micro-batch was run on both ranks before, and its
-operations timed one by one, as `sherd doctor --bandwidth --model MODEL --samples N` does; *from the usual ones*: `sherd
-doctor --bandwidth` alone.
+{os.cpu_count()} cores, torch {torch.__version__}. Of {TURNS} turns of steps the median of each, in the mean, on the
+slower rank. malloc keeps what is freed (see [planning](planning.md)). No model of this page was looked at when the
+predictions were tuned. *From its own operations*: after each turn a step of the unsharded model with the same
+micro-batch was run on both ranks, and its operations timed one by one, as `sherd doctor --bandwidth --model MODEL
+--samples N` does; *from the usual ones*: `sherd doctor --bandwidth` alone, up to a quarter of an hour before.
 
 {markdown(heads, cells)}
 """
@@ -421,16 +427,17 @@ def main(arguments: list[str] | None = None) -> int:
     for seed in range(*map(int, chosen.seeds.split(":"))):
         this = case(seed)
         cluster = clusters[this.transport]
-        timed = with_operations(cluster.device.timed, on_ranks(Conditions(), own_operations, seed)[0])
+        ranks = on_ranks(Conditions(), run, seed)
+        timed = with_operations(cluster.device.timed, ranks[0].operations)
         plan = predicted(this, replace(cluster, device=replace(cluster.device, timed=timed)))
-        usual, ranks = predicted(this, cluster).seconds * 1e3, on_ranks(Conditions(), run, seed)
-        laps = [max(each) for each in zip(*(rank.laps for rank in ranks), strict=True)]
-        took, trace = min(laps), ranks[0].timeline
+        usual, trace = predicted(this, cluster).seconds * 1e3, ranks[0].timeline
+        turns = [median(map(max, *each)) for each in zip(*(rank.turns for rank in ranks), strict=True)]
+        took = mean(turns)
         row = Row(this, usual, plan.seconds * 1e3, took, plan.peak.nbytes / trace.peak.nbytes)
         rows.append(row)
         print(
             f"{seed:5} {row.from_own:8.1f} / {took:8.1f} ms = {row.ratio_from_own:.3f} ({row.ratio:.3f})  "
-            f"median {median(laps):.1f}  cpu {min(ranks[0].cpu):.1f} bytes {row.peak:.4f}  {this}",
+            f"turns {' '.join(f'{each:.1f}' for each in turns)}  bytes {row.peak:.4f}  {this}",
             flush=True,
         )
         if chosen.lanes:

@@ -8,9 +8,11 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import mul
 from pathlib import Path
-from statistics import linear_regression
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -27,15 +29,19 @@ from sherd.doctor.ranks import collective, device
 from sherd.policy import CommPolicy
 from sherd.simulate.cluster import Cluster, Device, Link, Timed
 from sherd.simulate.cluster_file import cluster_toml, texts_of
+from sherd.simulate.costs import waited
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.simulate.work import OpKind
 from sherd.train.config import InputError
 
 MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
-STEPS_S = 2.0  # so are steps of models, whose difference counts
+STEPS_S, LEAST_TURNS = 6.0, 9  # steps of models in turns, whose difference counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
-WIDTHS, UNITS = (64, 128, 512, 1024, 2048), 8  # of units with a square weight each, and how many there are
-VECTORS, INPUTS = 7, 2**16  # of a unit besides, and elements that go through all of them
+# The widths of units with a square weight each, and the elements that go through all of them so that much is computed
+# between two collectives: 5 to 15 ms on a server's core.
+WIDTHS = {64: 2**20, 128: 2**20, 512: 2**20, 1024: 2**18, 2048: 2**18}
+FEW = 2**14  # such elements with little compute
+UNITS, VECTORS = 8, 7  # how many units there are, and what each has besides
 QUEUED = 200  # small operations in a row
 BESIDE = 0.84  # the share of its speed that an accelerator keeps while a collective runs
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
@@ -85,9 +91,10 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
     timed: Mapping[str, tuple[Timed, ...]] = {}
     if at.type == "cpu":
         timed = with_operations(timed_operations(usual_steps()), timed_operations(own, EXACTLY))
-    optimizer = None
+    optimizer, skew = None, 0.0
     if at.type == "cpu" and within and hosts.count(hosts[0]) == len(hosts):
-        within, optimizer = unit_links(launch)
+        together = measured_together(launch)
+        within, optimizer, skew = together.within, together.optimizer, together.skew
     said = f"measured by sherd doctor --bandwidth on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
     said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
     sources = dict.fromkeys(("devices_per_node", "device", "within", "across", "to_host"), said)
@@ -100,16 +107,23 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
         sources["across"] = f"{guess} there is one host, or hosts differ in ranks: Ethernet of 10 Gbit/s"
     links = (within or in_memory, across or Link(30e-6, 1.1e9), to_host)
     return Cluster(
-        name or "measured", Device(model, *on_device, beside, timed), per_node, *links, None, "", sources, optimizer
+        name or "measured",
+        Device(model, *on_device, beside, skew, timed),
+        per_node,
+        *links,
+        None,
+        "",
+        sources,
+        optimizer,
     )
 
 
-def _slowest(call: Callable[[], object], at: torch.device, seconds: float = 0.0) -> float:
+def _slowest(call: Callable[[], object], at: torch.device) -> float:
     """Returns the seconds of `call`: the shortest run of each rank, of these the longest. All ranks run at once, again
-    and again for so many `seconds`, `MEASURE_S` at least."""
+    and again for `MEASURE_S`."""
     call()
     once: float = max(all_gather_objects(_seconds(call, at), "times"))
-    repeated = min(max(3, int(max(seconds, MEASURE_S) / once)), 1000)  # a collective equally often on all ranks
+    repeated = min(max(3, int(MEASURE_S / once)), 1000)  # a collective equally often on all ranks
     slowest: float = max(all_gather_objects(min(_seconds(call, at) for _ in range(repeated)), "times"))
     return slowest
 
@@ -199,11 +213,15 @@ def _link(groups: list[list[int]], launch: float) -> Link | None:
 
 
 def _line(sizes: Sequence[float], took: Sequence[float], launch: float = 0.0, steps: int = 1) -> Link:
-    """Returns the link over which `sizes` took that long, `launch` apart, by least squares, where a byte counts."""
-    rates = [seconds / size for seconds, size in zip(took, sizes, strict=True)]
-    fixed, per_byte = linear_regression([1 / size for size in sizes], rates)
+    """Returns the link over which `sizes` took that long, `launch` apart, by least squares of relative errors."""
+    # fixed * each of `ones` + per_byte * each of `rates` is to be 1.
+    ones, rates = [1 / each for each in took], [size / each for size, each in zip(sizes, took, strict=True)]
+    a, b, c = (sum(map(mul, *each)) for each in ((ones, ones), (ones, rates), (rates, rates)))
+    determinant = a * c - b * b
+    fixed = (sum(ones) * c - sum(rates) * b) / determinant
+    per_byte = (sum(rates) * a - sum(ones) * b) / determinant
     # Noise may make the line fall, or pass below the launch.
-    return Link(max(fixed - launch, 1e-9) / steps, 1 / max(per_byte, min(rates) / 10))
+    return Link(max(fixed - launch, 1e-9) / steps, 1 / max(per_byte, 0.1 / max(rates)))
 
 
 class _Unit(nn.Module):
@@ -221,27 +239,64 @@ class _Unit(nn.Module):
         return x
 
 
-def unit_links(launch: float, transport: str = "auto") -> tuple[Link, Link]:
-    """Returns the links `within` and `optimizer` of CPU ranks on one host, measured by training: of collectives with
-    all that the engine does around them, as a unit gathers twice and reduces once, where compute has its caches; and of
-    AdamW's step."""
-    collectives, adamw, sizes, ranks = [], [], [4 * width**2 for width in WIDTHS], dist.get_world_size()
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What CPU ranks on one host do together in training: the links `within` and `optimizer` of a cluster, and the
+    `skew` of its device."""
 
-    def train(model: nn.Module, batch: torch.Tensor) -> None:
-        model.zero_grad()
-        model(batch).sum().backward()
+    within: Link
+    optimizer: Link
+    skew: float
 
-    for width in WIDTHS:
+
+def measured_together(launch: float, transport: str = "auto") -> Together:
+    """Returns what is measured by training: collectives with all that the engine does around them, as a unit gathers
+    twice and reduces once, where compute has the caches; the more that they take the more is computed between them, for
+    then ranks wait for the slowest; and AdamW's step. Medians, as of a usual step."""
+    soon, late, adamw, ranks = [], [], [], dist.get_world_size()
+    for width, many in WIDTHS.items():
         plain = nn.Sequential(*(_Unit(width) for _ in range(UNITS)))
-        model = copy.deepcopy(plain)
-        for unit in (*model, model):
+        sharded = copy.deepcopy(plain)
+        for unit in (*sharded, sharded):
             fully_shard(unit, comm_policy=CommPolicy(transport))
-        batch = torch.randn(INPUTS // width, width)
-        alone, sharded = (_slowest(partial(train, each, batch), device(), STEPS_S) for each in (plain, model))
-        collectives.append(max(1e-6, sharded - alone) / (3 * UNITS))
-        weights = [each for each in model.parameters() if each.dim() > 1]
+        batches = [torch.randn(inputs // width, width) for inputs in (FEW, many)]
+        steps = [partial(_train, model, batch) for batch in batches for model in (plain, sharded)]
+        alone, together, *later = (each / (3 * UNITS) for each in _in_turns(steps))
+        soon.append((alone, together - alone))
+        late.append((later[0], later[1] - later[0]))
+        weights = [each for each in sharded.parameters() if each.dim() > 1]
         adamw.append(_slowest(torch.optim.AdamW(weights, foreach=True).step, device()) / UNITS)
-    sent = [(ranks - 1) / ranks * size for size in sizes]
-    accesses = OPTIMIZERS["adamw"].accesses
-    touched = [accesses * size / ranks for size in sizes]
-    return _line(sent, collectives, launch, ranks - 1), _line(touched, adamw, steps=accesses)
+    skew = _skew(soon, late)
+    took = [max(1e-6, seconds - waited(computed, skew)) for computed, seconds in soon]
+    sizes, accesses = [4 * width**2 for width in WIDTHS], OPTIMIZERS["adamw"].accesses
+    within = _line([(ranks - 1) / ranks * size for size in sizes], took, launch, ranks - 1)
+    optimizer = _line([accesses * size / ranks for size in sizes], adamw, steps=accesses)
+    return Together(within, optimizer, skew)
+
+
+def _skew(soon: Sequence[tuple[float, float]], late: Sequence[tuple[float, float]]) -> float:
+    """Returns the skew with which equal collectives take longer `late` than `soon`: each with what was computed before
+    it, and what it took."""
+    pairs = zip(soon, late, strict=True)
+    return max(0.0, median((b - a) / (waited(after, 1.0) - waited(before, 1.0)) for (before, a), (after, b) in pairs))
+
+
+def _train(model: nn.Module, batch: torch.Tensor) -> None:
+    model.zero_grad()
+    model(batch).sum().backward()
+
+
+def _in_turns(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Returns the seconds of each of `calls`: the median of what the slowest rank takes. They run in turns, so that
+    what is compared is measured in the same minute."""
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    once: float = max(all_gather_objects(time.perf_counter() - begin, "times"))
+    mine = []
+    for _ in range(min(max(LEAST_TURNS, int(STEPS_S / once)), 1000)):
+        for call in calls:
+            dist.barrier()
+            mine.append(_seconds(call, device()))
+    slowest = [*map(max, *all_gather_objects(mine, "times"), [0.0] * len(mine))]
+    return [median(slowest[number :: len(calls)]) for number in range(len(calls))]

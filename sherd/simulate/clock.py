@@ -38,6 +38,10 @@ class Costs(ABC):
     def collective(self, kind: str, nbytes: int, group: Group) -> float:
         """Returns the seconds of a collective; see `costs.collective_seconds`."""
 
+    def waited(self, computed: float) -> float:
+        """Returns the seconds in which ranks wait for the slowest, after each has computed for so many."""
+        return 0.0
+
     @abstractmethod
     def to_host(self, nbytes: int) -> float:
         """Returns the seconds in which `nbytes` travel between the device and its host."""
@@ -64,6 +68,8 @@ class Clock:
         self._free = dict.fromkeys(Lane, 0.0)
         self._follows = dict.fromkeys(Lane, 0.0)
         self._host = 0.0
+        self._met = 0.0
+        """When the ranks have last waited for one another, without streams."""
         self._busy: list[tuple[float, float]] = []
         """When collectives run that take a part of the device from compute."""
         self.spans: list[Span] = []
@@ -125,7 +131,10 @@ class Clock:
             self._free[Lane.COMPUTE] = until
 
     def do_beside(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:
-        """Do work of `lane` while compute waits for it: the way without streams."""
-        start = max(self.now, self._host)
-        self._free[lane] = start
-        self.wait(lane, unit, self.start(lane, name, unit, seconds, nbytes))
+        """Do work of `lane` with the other ranks while compute waits for it: the way without streams."""
+        if seconds:
+            start = max(self.now, self._host)
+            seconds += self._costs.waited(start - self._met)
+            self._free[lane] = start
+            self.wait(lane, unit, self.start(lane, name, unit, seconds, nbytes))
+            self._met = self.now

@@ -47,6 +47,8 @@ class Device:
         host: seconds that the host needs to queue one operation, when it runs ahead of the device; for a CPU 0.
         overlaps: collectives run beside compute, as on an accelerator with streams.
         beside: the share of its speed that compute keeps while they do.
+        skew: seconds by which the slowest rank is later than the mean one, after each has computed for 1 ms. Only of
+            devices without `overlaps`: others have theirs in what collectives take.
         timed: operations of several sizes, by the operation's name without "aten." and its dtype: `mm.float32`.
     """
 
@@ -62,6 +64,7 @@ class Device:
     host: float
     overlaps: bool
     beside: float = 1.0
+    skew: float = 0.0
     timed: Mapping[str, tuple[Timed, ...]] = field(default_factory=dict)
 
 

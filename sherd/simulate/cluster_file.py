@@ -66,6 +66,7 @@ FIELDS: dict[str, Kind] = {
     "device.host": SECONDS,
     "device.overlaps": FLAG,
     "device.beside": SHARE,
+    "device.skew": SECONDS,
     **{f"{link}.{name}": kind for link in LINKS for name, kind in (("latency", SECONDS), ("bandwidth", BANDWIDTH))},
 }
 """Every field of a cluster file, by its dotted name."""
@@ -73,7 +74,8 @@ OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
 """Both may be left out, not one alone."""
 TABLE = re.compile(rf"device\.timed\.\w+\.({'|'.join((*DTYPES, *INTEGERS, *RARE))})", re.ASCII)
 """The names of fields that there may be besides: what an operation of a dtype takes."""
-OPTIONAL = {"price_per_hour", "device.beside", *(name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:])}
+OPTIONAL = {"price_per_hour", "device.beside", "device.skew"}
+OPTIONAL |= {*(name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:])}
 OPTIONAL |= OPTIMIZER
 
 
@@ -222,8 +224,11 @@ def texts_of(cluster: Cluster) -> dict[str, str]:
     flat = _flat(asdict(cluster))
     if flat["price_per_hour"] is not None:
         flat["price_per_hour"] = f"{flat['price_per_hour']} {cluster.currency}"
+    # Left out where it has no effect: nothing runs beside compute, or all ranks are even.
     if not cluster.device.overlaps:
-        del flat["device.beside"]  # nothing runs beside compute
+        del flat["device.beside"]
+    if cluster.device.overlaps or not cluster.device.skew:
+        del flat["device.skew"]
     return {name: _text(flat[name], kind) for name, kind in FIELDS.items() if flat.get(name) is not None}
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from math import dist, exp, log
+from math import dist, exp, log, sqrt
 
 from sherd.simulate.cluster import Cluster, Device, Timed
 from sherd.simulate.work import Group, Op, OpKind
@@ -86,6 +86,12 @@ def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
     weights = [1 / (apart**2 + 1e-3) for apart, _ in near]
     slower = sum(weight * by for weight, (_, by) in zip(weights, near, strict=True)) / sum(weights)
     return plain(op) * exp(slower)
+
+
+def waited(computed: float, skew: float) -> float:
+    """Returns the seconds in which ranks wait for the slowest after each has computed for so many: `skew` after 1 ms.
+    They grow with the root of time, as the sum of many small delays does."""
+    return skew * sqrt(computed * 1e3)
 
 
 def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -> float:

@@ -10,7 +10,7 @@ from itertools import cycle
 
 from sherd.simulate.clock import Costs
 from sherd.simulate.cluster import Cluster
-from sherd.simulate.costs import Ranks, collective_seconds, flops_in, op_seconds
+from sherd.simulate.costs import Ranks, collective_seconds, flops_in, op_seconds, waited
 from sherd.simulate.pipeline import Stage, begins
 from sherd.simulate.play import pass_seconds, play
 from sherd.simulate.reserved import Reserved, reserved_roughly
@@ -42,6 +42,9 @@ class ClusterCosts(Costs):
     def _collective_seconds(self, kind: str, nbytes: int, group: Group) -> float:
         ranks = Ranks.of(group, self._cluster.devices_per_node)
         return collective_seconds(kind, nbytes, ranks, self._cluster)
+
+    def waited(self, computed: float) -> float:
+        return waited(computed, self._cluster.device.skew)
 
     def to_host(self, nbytes: int) -> float:
         link = self._cluster.to_host

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from itertools import islice
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from sherd.doctor import bandwidth, operations
 from sherd.doctor.findings import FAILURE
 from sherd.simulate.cluster_file import cluster_toml, read_cluster
-from sherd.simulate.costs import Ranks, collective_seconds, op_seconds
+from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, waited
 from sherd.simulate.work import Op, OpKind
 from sherd.train import cli
 from tests.forked import sherd as be_sherd
@@ -33,7 +34,8 @@ def few(dtype):
 
 def be_quick(words, environment):
     """Be the program sherd, as which fewer operations are timed, and steps of models for a shorter time."""
-    with mock.patch.object(operations, "probes", few), mock.patch.object(bandwidth, "STEPS_S", 0.5):
+    shorter = mock.patch.multiple(bandwidth, STEPS_S=0.5, LEAST_TURNS=2)
+    with mock.patch.object(operations, "probes", few), shorter:
         be_sherd(words, environment)
 
 
@@ -147,6 +149,48 @@ def least_squares_over(launch, latency, rate):
 def test_latency_and_bandwidth_are_found_again(world):
     for link in world(2).run(least_squares_over, 2e-6, 3e-5, 4e9):
         assert (link.latency, link.bandwidth) == (pytest.approx(3e-5), pytest.approx(4e9))
+
+
+def test_large_collectives_decide_on_bandwidth_although_small_ones_are_noisy():
+    sizes, noise = [2.0**13, 2.0**15, 2.0**19, 2.0**21, 2.0**23], [1.1, 0.9, 1.1, 1.0, 1.0]
+    link = bandwidth._line(sizes, [by * (1e-3 + size / 1e9) for by, size in zip(noise, sizes, strict=True)])
+    assert (link.latency, link.bandwidth) == (pytest.approx(1e-3, rel=0.05), pytest.approx(1e9, rel=0.05))
+
+
+@pytest.mark.parametrize("took", [[1e-3, 1e-3], [2e-3, 1e-3]], ids=["level", "falling"])
+def test_a_line_that_noise_lets_fall_has_a_bandwidth_all_the_same(took):
+    link = bandwidth._line([1e6, 2e6], took)
+    assert link.latency > 0
+    assert 0 < link.bandwidth < 1e12
+
+
+@pytest.mark.parametrize(("skew", "noise"), [(3e-4, 0.0), (0.0, -1e-4)])
+def test_what_equal_collectives_take_more_behind_more_compute_is_skew(skew, noise):
+    soon, late = [(1e-4, 5e-4), (4e-4, 2e-3), (1e-3, 7e-3)], [1.6e-3, 6.4e-3, 16e-3]
+    later = [
+        (more, took + noise + waited(more, skew) - waited(less, skew))
+        for (less, took), more in zip(soon, late, strict=True)
+    ]
+    assert bandwidth._skew(soon, later) == pytest.approx(skew)
+
+
+def in_turns():
+    """The order of two calls, and the seconds of each, of which the slowest rank decides."""
+    ran = []
+
+    def take(name, seconds):
+        ran.append(name)
+        time.sleep(seconds * (1 + dist.get_rank()))
+
+    with mock.patch.object(bandwidth, "STEPS_S", 0.0):
+        return bandwidth._in_turns([lambda: take("a", 0.001), lambda: take("b", 0.01)]), ran
+
+
+def test_calls_run_in_turns_and_the_median_of_the_slowest_rank_counts(world):
+    for (a, b), ran in world(2).run(in_turns):
+        assert ran == ["a", "b"] * (1 + bandwidth.LEAST_TURNS)
+        assert 0.002 <= a < b
+        assert b >= 0.02
 
 
 @pytest.mark.usefixtures("_no_rank")

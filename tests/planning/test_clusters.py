@@ -97,6 +97,15 @@ def test_operations_that_were_timed_read_as_they_were_written(tmp_path):
     assert (again.optimizer.latency, again.optimizer.bandwidth) == (pytest.approx(75e-6), pytest.approx(26.6e9))
 
 
+def test_skew_is_written_where_compute_waits_for_collectives(tmp_path):
+    laptop, h100 = read_cluster("laptop"), read_cluster("h100")
+    late = replace(laptop, device=replace(laptop.device, skew=2.5e-4))
+    assert 'device.skew = "250 us"' in cluster_toml(late)
+    assert read(tmp_path, cluster_toml(late)).device.skew == pytest.approx(2.5e-4)
+    assert laptop.device.skew == h100.device.skew == 0
+    assert "skew" not in cluster_toml(h100)
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sherd.simulate.cluster import Link, Timed
 from sherd.simulate.cluster_file import read_cluster, shipped_clusters
-from sherd.simulate.costs import Ranks, collective_seconds, op_seconds
+from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, waited
 from sherd.simulate.predict import ClusterCosts
 from sherd.simulate.work import Group, Op, OpKind
 
@@ -23,6 +23,13 @@ def op(kind, flops, nbytes, dtype="bfloat16", name="aten.any"):
 
 
 # Operations
+
+
+def test_ranks_wait_for_the_slowest_by_the_root_of_what_they_have_computed():
+    uneven = ClusterCosts(replace(H100, device=replace(H100.device, skew=2e-4)))
+    assert uneven.waited(1e-3) == pytest.approx(2e-4)
+    assert uneven.waited(16e-3) == pytest.approx(8e-4)
+    assert (uneven.waited(0.0), ClusterCosts(H100).waited(1.0), waited(4e-3, 1.0)) == (0, 0, pytest.approx(2))
 
 
 def test_an_operation_takes_the_longer_of_computing_and_moving_after_its_launch():

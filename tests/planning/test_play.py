@@ -1,6 +1,7 @@
 """Is a step played as the schedule runs it, with times and bytes that can be added up by hand?"""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -85,6 +86,25 @@ def test_reductions_run_beside_backward_and_only_the_last_is_waited_for():
 def test_a_device_without_streams_waits_for_every_collective():
     timeline = play(stack(4), sharded_stack(4), RoundCosts(gather=1, reduce=2, overlaps=False))
     assert timeline.seconds == 4 * 3 + 1 + 8 * 1 + 4 * 2
+
+
+def test_without_streams_ranks_wait_for_the_slowest_by_what_each_has_computed_since_they_met():
+    costs = RoundCosts(gather=1, reduce=2, overlaps=False)
+    even = play(stack(4), sharded_stack(4), costs)
+    with mock.patch.object(costs, "waited", lambda computed: 10 * computed):
+        uneven = play(stack(4), sharded_stack(4), costs)
+    # Of what is computed only the optimizer's second is behind the last collective. Nothing is before the first one.
+    assert uneven.seconds == even.seconds + 10 * 4 * 3
+    gathers = [end - start for _, start, end in spans(uneven, Lane.GATHER, "gather")]
+    assert gathers == [1, 11, 11, 11, 11, 1, 1, 1]  # in backward a reduction is just before
+    assert [end - start for _, start, end in spans(uneven, Lane.REDUCE, "reduce")] == [22] * 4
+
+
+def test_with_streams_nobody_waits_for_the_slowest_besides():
+    costs = RoundCosts(gather=1, reduce=2)
+    even = play(stack(2), sharded_stack(2), costs)
+    with mock.patch.object(costs, "waited", lambda computed: 10 * computed):
+        assert play(stack(2), sharded_stack(2), costs) == even
 
 
 def test_a_slow_host_leaves_the_device_waiting():
