@@ -254,10 +254,10 @@ class _Player:
     def _await(self, unit: int) -> None:
         if self._costs.overlaps:
             self.clock.wait(Lane.GATHER, unit, self._gathered[unit])
-        for traffic, sizes in self._groups(unit):
-            if not self._costs.overlaps and traffic.gathered:
-                seconds = self._seconds("all-gather", traffic.gathered, traffic.shard)
-                self.clock.do_beside(Lane.GATHER, "gather", unit, seconds, traffic.gathered)
+        else:
+            gathered = [(each.shard, each.gathered) for each in self._sharded.units[unit].traffic]
+            self._do_together(Lane.GATHER, "gather", "all-gather", unit, gathered)
+        for sizes in self._sharded.units[unit].groups:
             if sizes.rows:
                 self.clock.compute("copy out", unit, self._costs.copied(sizes.rows + sizes.unsharded))
 
@@ -265,19 +265,31 @@ class _Player:
         nbytes = self._uncopied.pop(unit, 0)
         if nbytes:
             self.clock.compute("copy in", unit, self._costs.copied(2 * nbytes))
+        if not self._costs.overlaps:
+            of_groups = self._sharded.units[unit].traffic
+            over_shards = [(each.shard, each.reduced) for each in of_groups]
+            over_replicas = [(each.replicate, each.all_reduced) for each in of_groups]
+            self._do_together(Lane.REDUCE, "reduce", "reduce-scatter", unit, over_shards)
+            self._do_together(Lane.ALL_REDUCE, "all-reduce", "all-reduce", unit, over_replicas)
+            return
         for traffic, sizes in self._groups(unit):
             scattered = self._seconds("reduce-scatter", traffic.reduced, traffic.shard)
             summed = self._seconds("all-reduce", traffic.all_reduced, traffic.replicate)
-            if not self._costs.overlaps:
-                self.clock.do_beside(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced)
-                self.clock.do_beside(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced)
-                continue
             end = self.clock.start(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced, after=self.clock.now)
             end = self.clock.start(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced, after=end)
             self._reduced[unit] = end
             if self._sharded.is_offloaded:
                 seconds = self._costs.to_host(sizes.gradients)
                 self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
+
+    def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[Group, int]]) -> None:
+        """Do collectives of a unit's groups, the way without streams. They are queued together and waited for together:
+        those between the same ranks take as long as one of all their bytes."""
+        total: Counter[Group] = Counter()
+        for group, nbytes in parts:
+            total[group] += nbytes
+        for group, nbytes in total.items():
+            self.clock.do_beside(lane, name, unit, self._seconds(kind, nbytes, group), nbytes)
 
     def _seconds(self, kind: str, nbytes: int, group: Group) -> float:
         return self._costs.collective(kind, nbytes, group) if nbytes else 0.0

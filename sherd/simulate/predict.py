@@ -236,7 +236,8 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
     for part in rank.parts:
         if isinstance(part, Called) and part.collective.group.size > 1:
             groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
-    in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which they are queued
+    # The order in which they are queued: without streams those between the same ranks together.
+    in_turn = {key: cycle(each if costs.overlaps else dict.fromkeys(each)) for key, each in groups.items()}
     sent: Counter[str] = Counter()
     for span in timeline.spans:
         if span.lane is Lane.COPY:

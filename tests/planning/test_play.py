@@ -13,7 +13,7 @@ from sherd.simulate.moments import moments_of
 from sherd.simulate.sharded import Optimizer
 from sherd.simulate.stretches import parts_of
 from sherd.simulate.timeline import Lane
-from sherd.simulate.work import Allocate, Release, TensorKind
+from sherd.simulate.work import Allocate, Group, Release, TensorKind
 from tests.planning.stacks import KEPT, SHARD, RoundCosts, sharded_stack, stack
 
 
@@ -98,6 +98,26 @@ def test_without_streams_ranks_wait_for_the_slowest_by_what_each_has_computed_si
     gathers = [end - start for _, start, end in spans(uneven, Lane.GATHER, "gather")]
     assert gathers == [1, 11, 11, 11, 11, 1, 1, 1]  # in backward a reduction is just before
     assert [end - start for _, start, end in spans(uneven, Lane.REDUCE, "reduce")] == [22] * 4
+
+
+def test_without_streams_collectives_of_a_units_groups_between_the_same_ranks_are_one():
+    sharded = sharded_stack(2)
+    others = Group(4)
+
+    def with_groups(unit, *shards):
+        traffic = tuple(replace(unit.traffic[0], shard=shard) for shard in shards)
+        return replace(unit, groups=unit.groups * len(shards), traffic=traffic)
+
+    def taken(*shards):
+        root, *blocks = sharded.units
+        units = (root, *(with_groups(each, *shards) for each in blocks))
+        timeline = play(stack(2), replace(sharded, units=units), RoundCosts(gather=1, reduce=2, overlaps=False))
+        return timeline.seconds, [span.nbytes for span in timeline.spans if span.lane is Lane.GATHER]
+
+    seconds, sent = taken(SHARD)
+    assert taken(SHARD, SHARD) == (seconds, [2 * each for each in sent])
+    longer, apart = taken(SHARD, others)
+    assert (longer, len(apart)) == (seconds + 4 * 1 + 2 * 2, 2 * len(sent))
 
 
 def test_with_streams_nobody_waits_for_the_slowest_besides():
