@@ -233,11 +233,12 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
             groups.setdefault((Lane.GATHER, number), []).extend([each.shard] * (each.gathered > 0))
             groups.setdefault((Lane.REDUCE, number), []).extend([each.shard] * (each.reduced > 0))
             groups.setdefault((Lane.ALL_REDUCE, number), []).extend([each.replicate] * (each.all_reduced > 0))
+    if not costs.overlaps:  # those of a unit between the same ranks run together
+        groups = {key: [*dict.fromkeys(each)] for key, each in groups.items()}
     for part in rank.parts:
         if isinstance(part, Called) and part.collective.group.size > 1:
             groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
-    # The order in which they are queued: without streams those between the same ranks together.
-    in_turn = {key: cycle(each if costs.overlaps else dict.fromkeys(each)) for key, each in groups.items()}
+    in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which they are queued
     sent: Counter[str] = Counter()
     for span in timeline.spans:
         if span.lane is Lane.COPY:

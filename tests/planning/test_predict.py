@@ -11,7 +11,7 @@ from sherd.simulate.settings import Mesh
 from sherd.simulate.stretches import parts_of
 from sherd.simulate.timeline import Lane
 from sherd.simulate.transform import checkpointed
-from sherd.simulate.work import Group, Op, OpKind
+from sherd.simulate.work import Collective, Group, Op, OpKind
 from tests.planning.stacks import BACKWARD, FORWARD, WEIGHT, sharded_stack, stack
 
 H100 = read_cluster("h100")
@@ -86,6 +86,25 @@ def test_replicas_are_on_other_nodes_once_shards_fill_one():
     assert found.sent["across nodes"] == 2 * 2 * 100 // 2
     (span, _) = (span for span in found.timeline.spans if span.lane is Lane.ALL_REDUCE)
     assert span.end - span.start == pytest.approx(collective_seconds("all-reduce", 100, Ranks(2, 1), H100))
+
+
+def test_without_streams_each_collective_of_the_model_is_sent_by_its_own_link():
+    near, far = (Collective("all-gather", nbytes, group) for nbytes, group in ((100, Group(2)), (7000, Group(2, 2))))
+    work = stack(2)
+    events = (each for event in work.events for each in ((event, near, near, far) if event == FORWARD else (event,)))
+    found = predicted(replace(work, events=tuple(events)), sharded_stack(2, ranks=1), read_cluster("laptop"), Mesh(1))
+    assert found.sent == {"within nodes": 2 * 2 * 50, "across nodes": 2 * 3500}
+
+
+@pytest.mark.parametrize("cluster", ["laptop", "h100"])
+def test_groups_of_a_unit_send_as_much_together_as_one_by_one(cluster):
+    twice = tuple(
+        replace(each, groups=each.groups * 2, traffic=each.traffic * 2) for each in sharded_stack(2).units[1:]
+    )
+    sharded = replace(sharded_stack(2, ranks=2), units=(sharded_stack(2).units[0], *twice))
+    once = predicted(stack(2), sharded_stack(2), read_cluster(cluster), Mesh(8)).sent
+    found = predicted(stack(2), sharded, read_cluster(cluster), Mesh(8)).sent
+    assert found == {link: 2 * nbytes for link, nbytes in once.items()}
 
 
 def test_what_is_reserved_is_more_than_what_is_alive_and_the_driver_takes_its_part():
