@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import mul
 from pathlib import Path
 from statistics import median
 
@@ -214,14 +213,12 @@ def _link(groups: list[list[int]], launch: float) -> Link | None:
 
 def _line(sizes: Sequence[float], took: Sequence[float], launch: float = 0.0, steps: int = 1) -> Link:
     """Returns the link over which `sizes` took that long, `launch` apart, by least squares of relative errors."""
-    # fixed * each of `ones` + per_byte * each of `rates` is to be 1.
-    ones, rates = [1 / each for each in took], [size / each for size, each in zip(sizes, took, strict=True)]
-    a, b, c = (sum(map(mul, *each)) for each in ((ones, ones), (ones, rates), (rates, rates)))
-    determinant = a * c - b * b
-    fixed = (sum(ones) * c - sum(rates) * b) / determinant
-    per_byte = (sum(rates) * a - sum(ones) * b) / determinant
+    shares = torch.tensor(
+        [(1 / each, size / each) for size, each in zip(sizes, took, strict=True)], dtype=torch.float64
+    )
+    fixed, per_byte = torch.linalg.lstsq(shares, shares.new_ones(len(took), 1)).solution.flatten().tolist()
     # Noise may make the line fall, or pass below the launch.
-    return Link(max(fixed - launch, 1e-9) / steps, 1 / max(per_byte, 0.1 / max(rates)))
+    return Link(max(fixed - launch, 1e-9) / steps, 1 / max(per_byte, 0.1 / float(shares[:, 1].max())))
 
 
 class _Unit(nn.Module):
@@ -241,7 +238,7 @@ class _Unit(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What CPU ranks on one host do together in training: the links `within` and `optimizer` of a cluster, and the
+    """Figures of CPU ranks on one host that train together: the links `within` and `optimizer` of a cluster, and the
     `skew` of its device."""
 
     within: Link
@@ -261,9 +258,9 @@ def measured_together(launch: float, transport: str = "auto") -> Together:
             fully_shard(unit, comm_policy=CommPolicy(transport))
         batches = [torch.randn(inputs // width, width) for inputs in (FEW, many)]
         steps = [partial(_train, model, batch) for batch in batches for model in (plain, sharded)]
-        alone, together, *later = (each / (3 * UNITS) for each in _in_turns(steps))
-        soon.append((alone, together - alone))
-        late.append((later[0], later[1] - later[0]))
+        few_alone, few_sharded, many_alone, many_sharded = (each / (3 * UNITS) for each in _in_turns(steps))
+        soon.append((few_alone, few_sharded - few_alone))
+        late.append((many_alone, many_sharded - many_alone))
         weights = [each for each in sharded.parameters() if each.dim() > 1]
         adamw.append(_slowest(torch.optim.AdamW(weights, foreach=True).step, device()) / UNITS)
     skew = _skew(soon, late)

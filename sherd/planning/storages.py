@@ -128,7 +128,7 @@ class Storages(TorchDispatchMode):
 
     @property
     def expected(self) -> tuple[str, int, Moment | str | None]:
-        """What `expect` was called with last."""
+        """The last arguments of `expect`."""
         return self._kind, self._unit, self._moment
 
     def hold(self, unit: int, held: Held) -> None:

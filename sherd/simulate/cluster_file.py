@@ -74,9 +74,8 @@ OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
 """Both may be left out, not one alone."""
 TABLE = re.compile(rf"device\.timed\.\w+\.({'|'.join((*DTYPES, *INTEGERS, *RARE))})", re.ASCII)
 """The names of fields that there may be besides: what an operation of a dtype takes."""
-OPTIONAL = {"price_per_hour", "device.beside", "device.skew"}
-OPTIONAL |= {*(name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:])}
-OPTIONAL |= OPTIMIZER
+OPTIONAL = {"price_per_hour", "device.beside", "device.skew", *OPTIMIZER}
+OPTIONAL |= {name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:]}
 
 
 def shipped_clusters() -> list[str]:
