@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from .rounds import timed, without_collector
 from .table import markdown
 
 ROOT = Path(__file__).parent.parent
-TURNS, WARMUPS, SECONDS = 4, 1, 1.5
+TURNS, WARMUPS, SECONDS = 5, 1, 1.5
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -290,6 +290,8 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
         plain = this.build_with_values()
         if this.compute_dtype is not None:
             compute_in(this.compute_dtype, plain)
+        for _ in laps():  # the first steps are slower: malloc takes memory from the system
+            pass
         for _ in range(TURNS):
             turns.append([*laps()])
             yield partial(own_step, plain, batch, this.loss)
@@ -398,8 +400,8 @@ def page(rows: list[Row]) -> str:
 {summary(rows)}
 
 Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
-{os.cpu_count()} cores, torch {torch.__version__}. Of {TURNS} turns of steps the median of each, in the mean, on the
-slower rank. malloc keeps what is freed (see [planning](planning.md)). No model of this page was looked at when the
+{os.cpu_count()} cores, torch {torch.__version__}. Of {TURNS} turns of steps the median of their medians, on the slower
+rank. malloc keeps what is freed (see [planning](planning.md)). No model of this page was looked at when the
 predictions were tuned. *From its own operations*: after each turn a step of the unsharded model with the same
 micro-batch was run on both ranks, and its operations timed one by one, as `sherd doctor --bandwidth --model MODEL
 --samples N` does; *from the usual ones*: `sherd doctor --bandwidth` alone, up to a quarter of an hour before.
@@ -417,6 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     os.environ |= KEEPING
     folder = chosen.clusters or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.toml" for name in ("gloo", "auto")}
     if not all(file.exists() for file in files.values()):
         begin = time.perf_counter()
@@ -432,7 +435,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan = predicted(this, replace(cluster, device=replace(cluster.device, timed=timed)))
         usual, trace = predicted(this, cluster).seconds * 1e3, ranks[0].timeline
         turns = [median(map(max, *each)) for each in zip(*(rank.turns for rank in ranks), strict=True)]
-        took = mean(turns)
+        took = median(turns)
         row = Row(this, usual, plan.seconds * 1e3, took, plan.peak.nbytes / trace.peak.nbytes)
         rows.append(row)
         print(
