@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -249,7 +249,7 @@ class Together:
 def measured_together(launch: float, transport: str = "auto") -> Together:
     """Returns what is measured by training: collectives with all that the engine does around them, as a unit gathers
     twice and reduces once, where compute has the caches; the more that they take the more is computed between them, for
-    then ranks wait for the slowest; and AdamW's step. Medians, as of a usual step."""
+    then ranks wait for the slowest; and AdamW's step. Lower quartiles, for a plan has to itself what others use too."""
     soon, late, adamw, ranks = [], [], [], dist.get_world_size()
     for width, many in WIDTHS.items():
         plain = nn.Sequential(*(_Unit(width) for _ in range(UNITS)))
@@ -284,8 +284,8 @@ def _train(model: nn.Module, batch: torch.Tensor) -> None:
 
 
 def _in_turns(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Returns the seconds of each of `calls`: the median of what the slowest rank takes. They run in turns, so that
-    what is compared is measured in the same minute."""
+    """Returns the seconds of each of `calls`: the lower quartile of what the slowest rank takes. They run in turns, so
+    that what is compared is measured in the same minute."""
     begin = time.perf_counter()
     for call in calls:
         call()
@@ -296,4 +296,5 @@ def _in_turns(calls: Sequence[Callable[[], object]]) -> list[float]:
             dist.barrier()
             mine.append(_seconds(call, device()))
     slowest = [*map(max, *all_gather_objects(mine, "times"), [0.0] * len(mine))]
-    return [median(slowest[number :: len(calls)]) for number in range(len(calls))]
+    runs = [slowest[number :: len(calls)] for number in range(len(calls))]
+    return [quantiles(each, n=4, method="inclusive")[0] for each in runs]
