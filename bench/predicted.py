@@ -52,7 +52,8 @@ from .rounds import timed, without_collector
 from .table import markdown
 
 ROOT = Path(__file__).parent.parent
-TURNS, WARMUPS, SECONDS = 6, 1, 1.0
+WARMUPS, LEAST_STEPS, TURN_S = 1, 3, 1.0  # steps are warmed up and then measured in turns at least that long
+LEAST_TURNS, TURNS_S = 6, 60.0  # and turns are taken so often, and for so many seconds
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -275,17 +276,13 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
             this.loss(model, batch).backward()
         optimizer.step()
 
-    def laps() -> Iterator[float]:
-        begin, num, is_over = time.perf_counter(), 0, False
-        while not is_over:
+    def turn() -> list[float]:
+        laps: list[float] = []
+        for _ in until(WARMUPS + LEAST_STEPS, TURN_S):
             dist.barrier()
-            lap = timed(step, torch.device("cpu"))[0]
+            laps.append(timed(step, torch.device("cpu"))[0].wall_ms)
             optimizer.zero_grad()
-            if (num := num + 1) > WARMUPS:
-                yield lap.wall_ms
-            told = torch.tensor(time.perf_counter() - begin)
-            dist.broadcast(told, 0)
-            is_over = num > WARMUPS + 2 and float(told) > SECONDS
+        return laps[WARMUPS:]
 
     plain = this.build_with_values()
     if this.compute_dtype is not None:
@@ -293,16 +290,26 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
     turns: list[list[float]] = []
     operations: list[Operations] = []
     with without_collector():
-        for _ in laps():  # the first steps are slower: malloc takes memory from the system
-            pass
-        for _ in range(TURNS):
-            turns.append([*laps()])
+        turn()  # the first steps are slower: malloc takes memory from the system
+        for _ in until(LEAST_TURNS, TURNS_S):
+            turns.append(turn())
             operations.append(timed_operations([partial(own_step, plain, batch, this.loss)], EXACTLY))
         gc.collect()
         dist.barrier()
         with traced(model, optimizer, str(this)) as trace:
             step()
     return Seen(turns, operations, trace.timeline)
+
+
+def until(least: int, seconds: float) -> Iterator[int]:
+    """Yields 0, 1, 2, ... until there are `least` of them and so many `seconds` are over, the same on all ranks."""
+    begin, number, is_over = time.perf_counter(), 0, False
+    while not is_over:
+        yield number
+        number += 1
+        told = torch.tensor(time.perf_counter() - begin)
+        dist.broadcast(told, 0)
+        is_over = number >= least and float(told) > seconds
 
 
 def predicted(this: Case, cluster: Cluster) -> Timeline:
@@ -405,11 +412,12 @@ def page(rows: list[Row]) -> str:
 {summary(rows)}
 
 Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
-{os.cpu_count()} cores, torch {torch.__version__}. The median step, on the slower rank, of the fastest of {TURNS} turns.
-malloc keeps what is freed (see [planning](planning.md)). No model of this page was looked at when the predictions were
-tuned. *From its own operations*: after each turn a step of the unsharded model with the same micro-batch was run on
-both ranks, and its operations timed one by one, as `sherd doctor --bandwidth --model MODEL --samples N` does; those of
-the fastest turn count. *From the usual ones*: `sherd doctor --bandwidth` alone, up to half an hour before.
+{os.cpu_count()} cores, torch {torch.__version__}. The median step, on the slower rank, of the fastest turn within a
+minute, and of {LEAST_TURNS} turns at least. malloc keeps what is freed (see [planning](planning.md)). No model of this
+page was looked at when the predictions were tuned. *From its own operations*: after each turn a step of the unsharded
+model with the same micro-batch was run on both ranks, and its operations timed one by one, as `sherd doctor --bandwidth
+--model MODEL --samples N` does; those of the fastest turn count. *From the usual ones*: `sherd doctor --bandwidth`
+alone, up to half an hour before.
 
 {markdown(heads, cells)}
 """
