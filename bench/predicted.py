@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,13 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.doctor.bandwidth import measured, measured_together
-from sherd.doctor.operations import EXACTLY, timed_operations, with_operations
+from sherd.doctor.operations import EXACTLY, Operations, timed_operations, until, with_operations
 from sherd.doctor.own_model import step as own_step
 from sherd.planning.axes import Layout
 from sherd.planning.planner import Planner, Training, compute_in, fully_shard_args
 from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy
-from sherd.simulate.cluster import Cluster, Timed
+from sherd.simulate.cluster import Cluster
 from sherd.simulate.cluster_file import cluster_toml, read_cluster
 from sherd.simulate.settings import Mesh, Settings
 from sherd.simulate.sharded import OPTIMIZERS
@@ -242,9 +242,6 @@ def _drawn(seed: int, draw: random.Random) -> Case | None:
     return Case(seed, kind, shape, dtype, optimizer, transport, settings)
 
 
-Operations = Mapping[str, tuple[Timed, ...]]
-
-
 @dataclass(frozen=True)
 class Seen:
     """What a rank saw: the milliseconds of steps in each turn, the operations of the unsharded model as they were timed
@@ -299,17 +296,6 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
         with traced(model, optimizer, str(this)) as trace:
             step()
     return Seen(turns, operations, trace.timeline)
-
-
-def until(least: int, seconds: float) -> Iterator[int]:
-    """Yields 0, 1, 2, ... until there are `least` of them and so many `seconds` are over, the same on all ranks."""
-    begin, number, is_over = time.perf_counter(), 0, False
-    while not is_over:
-        yield number
-        number += 1
-        told = torch.tensor(time.perf_counter() - begin)
-        dist.broadcast(told, 0)
-        is_over = number >= least and float(told) > seconds
 
 
 def predicted(this: Case, cluster: Cluster) -> Timeline:

@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,11 @@ from sherd.comm.objects import all_gather_objects
 from sherd.comm.transports import transport_of
 from sherd.doctor.findings import Finding
 from sherd.doctor.machine import host_memory
-from sherd.doctor.operations import EXACTLY, Step, timed_operations, usual_steps, with_operations
+from sherd.doctor.operations import EXACTLY, Operations, Step, timed_operations, usual_steps, with_operations
 from sherd.doctor.own_model import steps_of
 from sherd.doctor.ranks import collective, device
 from sherd.policy import CommPolicy
-from sherd.simulate.cluster import Cluster, Device, Link, Timed
+from sherd.simulate.cluster import Cluster, Device, Link
 from sherd.simulate.cluster_file import cluster_toml, texts_of
 from sherd.simulate.costs import waited
 from sherd.simulate.sharded import OPTIMIZERS
@@ -34,6 +34,7 @@ from sherd.simulate.work import OpKind
 from sherd.train.config import InputError
 
 MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
+OWN_S = 10.0  # a step of the user's model is timed for so long, and its fastest time counts
 STEPS_S, LEAST_TURNS = 6.0, 9  # steps of models in turns, whose difference counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
 # The widths of units with a square weight each, and the elements that go through all of them so that much is computed
@@ -87,9 +88,9 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
     shares = {kind: min(1.0, rate / bandwidth) for kind, rate in rates.items()}
     on_device = (memory, resident, flops, flops, attention, bandwidth, shares, launch, host, at.type != "cpu")
     beside = 1.0 if at.type == "cpu" else BESIDE
-    timed: Mapping[str, tuple[Timed, ...]] = {}
+    timed: Operations = {}
     if at.type == "cpu":
-        timed = with_operations(timed_operations(usual_steps()), timed_operations(own, EXACTLY))
+        timed = with_operations(timed_operations(usual_steps()), timed_operations(own, EXACTLY, OWN_S))
     optimizer, skew = None, 0.0
     if at.type == "cpu" and within and hosts.count(hosts[0]) == len(hosts):
         together = measured_together(launch)

@@ -29,18 +29,23 @@ CELLS, EXACTLY = 2, 256  # per doubling of a size: what lies in one cell is told
 DTYPES = torch.float32, torch.bfloat16
 Step = Callable[[], None]
 """Forward and backward of a model."""
+Operations = Mapping[str, tuple[Timed, ...]]
+"""By name and dtype, as `Device.timed` has them."""
 
 
-def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS) -> Mapping[str, tuple[Timed, ...]]:
-    """Returns the operations of `steps` that were timed on this rank, as `Device.timed` has them. All ranks come here.
+def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS, seconds_each: float = 0.0) -> Operations:
+    """Returns the operations of `steps` that were timed on this rank. All ranks come here.
 
     Args:
         steps: forwards and backwards of models, which are repeated.
         cells_per_doubling: of a size: what lies in one cell is told as one operation.
+        seconds_each: each step is timed again and again for so long, and the time counts in which it was fastest: when
+            others used the machine least.
     """
     cells: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
     for step in steps:
-        for op, seconds in _run(step):
+        runs = [[*_run(step)] for _ in until(1, seconds_each)]
+        for op, seconds in min(runs, key=lambda run: sum(seconds for _, seconds in run)):
             sizes = (op.flops, op.nbytes, op.depth)
             at = (str(round(cells_per_doubling * math.log2(max(1, size)))) for size in sizes)
             cells.setdefault((f"{op.name.removeprefix('aten.')}.{op.dtype}", *at), []).append((*sizes, seconds))
@@ -51,9 +56,18 @@ def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS) -
     return found
 
 
-def with_operations(
-    timed: Mapping[str, tuple[Timed, ...]], others: Mapping[str, tuple[Timed, ...]]
-) -> Mapping[str, tuple[Timed, ...]]:
+def until(least: int, seconds: float) -> Iterator[int]:
+    """Yields 0, 1, 2, ... until there are `least` of them and so many `seconds` are over, the same on all ranks."""
+    begin, number, is_over = time.perf_counter(), 0, False
+    while not is_over:
+        yield number
+        number += 1
+        told = torch.tensor(time.perf_counter() - begin)
+        dist.broadcast(told, 0)
+        is_over = number >= least and float(told) > seconds
+
+
+def with_operations(timed: Operations, others: Operations) -> Operations:
     """Returns the operations of both."""
     return {name: (*timed.get(name, ()), *others.get(name, ())) for name in {**timed, **others}}
 

@@ -33,7 +33,7 @@ def few(dtype):
 
 def be_quick(words, environment):
     """Be the program sherd, as which fewer operations are timed, and steps of models for a shorter time."""
-    shorter = mock.patch.multiple(bandwidth, STEPS_S=0.5, LEAST_TURNS=2)
+    shorter = mock.patch.multiple(bandwidth, OWN_S=0.5, STEPS_S=0.5, LEAST_TURNS=2)
     with mock.patch.object(operations, "probes", few), shorter:
         be_sherd(words, environment)
 

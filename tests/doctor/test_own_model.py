@@ -1,12 +1,17 @@
 """Do steps of a user's own model run, so that its operations can be timed, and is a wrong one refused in a line?"""
 
 import json
+import time
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from sherd.doctor import operations
 from sherd.doctor.operations import timed_operations
 from sherd.doctor.own_model import steps_of
+from sherd.simulate.work import Op, OpKind
 from sherd.train.cli import main
 from tests.doctor.test_bandwidth import FACTORY
 
@@ -59,6 +64,39 @@ def test_the_operations_of_a_model_are_timed(world, files, spec, num_steps, name
     for found in world(2).run(timed, str(files / spec)):
         assert found.keys() >= names, sorted(found)
         assert all(each.seconds > 0 for every in found.values() for each in every)
+
+
+def timed_again():
+    """The seconds of an operation of a step that is timed three times, and how often it was asked for more."""
+    times, asked = iter([3.0, 1.0, 2.0]), []
+
+    def run(step):
+        yield Op(OpKind.COPY, "aten.copy", 0, 8, "float32", 0), next(times)
+
+    def three(least, seconds):
+        asked.append((least, seconds))
+        return range(3)
+
+    with mock.patch.multiple(operations, _run=run, until=three):
+        return timed_operations([lambda: None], seconds_each=7.0), asked
+
+
+def test_of_a_step_that_is_timed_again_the_fastest_time_counts():
+    found, asked = timed_again()
+    assert [each.seconds for each in found["copy.float32"]] == [1.0]
+    assert asked == [(1, 7.0)]
+
+
+def counted(least, seconds):
+    """How often a rank goes on, of which the second is slower."""
+    return [time.sleep(0.01 * dist.get_rank()) or number for number in operations.until(least, seconds)]
+
+
+@pytest.mark.parametrize(("least", "seconds"), [(1, 0.0), (4, 0.0), (1, 0.1)])
+def test_all_ranks_go_on_equally_often(world, least, seconds):
+    one, other = world(2).run(counted, least, seconds)
+    assert one == other == list(range(len(one)))
+    assert len(one) == least if seconds == 0 else len(one) >= least
 
 
 @pytest.mark.usefixtures("files")
