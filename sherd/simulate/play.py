@@ -63,7 +63,12 @@ def play(
         title: of the timeline.
     """
     player = _Player(parts, sharded, costs, reserved)
-    for num in (1, micro_batches):  # the first step learns the order
+    steps = [micro_batches]
+    if stage is None and reserved is None:
+        player.learn()
+    else:
+        steps.insert(0, 1)  # the first step learns the order
+    for num in steps:
         player.begin_step()
         if stage is not None:
             player.pipeline(stage, num)
@@ -117,6 +122,16 @@ class _Player:
         self._reduced = [0.0] * len(self._sharded.units)
         self._landed = 0.0
         """When the last reduced gradient is in host memory, with offload."""
+
+    def learn(self) -> None:
+        """Live through a first step for its order alone, of which only buffers and optimizer state are left."""
+        self.begin_step()
+        for part in self._parts:
+            if not isinstance(part, Stretch | Called):
+                for moment in part:
+                    self._buffers.live_through(self._schedule, moment)
+        self._see_buffers()
+        self.optimizer_step()
 
     def micro_batch(self, number: int, reduces: bool) -> None:
         """Play forward and backward. All leave as much memory behind, so that the first ones tell what is reserved."""
