@@ -63,12 +63,10 @@ def play(
         title: of the timeline.
     """
     player = _Player(parts, sharded, costs, reserved)
-    steps = [micro_batches]
-    if stage is None and reserved is None:
+    learns_apart = stage is None and reserved is None
+    if learns_apart:
         player.learn()
-    else:
-        steps.insert(0, 1)  # the first step learns the order
-    for num in steps:
+    for num in (micro_batches,) if learns_apart else (1, micro_batches):  # the first of two steps learns the order
         player.begin_step()
         if stage is not None:
             player.pipeline(stage, num)
