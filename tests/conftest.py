@@ -1,11 +1,13 @@
-"""What does every test find ready? Ranks: processes (`world`) and threads (`threads`); see tests/ranks.py."""
+"""What every test finds ready: ranks that are processes (`world`) or threads (`threads`), and the cases of a suite."""
 
 from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,75 +23,18 @@ if "SHERD_FLIGHT_DIR" not in os.environ:
     FLIGHTS = tempfile.TemporaryDirectory(prefix="sherd-flight-", ignore_cleanup_errors=True)
     os.environ["SHERD_FLIGHT_DIR"] = FLIGHTS.name
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import thorough  # noqa: E402
+from tests.support import suites  # noqa: E402
 
 if TYPE_CHECKING:
     # It imports torch, which the process that only hands out the tests has no use for.
-    from tests import ranks
+    from tests.support import ranks
 
 
 DEVICE = Path(__file__).parent / "device"
-
-# Files that take longest, or mostly wait. They go first, so that at the end no worker is left alone with one of them.
-LONGEST = (
-    "tests/device/test_train.py",
-    "tests/device/test_watchdog.py",
-    "tests/device/test_peaks.py",
-    "tests/device/test_bench.py",
-    "tests/gpu/test_random_settings.py",
-    "tests/device/test_order.py",
-    "tests/gpu/test_two_ranks.py",
-    "tests/gpu/test_values.py",
-    "tests/gpu/test_order_under_load.py",
-    "tests/faults/test_campaign.py",
-    "tests/machines/test_across.py",
-    "tests/train/test_kills.py",
-    "tests/train/test_cli.py",
-    "tests/planning/test_axes.py",
-    "tests/planning/test_plan.py",
-    "tests/checkpoint/test_save_and_load.py",
-    "tests/planning/test_plan_and_trace.py",
-    "tests/parity/test_layouts.py",
-    "tests/train/test_loop.py",
-    "tests/engine/test_memory.py",
-    "tests/planning/test_explaining.py",
-    "tests/planning/test_plan_command.py",
-    "tests/doctor/test_bandwidth.py",
-    "tests/engine/test_lookups_between.py",
-    "tests/divergence/test_step.py",
-    "tests/checkpoint/test_every_layout.py",
-    "tests/train/test_resume.py",
-    "tests/wrapper/test_flat_two_axes.py",
-    "tests/verify/test_equivalence.py",
-    "tests/planning/test_published.py",
-    "tests/tensor/test_axes.py",
-    "tests/parity/test_ways_into_units.py",
-    "tests/wrapper/test_optim_state.py",
-    "tests/random_programs/test_random_programs.py",
-    "tests/train/test_parallel.py",
-    "tests/train/test_shard.py",
-    "tests/tensor/test_optimizers.py",
-    "tests/tensor_parallel/test_ragged_shards.py",
-    "tests/test_examples.py",
-    "tests/checkpoint/test_whole_states.py",
-    "tests/checkpoint/test_load_state_dict.py",
-    "tests/api/test_layouts_changed.py",
-    "tests/tensor_parallel/test_training.py",
-    "tests/tensor_parallel/test_checkpoints.py",
-    "tests/tensor_parallel/test_smaller_mesh.py",
-    "tests/strategies/test_equality.py",
-    "tests/strategies/test_experts.py",
-    "tests/parity/test_every_model.py",
-    "tests/parity/test_compile.py",
-    "tests/parity/test_oracle.py",
-    "tests/bench/test_device.py",
-    "tests/bench/test_bench.py",
-    "tests/wrapper/test_oracle.py",
-    "tests/wrapper/test_two_axes.py",
-    "tests/tensor/test_checkpoints.py",
-)
+SHARES = 10  # of the cases that a quick run leaves out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,16 +44,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the accelerator for tests/gpu: the simulated one of tests/device, or CUDA; default: CUDA if there is one",
     )
     parser.addoption(
-        "--thorough",
-        action="store_true",
-        help="all combinations of parameters, and more random cases: see tests/thorough.py",
+        "--suite",
+        choices=suites.SUITES,
+        default="quick",
+        help="which cases: one of each function, all, or also more random ones; see tests/support/suites.py",
+    )
+    parser.addoption(
+        "--share",
+        metavar="K/N",
+        help="beside a quick run, share K of N of all other cases; `commit`: the tenth that this commit draws",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "front(capability): the one test of a capability that README lists")
+    config.addinivalue_line("markers", "slow: never in a quick run")
     config.addinivalue_line("markers", "pairs: every pair of values of the test's parameters will do")
     config.addinivalue_line("markers", "values: every value of each of the test's parameters will do")
-    thorough.begin(config.getoption("--thorough"))
+    suites.begin(config.getoption("--suite"))
+    hypothesis.settings.register_profile(
+        "sherd", deadline=None, derandomize=config.getoption("--suite") != "thorough", max_examples=suites.examples(100)
+    )
+    hypothesis.settings.load_profile("sherd")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    shared = chosen_share(config)
+    also = f", and share {shared[0]} of {shared[1]} of the other cases" if shared else ""
+    return f"suite: {config.getoption('--suite')}{also}"
+
+
+def chosen_share(config: pytest.Config) -> tuple[int, int] | None:
+    """The number of the share and how many there are; None without `--share`."""
+    word = config.getoption("--share")
+    if word == "commit":
+        log = subprocess.run(
+            ["git", "log", "--first-parent", "--format=%H"],
+            cwd=config.rootpath,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return suites.share_of_commit(log.stdout.split(), SHARES), SHARES
+    if word is None:
+        return None
+    number, _, count = word.partition("/")
+    return int(number), int(count)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -118,17 +99,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A case that is asked for by its name is always tried.
-    if not config.getoption("--thorough") and not any("::" in word for word in config.args):
-        left = set(thorough.left_out(items))
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
-    turns = {name: turn for turn, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: turns.get(item.nodeid.partition("::")[0], len(LONGEST)))
+    if not any("::" in word for word in config.args):
+        kept = set(suites.SELECTED[config.getoption("--suite")](items))
+        if shared := chosen_share(config):
+            kept.update(suites.drawn(suites.usual(items), *shared))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    # Files that wait first, then those with the most cases, so that at the end no worker is left alone with one.
+    cases = Counter(item.path for item in items)
+    waiting = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in waiting, -cases[item.path]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("world" in getattr(item, "fixturenames", ()) for item in session.items):
-        from tests import ranks
+        from tests.support import ranks
 
         ranks.warm_up()
     # What is imported and collected by now stays. Frozen, it costs the collections to come nothing.
@@ -139,7 +124,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[ranks.Pools]:
     """The ranks of this session."""
-    from tests import ranks
+    from tests.support import ranks
 
     made = ranks.Pools()
     yield made

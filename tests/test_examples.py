@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked, ranks
+from tests.support import ranks
+from tests.support.ranks import forked
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT_S = 120

@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 import sherd
-from tests.versions import needs_torch
+from tests.support.versions import needs_torch
 
 pytestmark = needs_torch(2, 13, "its names and signatures are those that sherd has")
 MIRRORED = {

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tests import ranks
-from tests.ranks import RanksFailed
+from tests.support import ranks
+from tests.support.ranks import RanksFailed
 
 
 def rank_and_size():

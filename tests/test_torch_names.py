@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from sherd import _torch
-from tests import versions
+from tests.support import versions
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -604,7 +604,7 @@ def test_not_traced__breaks_the_graph_and_names_the_reason_where_none_may_break(
 
 
 def test_trace_nothing_in__runs_a_packages_functions_as_they_are_but_not_what_they_call():
-    _torch.trace_nothing_in("tests.versions")
+    _torch.trace_nothing_in("tests.support.versions")
     seen: list[bool] = []
 
     def inner(x):

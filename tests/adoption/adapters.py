@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from sherd import FullyShardedDataParallel, fully_shard
 from sherd.errors import SherdError
-from tests.models import WIDTH, noise
-from tests.parity.training import Named, assert_named_close, mesh_of, whole_params
+from tests.support.comparing import Named, assert_named_close, whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import WIDTH, noise
 
 
 class Adapter(nn.Module):

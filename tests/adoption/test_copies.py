@@ -11,8 +11,8 @@ from torch import nn
 import sherd
 from sherd.errors import ModuleError, StateError
 from tests.adoption.adapters import adapt, assert_alike, net, plain_steps, sgd, shards, steps, text_of
-from tests.models import WIDTH, noise
-from tests.parity.training import assert_named_close, whole_params
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import WIDTH, noise
 
 
 def copied(front_end="fully_shard", outside=False, **options):

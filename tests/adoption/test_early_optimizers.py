@@ -13,8 +13,8 @@ import sherd
 from sherd.engine.state import optimizers
 from sherd.errors import OptimizerError
 from tests.adoption.adapters import net, plain_steps, shards, steps, text_of
-from tests.models import WIDTH, noise
-from tests.parity.training import assert_named_close
+from tests.support.comparing import assert_named_close
+from tests.support.models import WIDTH, noise
 
 FRONT_ENDS = ("fully_shard", "wrapper", "flat")
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sherd
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from tests.adoption.adapters import adapt, net, plain_steps, sgd, shards, steps, text_of
-from tests.models import WIDTH, noise
-from tests.parity.training import assert_named_close
+from tests.support.comparing import assert_named_close
+from tests.support.models import WIDTH, noise
 
 DECAY = 0.8
 

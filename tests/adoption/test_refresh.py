@@ -29,8 +29,8 @@ from tests.adoption.adapters import (
     steps,
     text_of,
 )
-from tests.models import WIDTH, noise
-from tests.parity.training import assert_named_close, whole_params
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import WIDTH, noise
 
 NEW = ("0.2.lora_A.default.weight", "0.2.lora_B.default.weight", "2.lora_A.default.weight", "2.lora_B.default.weight")
 

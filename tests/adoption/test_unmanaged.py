@@ -8,8 +8,8 @@ from torch import nn
 import sherd
 from sherd.errors import PolicyError, RanksDifferError, UnmanagedParameterError
 from tests.adoption.adapters import Adapter, adapt, assert_alike, net, plain_steps, sgd, shards, steps, text_of
-from tests.models import WIDTH, noise
-from tests.parity.training import whole_params
+from tests.support.comparing import whole_params
+from tests.support.models import WIDTH, noise
 
 FRONT_ENDS = ("fully_shard", "wrapper")
 

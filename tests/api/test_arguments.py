@@ -13,17 +13,19 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import sherd
 from sherd import DataParallelMeshDims, FSDPModule, fully_shard
-from tests.api.compared import (
+from tests.support.comparing import form, whole_grads
+from tests.support.models import WIDTH, Block, build, noise, shard
+from tests.support.training import (
     LR,
-    form,
+    Recipe,
+    assert_all_same,
     made,
     mean_square,
-    train,
-    train_plain,
+    steps_sharded,
+    train_job,
+    train_job_plain,
 )
-from tests.models import WIDTH, Block, build, noise, shard
-from tests.parity.training import Recipe, assert_all_same, steps_sharded, whole_grads
-from tests.versions import needs_torch
+from tests.support.versions import needs_torch
 
 
 def stack():
@@ -156,11 +158,11 @@ def test_ignored_parameters_stay_plain_and_keep_their_ranks_own_gradient(world):
 def everything_ignored():
     model = made(stack)
     fully_shard(model, ignored_params=set(model.parameters()))
-    return train(model, lambda model, rank, step: mean_square(model, 0, step))
+    return train_job(model, lambda model, rank, step: mean_square(model, 0, step))
 
 
 def test_a_unit_of_which_everything_is_ignored_does_nothing(world):
-    expected = train_plain(made(stack), mean_square, 1)
+    expected = train_job_plain(made(stack), mean_square, 1)
     for params in world(2).run(everything_ignored):
         for name, param in params.items():
             torch.testing.assert_close(param, expected[name])
@@ -283,7 +285,7 @@ def test_dtensors_of_a_larger_mesh_are_sharded_over_the_named_axis(world, librar
     plain = made(TensorParallel)
     for rank in range(2):
         (mean_square(plain, rank, 0) / 2).backward()
-    expected = train_plain(made(TensorParallel), mean_square, 2)
+    expected = train_job_plain(made(TensorParallel), mean_square, 2)
     for grads, params, shapes in runs:
         assert sum(rows * columns for rows, columns in shapes) * 4 == 2 * 2 * WIDTH * WIDTH
         for name, param in plain.named_parameters():
@@ -299,7 +301,7 @@ def train_tensor_parallel_beside():
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(dim)]))
     fully_shard(model, mesh=mesh["dp"])
     model.forward = lambda x: forward_on_one_axis(model, mesh["tp"], x)
-    return train(model, lambda model, rank, step: mean_square(model, mesh.get_local_rank("dp"), step))
+    return train_job(model, lambda model, rank, step: mean_square(model, mesh.get_local_rank("dp"), step))
 
 
 def forward_on_one_axis(model, mesh, x):
@@ -309,7 +311,7 @@ def forward_on_one_axis(model, mesh, x):
 
 
 def test_dtensors_of_one_axis_are_sharded_over_the_other(world):
-    expected = train_plain(made(TensorParallel), mean_square, 2)
+    expected = train_job_plain(made(TensorParallel), mean_square, 2)
     for params in world(4).run(train_tensor_parallel_beside):
         for name, param in expected.items():
             torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-6)
@@ -349,7 +351,7 @@ def train_with_list_units(make, job, reshard):
     fully_shard(model.body)
     fully_shard([model.norm, model.head], reshard_after_forward=reshard)
     fully_shard(model)
-    params = train(model, job, steps=4)
+    params = train_job(model, job, steps=4)
     assert {form(model.norm), form(model.head)} == {"shard"}
     return params
 
@@ -357,7 +359,7 @@ def train_with_list_units(make, job, reshard):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("make", "job"), [(Chunked, mean_square), (Partial, read_partly)])
 def test_modules_of_one_unit_may_run_several_times_or_not_at_all(world, make, job, reshard):
-    expected = train_plain(made(make), job, 2, steps=4)
+    expected = train_job_plain(made(make), job, 2, steps=4)
     for params in world(2).run(train_with_list_units, make, job, reshard):
         for name, param in expected.items():
             torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sherd import Owned, fully_shard
-from tests.models import Block
+from tests.support.models import Block
 from tests.wrapper.training import seeded
 
 

@@ -18,10 +18,11 @@ from sherd.errors import (
     PolicyError,
     PolicyTypeError,
 )
-from tests.api.compared import assert_refused, assert_trained, made, mean_square, shard_children, train
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
-from tests.models import Block, build, noise, shard
-from tests.parity.training import Recipe, assert_all_same, steps_sharded
+from tests.support.comparing import assert_refused
+from tests.support.models import Block, build, noise, shard
+from tests.support.sharding import shard_children
+from tests.support.training import Recipe, assert_all_same, assert_trained, made, mean_square, steps_sharded, train_job
 
 
 def stack():
@@ -106,7 +107,7 @@ def wrong_call(index):
     method, args, kind, word = WRONG_CALLS[index]
     also = TypeError if kind is PolicyTypeError else ValueError
     assert_refused(lambda: getattr(model[0], method)(*args), kind, also, word)
-    return train(model, mean_square, steps=1)
+    return train_job(model, mean_square, steps=1)
 
 
 @pytest.mark.parametrize("index", range(len(WRONG_CALLS)), ids=lambda i: f"{WRONG_CALLS[i][0]}{WRONG_CALLS[i][1]}"[:60])
@@ -150,7 +151,7 @@ def memory_beside_an_own_collective():
             lambda b=block: b.set_allocate_memory_from_process_group_for_comm(True), PolicyError, ValueError, name
         )
         assert_refused(block.set_symm_mem_for_comm, PolicyError, ValueError, name)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_the_groups_memory_and_an_own_collective_exclude_each_other(world):

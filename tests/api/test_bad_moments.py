@@ -15,9 +15,10 @@ from sherd.errors import (
     ShardedAccessError,
     StateError,
 )
-from tests.api.compared import assert_refused, assert_trained, made, mean_square, shard_children, train
-from tests.models import WIDTH, Block, build, noise, shard
-from tests.parity.training import Recipe, assert_all_same, steps_sharded
+from tests.support.comparing import assert_refused
+from tests.support.models import WIDTH, Block, build, noise, shard
+from tests.support.sharding import shard_children
+from tests.support.training import Recipe, assert_all_same, assert_trained, made, mean_square, steps_sharded, train_job
 
 
 def stack():
@@ -98,7 +99,7 @@ def inner_module_alone():
     x = noise(0, dist.get_rank())
     with pytest.raises(ShardedAccessError, match=r"0\.inner\.weight"):
         model[0].inner(x)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def two_readers():

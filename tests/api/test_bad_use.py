@@ -27,9 +27,10 @@ from sherd.errors import (
     StateError,
     UnsupportedError,
 )
-from tests.api.compared import assert_refused, assert_trained, made, mean_square, shard_children, train
-from tests.models import WIDTH, Block, build, noise, shard
-from tests.parity.training import Recipe, assert_all_same, assert_named_close, steps_sharded, whole_params
+from tests.support.comparing import assert_named_close, assert_refused, whole_params
+from tests.support.models import WIDTH, Block, build, noise, shard
+from tests.support.sharding import shard_children
+from tests.support.training import Recipe, assert_all_same, assert_trained, made, mean_square, steps_sharded, train_job
 
 
 def stack():
@@ -91,7 +92,7 @@ def iterated():
 
 
 def train_iterated():
-    return train(shard_children(made(iterated)), mean_square)
+    return train_job(shard_children(made(iterated)), mean_square)
 
 
 def test_a_container_with_a_forward_of_its_own_is_fine(world):
@@ -108,7 +109,7 @@ def twice():
     assert_refused(lambda: fully_shard([]), ModuleError, ValueError, "empty")
     fully_shard(model)
     assert_refused(lambda: fully_shard(model), ModuleError, ValueError, "already")
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_a_module_is_sharded_once(world):
@@ -131,7 +132,7 @@ def copies():
         for copied in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
             assert_refused(lambda m=each, c=copied: c(m), ModuleError, ValueError, "cannot be pickled", "state_dict")
     assert_refused(lambda: copy.copy(model), ModuleError, ValueError, "copy.deepcopy")
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_a_sharded_model_is_not_pickled_or_copied_in_part(world):
@@ -154,7 +155,7 @@ def values_for_one_call():
             "plain copy",
         )
     assert_named_close(whole_params(model), before, "parameter", 0, 0)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_a_sharded_model_is_not_called_with_values_from_outside(world):

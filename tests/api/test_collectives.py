@@ -10,10 +10,21 @@ from torch import nn
 from sherd import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.errors import StateError
-from tests.api.compared import assert_trained, form, made, mean_square, shard_children, train, train_plain
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
-from tests.models import WIDTH, Block, build, noise, shard
-from tests.parity.training import Recipe, assert_all_same, mesh_of, steps_sharded, whole_grads
+from tests.support.comparing import form, whole_grads
+from tests.support.meshes import mesh_of
+from tests.support.models import WIDTH, Block, build, noise, shard
+from tests.support.sharding import shard_children
+from tests.support.training import (
+    Recipe,
+    assert_all_same,
+    assert_trained,
+    made,
+    mean_square,
+    steps_sharded,
+    train_job,
+    train_job_plain,
+)
 
 # A Block's parameters: 16x8 + 16 + 8x16 + 8.
 BLOCK_NUMEL, NUM_TENSORS = 280, 4
@@ -31,7 +42,7 @@ def train_with_own_collectives(waits, reshard):
     gather, reduce = GatherByList(waits), ReduceByAllReduce()
     model[0].set_custom_all_gather(gather)
     model[0].set_custom_reduce_scatter(reduce)
-    params = train(model, mean_square, steps=3)
+    params = train_job(model, mean_square, steps=3)
     return params, gather.calls, gather.allocated, reduce.calls, reduce.allocated
 
 
@@ -84,7 +95,7 @@ def train_wide_with_own_collectives():
     model.set_custom_all_gather(gather)
     model.set_custom_reduce_scatter(reduce)
     model.set_all_reduce_hook(lambda reduced: hooked.append(reduced.numel()))
-    params = train(model, read_wide, steps=1)
+    params = train_job(model, read_wide, steps=1)
     return params["bias"], len(gather.calls), len(reduce.calls), hooked
 
 
@@ -252,13 +263,13 @@ def diverge(model, rank, step):
 def train_diverging(recurse):
     model = shard_children(made(Forked))
     (model if recurse else model.fork).set_reduce_scatter_unused_params(True, recurse=recurse)
-    return train(model, diverge, steps=4)
+    return train_job(model, diverge, steps=4)
 
 
 @pytest.mark.parametrize("recurse", [True, False])
 def test_ranks_may_use_other_parameters_of_a_unit_and_get_the_mean_with_zeros(world, recurse):
     # In SGD a zero gradient and none are the same, so that plain training is the reference although a step leaves None.
-    expected = train_plain(made(Forked), diverge, 3, steps=4)
+    expected = train_job_plain(made(Forked), diverge, 3, steps=4)
     for params in world(3).run(train_diverging, recurse):
         for name, param in expected.items():
             torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-6)
@@ -311,7 +322,7 @@ def groups_of_gather_and_reduce(enable, recurse):
     gather, reduce = GatherByList(waits=True), ReduceByAllReduce()
     model[0].set_custom_all_gather(gather)
     model[0].set_custom_reduce_scatter(reduce)
-    params = train(model, mean_square)
+    params = train_job(model, mean_square)
     return params, gather.groups == reduce.groups
 
 

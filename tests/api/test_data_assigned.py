@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import sherd
 from sherd.errors import PlacementError, WriteBackError
-from tests.api.compared import assert_trained, made, mean_square, train
-from tests.models import Block
-from tests.parity.training import whole_params
-from tests.thorough import part
+from tests.support.comparing import whole_params
+from tests.support.models import Block
+from tests.support.suites import part
+from tests.support.training import assert_trained, made, mean_square, train_job
 
 RATE = 0.2
 
@@ -321,7 +321,7 @@ NORM_WAYS = [
 
 def train_normed():
     """One rank, so that the vectors that spectral norm goes on with in each forward are those of one process."""
-    return [[train(way(made(partial(normed, norm))), mean_square) for way in NORM_WAYS] for norm in NORMS]
+    return [[train_job(way(made(partial(normed, norm))), mean_square) for way in NORM_WAYS] for norm in NORMS]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")

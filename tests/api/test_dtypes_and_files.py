@@ -9,17 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.api.compared import (
-    LR,
-    assert_trained,
-    made,
-    mean_square,
-    shard_children,
-    train,
-    train_plain,
-)
-from tests.models import WIDTH, Block, noise
-from tests.parity.training import assert_named_close, whole_params
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import WIDTH, Block, noise
+from tests.support.sharding import shard_children
+from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
 
 
 def stack():
@@ -68,14 +61,14 @@ def by_a_block_at_a_time(model, dtype):
 )
 def test_a_sharded_model_trains_in_the_dtype_it_was_moved_to(world, dtype, tolerance, moment, cast):
     plain = made(stack).to(dtype)
-    expected = train_plain(plain, lambda m, rank, step: m(noise(step, rank).to(dtype)).square().mean(), 2, steps=2)
+    expected = train_job_plain(plain, lambda m, rank, step: m(noise(step, rank).to(dtype)).square().mean(), 2, steps=2)
     for params in world(2).run(train_in_another_dtype, dtype, moment, cast):
         assert_named_close(params, expected, "parameter", tolerance, tolerance)
 
 
 def save_and_load_a_file(folder, weights_only):
     model, rank = shard_children(made(stack)), dist.get_rank()
-    train(model, mean_square, steps=1)
+    train_job(model, mean_square, steps=1)
     path = f"{folder}/{rank}.pt"
     torch.save(model.state_dict(), path)
     loaded = torch.load(path, weights_only=weights_only)
@@ -84,7 +77,7 @@ def save_and_load_a_file(folder, weights_only):
     other = shard_children(stack())
     other.load_state_dict(loaded)
     assert_named_close(whole_params(other), whole_params(model), "parameter", 0, 0)
-    return train(other, lambda m, r, step: mean_square(m, r, step + 1), steps=2)
+    return train_job(other, lambda m, r, step: mean_square(m, r, step + 1), steps=2)
 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids="weights_only_{}".format)
@@ -123,7 +116,7 @@ def copy_shards(through):
         copy.grad = torch.ones_like(copy)
         torch.optim.SGD([copy], lr=1.0).step()
     assert_named_close(whole_params(model), before, "parameter", 0, 0)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 @pytest.mark.parametrize("through", [pickled, saved_with_trust, saved_without_trust], ids=lambda f: f.__name__)
@@ -142,7 +135,7 @@ def load_wrong_shapes():
         messages.append(str(raised.value).replace("FSDP", ""))
     assert messages[0] == messages[1]
     assert_named_close(whole_params(model), whole_params(plain), "parameter", 0, 0)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_loading_wrong_shapes_says_what_torch_says(world):

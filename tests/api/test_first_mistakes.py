@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sherd
 from sherd.comm.mesh import data_mesh
 from sherd.errors import CommError, MeshError, ModuleError, PolicyError, PolicyTypeError
-from tests.models import Block
+from tests.support.models import Block
 
 # No process group
 

@@ -14,7 +14,7 @@ from sherd.engine.run.seal import unit_of
 from sherd.errors import PlacementError
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
-from tests.models.specimen import WIDTH
+from tests.support.models.specimen import WIDTH
 
 
 class Halves(torch.Tensor):

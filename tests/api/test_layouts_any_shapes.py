@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from sherd.errors import PlacementError
-from tests.api.compared import LR
+from tests.support.suites import examples
+from tests.support.training import LR
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.float64])
@@ -83,7 +84,7 @@ def train_sharded(described):
     return train(model, [dist.get_rank()])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(described=tensors, num_ranks=st.integers(1, 5))
 def test_any_mixture_of_shapes_and_placements_trains_as_in_one_process(threads, described, num_ranks):
     expected = train(Held(described), range(num_ranks))

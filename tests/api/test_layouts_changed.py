@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPolicy, Owned, RaggedDTensor, fully_shard
-from tests.api.compared import LR, assert_trained, made, mean_square, train
-from tests.models import WIDTH, Block, noise
-from tests.parity.training import assert_named_close, mesh_of, whole_grads, whole_params
-from tests.thorough import part
+from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import WIDTH, Block, noise
+from tests.support.suites import part
+from tests.support.training import LR, assert_trained, made, mean_square, train_job
 
 PLACEMENTS = {"chunks": None, "flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
 
@@ -86,7 +87,7 @@ def thawed():
     for name in PLACEMENTS:
         model = sharded(name, half_frozen).requires_grad_(True)
         model.to(torch.float64).to(torch.float32)
-        found[name] = train(model, mean_square)
+        found[name] = train_job(model, mean_square)
     return found
 
 
@@ -261,7 +262,7 @@ def in_low_precision(name):
     model = sharded(name, mp_policy=policy)
     seen = []
     model[1].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.up.weight.dtype)))
-    params = train(model, mean_square, 1)
+    params = train_job(model, mean_square, 1)
     assert seen == [(torch.bfloat16, torch.bfloat16)]
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     return params

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
-from tests.api.compared import assert_trained, made, mean_square, train, train_plain
 from tests.api.test_odd_use import Hollow
-from tests.models import WIDTH, Block
-from tests.parity.training import assert_named_close
-from tests.thorough import part
+from tests.support.comparing import assert_named_close
+from tests.support.models import WIDTH, Block
+from tests.support.suites import part
+from tests.support.training import assert_trained, made, mean_square, train_job, train_job_plain
 
 
 def by_turns(parameter, turns=None):
@@ -129,13 +129,13 @@ def train_all(cases):
         model = made(make)
         for unit in (*model.children(), model):
             fully_shard(unit, **PLACEMENTS[name]())
-        found[make, name] = train(model, mean_square, 2)
+        found[make, name] = train_job(model, mean_square, 2)
     return found
 
 
 def assert_all_trained(ranks, cases):
     runs = ranks.run(train_all, cases, timeout=120)
-    expected = {make: train_plain(made(make), mean_square, len(runs), 2) for make in {make for make, _ in cases}}
+    expected = {make: train_job_plain(made(make), mean_square, len(runs), 2) for make in {make for make, _ in cases}}
     for run, (make, name) in itertools.product(runs, cases):
         assert_named_close(run[make, name], expected[make], f"{make.__name__}, {name}: parameter", 1e-5, 1e-6)
 
@@ -178,7 +178,7 @@ def train_nests(first):
     units = [module for module in model.modules() if isinstance(module, (Nest, Block))]
     for unit, placement in zip(reversed(units), kinds, strict=False):
         fully_shard(unit, placement=placement)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_nested_units_may_have_different_placements(world):
@@ -194,7 +194,7 @@ def train_tied(owner, user):
         fully_shard(unit, placement=user)
     assert model.first.weight is model.second.weight is model.third.weight
     assert isinstance(model.third.weight, RaggedDTensor) == (owner is not None)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def from_meta(how):
             for theirs, ours in zip(made(small).parameters(), model.parameters(), strict=True):
                 with torch.no_grad():
                     ours.copy_(theirs if isinstance(ours, RaggedDTensor) else placed_like(theirs, ours))
-        found[name] = train(model, mean_square, 2)
+        found[name] = train_job(model, mean_square, 2)
     return found
 
 
@@ -260,7 +260,7 @@ def small():
 @pytest.mark.parametrize("how", ["load", "copy"])
 def test_models_without_memory_are_given_it_and_train(world, how):
     runs = world(3).run(from_meta, how)
-    expected = train_plain(made(small), mean_square, 3, 2)
+    expected = train_job_plain(made(small), mean_square, 3, 2)
     for run, name in itertools.product(runs, PLACEMENTS):
         assert_named_close(run[name], expected, f"{name}: parameter", 1e-5, 1e-6)
 

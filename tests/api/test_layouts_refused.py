@@ -9,9 +9,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import Blocks, CommPolicy, DataParallelMeshDims, Flat, FSDPModule, Owned, fully_shard
 from sherd.errors import MeshError, OwnershipError, PlacementError, PolicyError, PolicyTypeError
-from tests.api.compared import assert_refused, assert_trained, made, mean_square, train
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
-from tests.models import WIDTH, Block
+from tests.support.comparing import assert_refused
+from tests.support.models import WIDTH, Block
+from tests.support.training import assert_trained, made, mean_square, train_job
 
 
 def stack():
@@ -66,7 +67,7 @@ def wrong_arguments():
         assert_refused(lambda m=model, a=arguments: fully_shard(m, **a), kind, also, *words)
         assert_untouched(model, before)
     fully_shard(model, placement=Flat())
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_a_placement_that_means_nothing_is_refused_before_anything_is_touched(world):
@@ -196,7 +197,7 @@ def sharded_shards():
             fully_shard(thief, placement=placement)
         assert thief.weight is stolen
     fully_shard(owner, placement=Owned())
-    return train(owner, mean_square)
+    return train_job(owner, mean_square)
 
 
 def test_a_ragged_shard_is_not_sharded_again(world):
@@ -223,7 +224,7 @@ def own_collectives(placement):
         lambda: model[0].set_allocate_memory_from_process_group_for_comm(True),
     ):
         assert_refused(call, PolicyError, ValueError, *words)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_own_collectives_of_unequal_parts_are_refused(world):
@@ -237,7 +238,7 @@ def own_collectives_that_serve():
         fully_shard(unit, placement=Flat())
     model[0].set_custom_all_gather(GatherByList(waits=True))
     model[1].set_custom_reduce_scatter(ReduceByAllReduce())
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_own_collectives_serve_equal_runs(world):

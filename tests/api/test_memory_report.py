@@ -11,8 +11,8 @@ from sherd import fully_shard
 from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report, track_memory
-from tests.models import build, shard
-from tests.ranks import RanksFailed
+from tests.support.models import build, shard
+from tests.support.ranks import RanksFailed
 
 
 def step(model):

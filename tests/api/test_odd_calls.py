@@ -11,18 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from sherd import FSDPModule
-from tests.api.compared import (
-    LR,
-    assert_trained,
-    made,
-    mean_square,
-    shard_children,
-    train,
-    train_plain,
-)
-from tests.models import WIDTH, Block, build, noise, shard
-from tests.parity.training import assert_named_close, whole_params
-from tests.ranks import RanksFailed
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import WIDTH, Block, build, noise, shard
+from tests.support.ranks import RanksFailed
+from tests.support.sharding import shard_children
+from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
 
 
 def stack():
@@ -191,7 +184,7 @@ ODD_CALLS = [
 
 
 def train_odd_call(make, job, options):
-    return train(shard_children(made(make), **options), job)
+    return train_job(shard_children(made(make), **options), job)
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
@@ -237,8 +230,8 @@ def test_two_models_may_be_interleaved(world):
         return mean_square(model, rank, step + 50)
 
     for one, two in world(2).run(interleaved):
-        assert_named_close(one, train_plain(made(stack), one_job, 2), "parameter", 1e-5, 1e-6)
-        assert_named_close(two, train_plain(made(stack), two_job, 2), "parameter", 1e-5, 1e-6)
+        assert_named_close(one, train_job_plain(made(stack), one_job, 2), "parameter", 1e-5, 1e-6)
+        assert_named_close(two, train_job_plain(made(stack), two_job, 2), "parameter", 1e-5, 1e-6)
 
 
 def block_that_outlives_its_root(used):
@@ -255,7 +248,7 @@ def block_that_outlives_its_root(used):
     block.unshard()
     block.reshard()
     block.state_dict()
-    return train(block, mean_square)
+    return train_job(block, mean_square)
 
 
 def middle_block():

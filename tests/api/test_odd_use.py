@@ -5,18 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.api.compared import (
-    LR,
-    assert_trained,
-    form,
-    made,
-    mean_square,
-    shard_children,
-    train,
-    train_plain,
-)
-from tests.models import WIDTH, Block, noise
-from tests.parity.training import assert_named_close, whole_params
+from tests.support.comparing import assert_named_close, form, whole_params
+from tests.support.models import WIDTH, Block, noise
+from tests.support.sharding import shard_children
+from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
 
 
 def stack():
@@ -83,7 +75,7 @@ def frozen_units():
 
 
 def train_odd(make, options, steps=3):
-    return train(shard_children(made(make), **options), mean_square, steps)
+    return train_job(shard_children(made(make), **options), mean_square, steps)
 
 
 @pytest.mark.pairs
@@ -124,7 +116,7 @@ def evaluate_first(reshard):
     with torch.inference_mode():
         model[1](noise(9, 0))
         model(noise(9, 0))
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
@@ -190,6 +182,6 @@ def shards_written_by_hand():
 
 
 def test_shards_may_be_written_by_hand_after_reshard(world):
-    expected = train_plain(made(stack), mean_square, 2, steps=2)
+    expected = train_job_plain(made(stack), mean_square, 2, steps=2)
     for params in world(2).run(shards_written_by_hand):
         assert_named_close(params, expected, "parameter", 1e-5, 1e-6)

@@ -9,8 +9,8 @@ from torch import nn
 
 import sherd
 from sherd.errors import ModuleError
-from tests.api.compared import assert_trained, made, mean_square, train
-from tests.models import Block
+from tests.support.models import Block
+from tests.support.training import assert_trained, made, mean_square, train_job
 
 CPU = torch.device("cpu")
 FRONT_ENDS = {
@@ -91,7 +91,7 @@ def units_without_parameters_of_their_own():
     model = made(Shared)
     for module in (model.stem, model.left, model.right, model.head, model.shard_buffer, model):
         sherd.fully_shard(module)
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_units_whose_parameters_others_have_or_that_have_none_train_as_before(world):
@@ -103,7 +103,7 @@ def what_the_outer_unit_left():
     sherd.fully_shard(model, ignored_params=set(model[0].parameters()))
     sherd.fully_shard(model[0])  # all of it was left
     sherd.fully_shard(model[1])  # nothing to take
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_what_an_outer_unit_ignored_may_become_a_unit_later(world):

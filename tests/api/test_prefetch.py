@@ -6,14 +6,9 @@ from torch import nn
 
 from sherd import PrefetchPolicy
 from sherd.comm.streams import RecordingStreams, use_streams
-from tests.api.compared import (
-    assert_trained,
-    made,
-    mean_square,
-    shard_children,
-    train,
-)
-from tests.models import WIDTH, Block
+from tests.support.models import WIDTH, Block
+from tests.support.sharding import shard_children
+from tests.support.training import assert_trained, made, mean_square, train_job
 
 
 def stack():
@@ -69,7 +64,7 @@ def test_a_prefetch_policy_bounds_how_far_gathers_run_ahead(world, policy, most)
 
 
 def train_with_prefetch(policy):
-    return train(shard_children(made(stack), prefetch_policy=policy), mean_square)
+    return train_job(shard_children(made(stack), prefetch_policy=policy), mean_square)
 
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in BOUNDS])

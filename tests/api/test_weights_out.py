@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sherd
 from sherd.errors import PolicyError, PolicyTypeError, StateError
 from tests.checkpoint.layouts import LAYOUTS, PLACEMENTS, built, loss_of, model_in, optimizer_of, train
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
+from tests.support.suites import examples
 
 BUCKETS = (1, 300, 1 << 20)
 
@@ -215,7 +216,7 @@ def read_with_sizes(sizes: list[int]) -> None:
             assert_same(list(sherd.iter_full_parameters(model, size)), plain(built()))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8))
 @given(sizes=st.lists(st.integers(1, 4000), min_size=4, max_size=4))
 def test_any_bucket_size(pools, sizes):
     pools.world(2).run(read_with_sizes, sizes)

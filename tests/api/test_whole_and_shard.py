@@ -9,17 +9,10 @@ from torch.distributed.tensor import DTensor
 from sherd import UnshardHandle, fully_shard, register_fsdp_forward_method
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.errors import StateError
-from tests.api.compared import (
-    assert_refused,
-    assert_trained,
-    form,
-    made,
-    mean_square,
-    shard_children,
-    train,
-)
-from tests.models import VOCABULARY, WIDTH, Block, build, noise, shard, tokens
-from tests.parity.training import Recipe, assert_all_same, assert_named_close, steps_sharded, whole_grads
+from tests.support.comparing import assert_named_close, assert_refused, form, whole_grads
+from tests.support.models import VOCABULARY, WIDTH, Block, build, noise, shard, tokens
+from tests.support.sharding import shard_children
+from tests.support.training import Recipe, assert_all_same, assert_trained, made, mean_square, steps_sharded, train_job
 
 
 def stack():
@@ -91,7 +84,7 @@ def handle_after_the_forward():
         model(noise(0, dist.get_rank()))
     assert form(model[1].up) == "shard"
     model[1].reshard()
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_a_handle_that_is_never_waited_for_disturbs_no_training(world):
@@ -104,7 +97,7 @@ def handle_freed_before_the_wait():
     model[0].reshard()
     handle.wait()
     assert form(model[0].up) == "shard"
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 def test_a_handle_waited_for_after_reshard_shows_nothing_freed(world):
@@ -265,7 +258,7 @@ def train_words(unshard):
     with use_streams(streams):
         model = shard_children(made(Words), reshard_after_forward=True)
     model.embed.set_unshard_in_backward(unshard)
-    params = train(model, read_tokens)
+    params = train_job(model, read_tokens)
     before = streams.log.count(("gather", "run"))
     read_tokens(model, dist.get_rank(), 3).backward()
     return params, streams.log.count(("gather", "run")) - before
@@ -325,7 +318,7 @@ def train_through_methods(reshard):
     with pytest.raises(ValueError, match="by nothing"):
         model.scaled(noise(0, 0), by=0)
     assert form(model) == ("whole" if reshard is False else "shard")
-    return train(model, speak)
+    return train_job(model, speak)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
@@ -338,7 +331,7 @@ def train_with_a_method_registered_twice():
     for name in METHODS:
         register_fsdp_forward_method(model, name)
         register_fsdp_forward_method(model, name)
-    return train(model, speak)
+    return train_job(model, speak)
 
 
 def test_registering_a_method_again_changes_nothing(world):

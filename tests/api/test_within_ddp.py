@@ -14,9 +14,9 @@ import sherd
 from sherd import fully_shard
 from sherd.engine.state.parameter import plain_name
 from sherd.interop import torch_fsdp_identity
-from tests.api.compared import assert_trained, made, mean_square, train
-from tests.models import Block
-from tests.parity.training import whole_params
+from tests.support.comparing import whole_params
+from tests.support.models import Block
+from tests.support.training import assert_trained, made, mean_square, train_job
 
 
 def stack():
@@ -65,7 +65,7 @@ def train_within(way, kind, identity):
     model = made(stack)
     with torch_fsdp_identity(identity):
         WAYS[way](model)
-        train(around(model, kind), mean_square)
+        train_job(around(model, kind), mean_square)
     with sherd.unsharded(model[1]) if way != "torch's" else nullcontext():
         return {plain_name(name): each.detach().clone() for name, each in whole_params(model).items()}
 

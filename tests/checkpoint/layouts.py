@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sherd import Blocks, Flat, MixedPrecisionPolicy, Owned, RaggedDTensor, fully_shard
-from tests.models import noise
+from tests.support.models import noise
 
 WIDTH = 6
 LR = 0.05

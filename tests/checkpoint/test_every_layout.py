@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.checkpoint.layouts import LAYOUTS, differences, model_in, optimizer_of, state_of, train, whole
-from tests.thorough import part
+from tests.support.suites import part
 
 WORLDS = (1, 2, 3, 4)
 SAVED, GONE_ON = range(1), range(1, 2)

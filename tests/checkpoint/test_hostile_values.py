@@ -17,10 +17,10 @@ import sherd
 from sherd.checkpoint.tree import decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError
 from sherd.storage.manifest import MANIFEST, signed
-from tests.thorough import share
+from tests.support.suites import examples
 
 MOST_GROWTH = 128 << 20
-HOSTILE = settings(deadline=None, derandomize=True, max_examples=share(100, 400))
+HOSTILE = settings(max_examples=examples(100))
 
 
 class Kept:

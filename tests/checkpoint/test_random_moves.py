@@ -21,9 +21,9 @@ from sherd.policy import Level
 from sherd.storage.opened import Opened
 from sherd.storage.places import place_of
 from sherd.wrap import ModuleWrapPolicy
-from tests.parity.training import mesh_of
 from tests.strategies.cases import CUTS, of_parameter, placements
-from tests.thorough import share
+from tests.support.meshes import mesh_of
+from tests.support.suites import share
 
 USUAL_MOVES = share(10, 24)
 NUM_MOVES = int(os.environ.get("SHERD_MOVES", USUAL_MOVES))
@@ -166,7 +166,7 @@ def same(found: Any, expected: Any) -> None:
 def test_what_moves_from_one_random_configuration_to_another_is_the_same(world, tmp_path_factory):
     number = iter(range(1 << 30))
 
-    @settings(max_examples=NUM_MOVES, deadline=None, derandomize=NUM_MOVES == USUAL_MOVES, phases=[Phase.generate])
+    @settings(max_examples=NUM_MOVES, derandomize=NUM_MOVES == USUAL_MOVES, phases=[Phase.generate])
     @given(st.data())
     def move(data: st.DataObject) -> None:
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))

@@ -16,7 +16,7 @@ from sherd import FullyShardedDataParallel as FSDP
 from sherd import MixedPrecision
 from sherd.wrap import ModuleWrapPolicy
 from tests.checkpoint.layouts import LAYOUTS, Odd, built, model_in, optimizer_of, train
-from tests.thorough import part
+from tests.support.suites import part
 
 SAVED, GONE_ON = range(1), range(1, 2)
 WORLDS = (1, 2, 3, 4)

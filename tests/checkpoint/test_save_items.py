@@ -29,7 +29,7 @@ from sherd.storage.manifest import signed
 from sherd.storage.opened import Opened
 from sherd.storage.places import Disk, place_of
 from tests.checkpoint.layouts import built, model_in, optimizer_of, train
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 
 class Counting(nn.Module):

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import sherd
 from sherd import Blocks, Flat, Owned, fully_shard
+from tests.support.suites import part
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -21,7 +22,6 @@ from tests.tensor_parallel.training import (
     whole_loss_of,
     wholes,
 )
-from tests.thorough import part
 
 WAYS = {
     "rows": {},

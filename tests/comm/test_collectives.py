@@ -14,7 +14,7 @@ from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatte
 from sherd.comm.transports import transport_of
 from sherd.errors import PolicyError
 from sherd.policy import TRANSPORTS, CommPolicy
-from tests.forked import answer_of
+from tests.support.ranks.forked import answer_of
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import nn
 from sherd import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from sherd.comm.groups import group_beside, one_rank_group
 from sherd.errors import CommError
-from tests.rank_process import forget_meshes
+from tests.support.ranks.process import forget_meshes
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from sherd.comm.host import shared_memory
 from sherd.comm.host.shared_memory import SharedMemory
 from sherd.errors import CommError
-from tests.ranks import warm_up
+from tests.support.ranks import warm_up
 
 MIB = 1 << 20
 

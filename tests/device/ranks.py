@@ -12,7 +12,7 @@
 
 `run` fails if the device has found a race on any rank. `observe` does not: it returns the races with the rest. The
 keywords of `sim_world` are those of `sim.configure`, which holds for one run; races and host waits are counted from its
-start. For all else see `tests/ranks.py`: these are the same pools of live processes, set up otherwise.
+start. For all else see `tests/support/ranks`: these are the same pools of live processes, set up otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tests.device import sim
-from tests.ranks import MAX_PROCESSES, Pools, Processes, Setup
+from tests.support.ranks import MAX_PROCESSES, Pools, Processes, Setup
 
 TIMEOUT = timedelta(seconds=30)
 """Of every group. Shorter than a run may take, so that the rank that does not come is named."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sherd._torch import all_gather_single, reduce_scatter_single, timeout_of
 from tests.device import sim
 from tests.device.collective_programs import ON_GLOO_TOO, ONLY_AS_NCCL, SIZE, Ranks
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 PAUSES = {"pause_us": 1500, "pause_percent": 30}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.divergence.programs import sharded, step
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 
 def other_units(order: tuple[int, ...]) -> None:

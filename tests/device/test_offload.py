@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sherd
 from sherd.errors import UnsupportedError
 from tests.device import sim
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 WIDTH = 24
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.device import sim
-from tests.forked import sherd as forked
-from tests.forked import start
+from tests.support.ranks.forked import sherd as forked
+from tests.support.ranks.forked import start
 
 ROOT = Path(__file__).parent.parent.parent
 LOAD = """

@@ -34,7 +34,7 @@ from sherd.errors import CommError
 from tests.device import sim
 from tests.divergence.programs import sharded, step, wrapped
 from tests.divergence.test_flight import faults, recorded_in
-from tests.ranks import MAX_PROCESSES, warm_up
+from tests.support.ranks import MAX_PROCESSES, warm_up
 
 BACKENDS_TIMEOUT = timedelta(seconds=600)
 Make = Callable[..., Any]

@@ -26,7 +26,7 @@ from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError
 from tests.comm.test_shared_memory_deaths import End, ends
 from tests.divergence.programs import sharded, step, wrapped
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 TIMEOUT_S = 4.0
 

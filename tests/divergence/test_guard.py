@@ -19,7 +19,7 @@ from sherd.engine.run.carry_out import DO
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
 from tests.divergence.programs import Chain, batch, sharded, step, wrapped
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 SOON_S = 20
 """Not the half hour after which gloo gives up, on a machine however busy."""

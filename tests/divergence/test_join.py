@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import sherd
 from sherd.errors import CommError, ModuleError, PolicyError
 from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain
-from tests.ranks import RanksFailed
-from tests.thorough import share
+from tests.support.ranks import RanksFailed
+from tests.support.suites import share
 
 JOIN = sherd.CommPolicy(divergence="join")
 ALL = tuple(range(NUM_BLOCKS))

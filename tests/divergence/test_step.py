@@ -22,7 +22,7 @@ from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.coordinator import Coordinator
 from sherd.errors import CommError, GradientError, ModuleError, PolicyError, PolicyTypeError, StateError
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 JOIN = sherd.CommPolicy(divergence="join")
 WIDTH, NUM_STEPS, FAILS_IN = 8, 4, 2

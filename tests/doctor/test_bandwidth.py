@@ -15,8 +15,8 @@ from sherd.simulate.cluster_file import cluster_toml, read_cluster
 from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, waited
 from sherd.simulate.work import Op, OpKind
 from sherd.train import cli
-from tests.forked import sherd as be_sherd
-from tests.forked import start
+from tests.support.ranks.forked import sherd as be_sherd
+from tests.support.ranks.forked import start
 
 PROBES = operations.probes
 

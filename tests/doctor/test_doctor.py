@@ -15,8 +15,8 @@ from sherd.comm.host.shared_memory import SharedMemory
 from sherd.doctor import command, machine, ranks
 from sherd.doctor.findings import FAILURE, OK, WARNING, Finding, as_json, as_table, exit_code
 from sherd.train import cli
-from tests.forked import sherd as be_sherd
-from tests.forked import start, torchrun
+from tests.support.ranks.forked import sherd as be_sherd
+from tests.support.ranks.forked import start, torchrun
 
 GOOD = Finding("memory", "host", "16 GiB free")
 DUBIOUS = Finding("memory", "/dev/shm", "0.1 GiB free", WARNING, "docker run --shm-size=8g")

@@ -9,7 +9,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from sherd import fully_shard
 from sherd.errors import OptimizerError
-from tests.parity.training import whole_params
+from tests.support.comparing import whole_params
 
 
 class Tied(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import sherd
 from sherd import Blocks, Flat, FullyShardedDataParallel, MixedPrecisionPolicy, Owned, fully_shard, unsharded
 from sherd.errors import UnsupportedError
-from tests.parity.training import whole_params
+from tests.support.comparing import whole_params
 
 
 class Layer(nn.Module):

@@ -10,7 +10,7 @@ from sherd.engine.run.seal import unit_of
 from sherd.memory.watch import watched
 from sherd.schedule.actions import AfterBackward, GradientsReady, GroupPassed
 from sherd.schedule.state import Live
-from tests.parity.training import assert_named_close, whole_grads
+from tests.support.comparing import assert_named_close, whole_grads
 
 WIDTH = 1024  # a square weight of 4 MiB has a group to itself
 INPUTS = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)

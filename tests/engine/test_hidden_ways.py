@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sherd import FSDPModule, fully_shard
-from tests.api.compared import LR, Job, assert_trained, made, mean_square, shard_children, train
-from tests.models import WIDTH, Block, noise
-from tests.parity.training import assert_named_close, whole_grads, whole_params
+from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from tests.support.models import WIDTH, Block, noise
+from tests.support.sharding import shard_children
+from tests.support.training import LR, Job, assert_trained, made, mean_square, train_job
 
 
 class Envelope:
@@ -121,7 +122,7 @@ WAYS = [
 
 
 def train_on_a_hidden_way(make: Any, job: Job) -> Any:
-    return train(shard_children(made(make)), job)
+    return train_job(shard_children(made(make)), job)
 
 
 @pytest.mark.parametrize(("make", "job"), WAYS, ids=[f"{make.__name__}-{job.__name__}" for make, job in WAYS])

@@ -5,8 +5,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.api.compared import assert_trained, made, mean_square, shard_children, train
-from tests.models import Block
+from tests.support.models import Block
+from tests.support.sharding import shard_children
+from tests.support.training import assert_trained, made, mean_square, train_job
 
 
 class Checkpointed(Block):
@@ -34,7 +35,7 @@ def interrupted(where: str):
     handle.remove()
     assert all(name in model.state_dict() for name, _ in model.named_parameters())  # what a trainer does next
     model.zero_grad()
-    return train(model, mean_square)
+    return train_job(model, mean_square)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])

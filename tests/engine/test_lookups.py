@@ -17,7 +17,7 @@ from sherd.engine.run.seal import unit_of
 from sherd.memory.watch import watched
 from sherd.schedule.actions import FreeGroup
 from sherd.schedule.state import Live
-from tests.parity.training import assert_named_close, whole_grads
+from tests.support.comparing import assert_named_close, whole_grads
 
 WIDTH = 64
 VOCABULARY = 16384  # of 4 MiB: it has a group to itself

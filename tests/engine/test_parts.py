@@ -11,7 +11,7 @@ from sherd.comm.streams import HostStreams, RecordingStreams, Streams, use_strea
 from sherd.engine.run.seal import unit_of
 from sherd.errors import PolicyError
 from sherd.schedule.state import Live
-from tests.parity.training import assert_named_close, whole_grads
+from tests.support.comparing import assert_named_close, whole_grads
 
 WIDTH = 32
 BYTES = 4 * WIDTH * WIDTH

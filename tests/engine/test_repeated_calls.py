@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd import fully_shard
-from tests.parity.training import assert_named_close, whole_grads
+from tests.support.comparing import assert_named_close, whole_grads
 
 
 class Loop(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sherd import Flat, fully_shard
 from sherd.errors import StateError
-from tests.parity.training import assert_named_close, whole_grads
+from tests.support.comparing import assert_named_close, whole_grads
 
 
 class Inner(nn.Module):

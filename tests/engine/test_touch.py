@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 import sherd
 from sherd import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from sherd.errors import CommError, PolicyError, ShardedAccessError
-from tests.parity.training import assert_named_close, mesh_of, whole_grads, whole_params
+from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from tests.support.meshes import mesh_of
 
 WIDTH, VOCABULARY = 6, 10
 

@@ -31,8 +31,8 @@ from sherd.comm.groups import forget_destroyed
 from tests.faults.builder import LINK, MOMENT_S, SILENT, Fault, Kind, Probe
 from tests.faults.program import Setting, trained
 from tests.machines.hosts import ADDRESSES, INTERFACE, Hosts
-from tests.rank_process import die_with_the_parent, forget_meshes
-from tests.ranks import warm_up
+from tests.support.ranks import warm_up
+from tests.support.ranks.process import die_with_the_parent, forget_meshes
 
 TIMEOUT_S = 10.0
 """Of the process groups, where nobody should have to wait for so long."""

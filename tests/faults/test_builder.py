@@ -19,7 +19,7 @@ from tests.faults.campaign import ERRORS, Outcome, Verdict, drawn, judged, may_b
 from tests.faults.crews import Case, Crew, End, Ends
 from tests.faults.page import sections, written
 from tests.faults.program import ALL, FRONT_ENDS, PLACEMENTS, TRANSPORTS, Chain, Setting, batch
-from tests.ranks import warm_up
+from tests.support.ranks import warm_up
 
 PATIENCE_S = 60
 

@@ -19,7 +19,7 @@ from tests.faults.campaign import ERRORS, Outcome, drawn, run, run_all
 from tests.faults.crews import Case
 from tests.faults.page import PAGE
 from tests.faults.program import Setting
-from tests.thorough import fewest, share
+from tests.support.suites import fewest, share
 
 USUAL_CASES = 200
 AT_A_TIME = 50

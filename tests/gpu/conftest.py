@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.gpu import devices
 from tests.gpu.devices import Accelerator
 from tests.gpu.gloo_on_cuda import refused_by_gloo
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 HERE = Path(__file__).parent
 
@@ -90,7 +90,7 @@ def alone(accelerator: Accelerator) -> Iterator[DeviceMesh]:
 
 
 class SimulatedRanks:
-    """Ranks with a simulated device each, asked as `tests.ranks.Processes` are."""
+    """Ranks with a simulated device each, asked as `tests.support.ranks.Processes` are."""
 
     def __init__(self, world: Any, num_ranks: int) -> None:
         self._world = world

@@ -36,7 +36,7 @@ from tests.gpu.setting_model import (
     total,
 )
 from tests.gpu.settings import WRAPPER_STRATEGIES, Setting, shown
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:

@@ -12,10 +12,10 @@ import sherd
 from bench.device.trace import Span, common, joined, overlap, spans_by_stream
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import RecordingStreams
-from tests.forked import answer_of
 from tests.gpu.devices import Host
 from tests.gpu.load import CASES, NUM_STEPS, differs, in_host_order, spoil, spoilt_memory, tolerance, under_load
 from tests.gpu.training import RECIPES, assert_same, train_here, train_plain
+from tests.support.ranks.forked import answer_of
 
 RUNS_ON_CPU = True
 

@@ -14,8 +14,9 @@ from sherd.interchange.converting import convert
 from sherd.interchange.formats import FORMATS, format_at, open_source
 from sherd.layout.boxes import Box, Grid
 from tests.interchange.checkpoints import bytes_of, put, tensors
+from tests.support.suites import examples
 
-SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 
 
 @SETTINGS

@@ -13,9 +13,10 @@ from sherd.interchange.state_trees import in_memory
 from sherd.interchange.torch_files import opened
 from sherd.layout.boxes import Box, Grid
 from tests.interchange.checkpoints import CLASSES, bytes_of, put, random_tensor, trained
+from tests.support.suites import examples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_part_of_any_view_is_read(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))

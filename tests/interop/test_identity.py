@@ -15,7 +15,7 @@ import sherd
 from sherd import FullyShardedDataParallel, fully_shard
 from sherd.errors import PolicyTypeError
 from sherd.interop import torch_fsdp_identity
-from tests.forked import answer_of
+from tests.support.ranks.forked import answer_of
 
 
 class Own(nn.Module):

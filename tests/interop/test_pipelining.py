@@ -30,7 +30,7 @@ from tests.interop.stages import (
     stages_of,
     train,
 )
-from tests.versions import needs_torch, torch_is_older
+from tests.support.versions import needs_torch, torch_is_older
 
 CPU = torch.device("cpu")
 

@@ -82,7 +82,7 @@ class Hosts:
 
     def start(self, host: int, function: Callable[..., None], *arguments: Any, output: Path | None = None) -> Any:
         """A process on `host` that does `function(*arguments)`, forked from where torch is imported."""
-        from tests import ranks  # imports torch, which a host by itself has no use for
+        from tests.support import ranks  # imports torch, which a host by itself has no use for
 
         ranks.warm_up()
         process = multiprocessing.get_context("forkserver").Process(

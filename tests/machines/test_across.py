@@ -17,10 +17,10 @@ from sherd.comm.transports import transport_of
 from sherd.errors import CommError
 from sherd.train.config import Config
 from sherd.train.machines import interface_to
-from tests.forked import torchrun
 from tests.machines.examples import kubernetes, slurm
 from tests.machines.hosts import ADDRESSES, INTERFACE
 from tests.machines.waiting import PATIENCE_S, waited_for
+from tests.support.ranks.forked import torchrun
 from tests.train.test_loop import TREE, plain_losses
 
 TIMEOUT_S = 8  # run.timeout: silence for so long is the end

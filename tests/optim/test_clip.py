@@ -15,7 +15,7 @@ from sherd import Blocks, Flat, Owned, fully_shard
 from sherd.clip import clip_grad_norm_
 from sherd.errors import GradientError, MeshError, PolicyError
 from tests.optim.twins import NAMES, assert_same, backward, pair, whole
-from tests.parity.training import mesh_of
+from tests.support.meshes import mesh_of
 from tests.tensor.cuts import cuts, line, numbers, ragged
 
 ORDERS = [2.0, 1.0, 0.5, math.inf]

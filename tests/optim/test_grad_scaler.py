@@ -21,7 +21,7 @@ from sherd.errors import PolicyTypeError
 from sherd.grad_scaler import ShardedGradScaler
 from sherd.optim import flatten_optimizer
 from tests.optim.twins import NAMES, PLACEMENTS, assert_same, groups, pair, parameters_of, shard
-from tests.parity.training import mesh_of
+from tests.support.meshes import mesh_of
 from tests.tensor.cuts import cuts, line, ragged
 
 SCALE = {"init_scale": 8.0, "growth_interval": 2}

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import sherd
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd import Blocks, Flat, Owned, fully_shard
 from sherd.optim import flatten_optimizer
-from tests.parity.training import is_close
+from tests.support.comparing import is_close
 
 PLACEMENTS = {
     "shard": {},

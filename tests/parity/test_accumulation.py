@@ -7,18 +7,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd import fully_shard
-from tests.models import build, shard
-from tests.parity.training import (
+from tests.support.comparing import whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import build, shard
+from tests.support.training import (
     Recipe,
     Run,
     assert_all_same,
     assert_each_same,
     finish_step,
     make_optimizer,
-    mesh_of,
     steps_sharded,
     train_sharded,
-    whole_params,
 )
 
 MODELS = ["mlp", "tied_inside", "frozen", "uneven", "reentrant_outside", "transformer"]

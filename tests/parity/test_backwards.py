@@ -7,15 +7,9 @@ import torch
 import torch.distributed as dist
 
 from sherd import fully_shard
-from tests.models import build, noise, shard
-from tests.parity.training import (
-    Recipe,
-    assert_all_same,
-    assert_named_close,
-    steps_sharded,
-    train_plain,
-    whole_grads,
-)
+from tests.support.comparing import assert_named_close, whole_grads
+from tests.support.models import build, noise, shard
+from tests.support.training import Recipe, assert_all_same, steps_sharded, train_plain
 
 
 def check(found_by_rank, program, *args, num_ranks=2):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 import sherd
-from tests.api.compared import LR
+from tests.support.training import LR
 
 STEPS = 3
 FORMAT = {"memory_format": torch.channels_last}

@@ -14,9 +14,9 @@ from sherd import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from tests.models import build, shard
-from tests.parity.training import Recipe, assert_all_same, steps_sharded
-from tests.ranks import RanksFailed
+from tests.support.models import build, shard
+from tests.support.ranks import RanksFailed
+from tests.support.training import Recipe, assert_all_same, steps_sharded
 from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped, wrap_units
 
 # Dynamo looks at `.grad` of every graph input, a block's hidden states too, and is warned for it.

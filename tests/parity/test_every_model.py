@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.models import MODELS
-from tests.parity.training import Recipe, assert_all_same, assert_each_same, tolerance, train_each, train_sharded
+from tests.support.models import MODELS
+from tests.support.training import Recipe, assert_all_same, assert_each_same, tolerance, train_each, train_sharded
 
 
 @pytest.mark.values

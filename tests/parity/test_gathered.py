@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from sherd import Blocks, Flat, Owned
-from tests.models import build, shard
-from tests.parity.training import assert_named_close, mesh_of, whole_params
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import build, shard
 
 PLACEMENTS = {"default": {}} | {
     name: {"placement": placement, "shard_placement_fn": None}

@@ -4,16 +4,9 @@ import pytest
 from torch.distributed.tensor import Shard
 
 from sherd import Blocks, CommPolicy, Flat, Owned
-from tests.models import MODELS
-from tests.parity.training import (
-    Recipe,
-    assert_all_same,
-    assert_each_same,
-    tolerance,
-    train_each,
-    train_sharded,
-)
-from tests.thorough import part
+from tests.support.models import MODELS
+from tests.support.suites import part
+from tests.support.training import Recipe, assert_all_same, assert_each_same, tolerance, train_each, train_sharded
 
 PLACEMENTS = {"flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
 TRANSPORTS = ("torch", "gloo", "shared_memory")

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd import CPUOffloadPolicy, FSDPModule
-from tests.models import build, shard
-from tests.parity.training import make_optimizer, mesh_of
+from tests.support.meshes import mesh_of
+from tests.support.models import build, shard
+from tests.support.training import make_optimizer
 
 
 def storages(tensors):

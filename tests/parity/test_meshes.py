@@ -4,17 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models import build, shard
-from tests.parity.training import (
+from tests.support.comparing import whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import build, shard
+from tests.support.training import (
     Recipe,
     assert_all_same,
     assert_each_same,
-    mesh_of,
     steps_sharded,
     train_each,
     train_plain,
     train_sharded,
-    whole_params,
 )
 
 

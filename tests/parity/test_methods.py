@@ -10,18 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
-from tests.models import MODELS, build, noise, shard
-from tests.parity.training import (
-    Recipe,
-    assert_all_same,
-    assert_each_same,
-    assert_named_close,
-    mesh_of,
-    steps_sharded,
-    train_plain,
-    whole_grads,
-    whole_params,
-)
+from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import MODELS, build, noise, shard
+from tests.support.training import Recipe, assert_all_same, assert_each_same, steps_sharded, train_plain
 
 
 def prefetch_in_order(model):

@@ -5,19 +5,18 @@ import torch
 import torch.distributed as dist
 
 from sherd import fully_shard
-from tests.models import build, shard
-from tests.parity.training import (
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import build, shard
+from tests.support.training import (
     EPS,
     OPTIMIZERS,
     Recipe,
     Run,
     assert_all_same,
-    assert_named_close,
     finish_step,
     make_optimizer,
     steps_sharded,
     train_sharded,
-    whole_params,
 )
 
 

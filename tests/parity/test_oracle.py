@@ -5,8 +5,8 @@ import torch
 from torch.distributed import fsdp
 
 import sherd
-from tests.models import MODELS
-from tests.parity.training import Recipe, assert_same, train_sharded
+from tests.support.models import MODELS
+from tests.support.training import Recipe, assert_same_run, train_sharded
 
 # What torch's FSDP2 refuses, warns about or gets wrong; `test_every_model` holds these to plain training.
 BEYOND_TORCH = {
@@ -33,7 +33,7 @@ def train_with_both(recipe, **options):
 def test_a_model_trains_as_under_torch(world, model):
     recipe = Recipe(model, optimizer="adamw_foreach")
     for ours, theirs in world(2).run(train_with_both, recipe):
-        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+        assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def train_each_with_both(models, **options):
@@ -43,7 +43,7 @@ def train_each_with_both(models, **options):
 def test_replicas_train_as_under_torch(world):
     for runs in world(4).run(train_each_with_both, ["mlp", "nested", "transformer", "frozen"], mesh_shape=(2, 2)):
         for ours, theirs in runs:
-            assert_same(ours, theirs, rtol=1e-5, atol=1e-6)
+            assert_same_run(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 POLICIES = {
@@ -68,10 +68,10 @@ def train_with_both_policies(recipe, policy):
 def test_mixed_precision_rounds_where_torch_rounds(world, model, policy):
     # The same casts in the same places give the same bits, on two ranks also in the reduction.
     for ours, theirs in world(2).run(train_with_both_policies, Recipe(model), POLICIES[policy]):
-        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+        assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_outputs_are_cast_as_under_torch(world):
     policy = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
     for ours, theirs in world(2).run(train_with_both_policies, Recipe("whole_in_one_unit"), policy):
-        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+        assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)

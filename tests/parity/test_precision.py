@@ -7,18 +7,16 @@ import torch
 import torch.distributed as dist
 
 from sherd import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests.models import build, shard
-from tests.parity.training import (
+from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from tests.support.models import build, shard
+from tests.support.training import (
     Recipe,
     Run,
     assert_all_same,
-    assert_named_close,
-    assert_same,
+    assert_same_run,
     finish_step,
     make_optimizer,
     train_sharded,
-    whole_grads,
-    whole_params,
 )
 
 
@@ -51,7 +49,7 @@ def test_bfloat16_compute_with_float32_reduction_is_a_cast_model_with_float32_ma
     runs = world(2).run(train_sharded, recipe, mp_policy=policy, reshard_after_forward=reshard)
     # Nothing is left to chance: casts happen at the same places, sums run in float32.
     for run, plain in zip(runs, train_plain_bfloat16(recipe, 2), strict=True):
-        assert_same(run, plain)
+        assert_same_run(run, plain)
 
 
 def dtypes_seen(policy):
@@ -155,7 +153,7 @@ def test_offload_and_low_precision_go_together(world):
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
     for run, plain in zip(runs, train_plain_bfloat16(recipe, 2), strict=True):
-        assert_same(run, plain)
+        assert_same_run(run, plain)
 
 
 def grads_in_other_dtypes():

@@ -14,19 +14,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.models import MODELS, build, shard
-from tests.parity.training import (
+from tests.support.comparing import assert_named_close, whole_params, whole_values
+from tests.support.models import MODELS, build, shard
+from tests.support.training import (
     Recipe,
     Run,
     assert_all_same,
-    assert_named_close,
-    assert_same,
+    assert_same_run,
     finish_step,
     make_optimizer,
     steps_sharded,
     train_plain,
-    whole_params,
-    whole_values,
 )
 
 
@@ -276,4 +274,4 @@ def train_in_double(recipe):
 def test_a_sharded_model_may_change_its_dtype_before_training(threads):
     recipe = Recipe("mlp")
     for run, plain in zip(threads(2).run(train_in_double, recipe), train_plain(recipe, 2), strict=True):
-        assert_same(run, plain)
+        assert_same_run(run, plain)

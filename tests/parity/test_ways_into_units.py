@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, fully_shard
 from sherd.wrap import ModuleWrapPolicy
-from tests.api.compared import LR, made, shard_children, train_plain
-from tests.models import WIDTH, Block, noise
-from tests.parity.training import assert_named_close, whole_params
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import WIDTH, Block, noise
+from tests.support.sharding import shard_children
+from tests.support.training import LR, made, train_job_plain
 
 PLACEMENTS = {"shard": None, "flat": Flat(), "blocks": Blocks(2), "whole": Owned()}
 
@@ -370,7 +371,7 @@ def expected(name: str) -> Any:
     make, job = WAYS[name]
     torch.set_default_dtype(torch.float64)
     try:
-        return train_plain(made_double(make), job, num_ranks=2)
+        return train_job_plain(made_double(make), job, num_ranks=2)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -532,7 +533,7 @@ def test_a_view_of_a_parameter_in_what_nobody_looks_into_keeps_its_unit_and_is_n
     plain = OfHidden().double()
     torch.set_default_dtype(torch.float64)
     try:
-        wanted = train_plain(plain, mean_square, 2)
+        wanted = train_job_plain(plain, mean_square, 2)
     finally:
         torch.set_default_dtype(torch.float32)
     for params, told in world(2).run(with_a_hidden_view):
@@ -561,7 +562,7 @@ def trained_transformed() -> Any:
 def test_a_forward_may_call_transforms_of_torch_func(world):
     torch.set_default_dtype(torch.float64)
     try:
-        wanted = train_plain(made_double(Transformed), mean_square, 2)
+        wanted = train_job_plain(made_double(Transformed), mean_square, 2)
     finally:
         torch.set_default_dtype(torch.float32)
     for params in world(2).run(trained_transformed):
@@ -636,6 +637,6 @@ def trained_with(placements: str) -> Any:
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "ddp"])
 def test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for(world, placements):
     plain = made(ForcesFirst).double()
-    wanted = train_plain(plain, lambda model, rank, step: model(noise(step, rank).double()).square().mean(), 2)
+    wanted = train_job_plain(plain, lambda model, rank, step: model(noise(step, rank).double()).square().mean(), 2)
     for params in world(2).run(trained_with, placements):
         assert_named_close(params, wanted, "parameter", 1e-9, 1e-10)

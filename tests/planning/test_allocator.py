@@ -12,6 +12,7 @@ from sherd.simulate.allocator import MIB, CachingAllocator
 from sherd.simulate.reserved import Reserved, lane_of
 from sherd.simulate.sharded import Unit
 from sherd.simulate.timeline import Lane
+from tests.support.suites import examples
 
 KIB = 1 << 10
 
@@ -163,7 +164,7 @@ class Slow:
 SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 40 * MIB), st.sampled_from([512, MIB, 10 * MIB, 12 * MIB]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(SIZES, st.sampled_from([Lane.COMPUTE, Lane.GATHER]), st.booleans()), max_size=60), st.randoms()
 )

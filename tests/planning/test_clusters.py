@@ -13,6 +13,7 @@ from sherd.simulate.cluster import Link, Timed
 from sherd.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_cluster, shipped_clusters, texts_of
 from sherd.simulate.work import OpKind
 from sherd.train import cli
+from tests.support.suites import examples
 
 ROOT = Path(__file__).parents[2]
 H100 = (ROOT / "sherd/simulate/clusters/h100.toml").read_text()
@@ -248,7 +249,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(sorted(FIELDS)), VALUES)
 def test_whatever_stands_in_a_field_it_reads_or_is_told_in_one_line(tmp_path_factory, field, value):
     path = tmp_path_factory.getbasetemp() / "any.toml"

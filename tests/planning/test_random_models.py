@@ -12,7 +12,7 @@ from sherd.simulate.transform import checkpointed
 from sherd.simulate.work import Allocate, Enter
 from tests.planning.models import sum_of_all
 from tests.planning.played import flops, heights, measured, peak, read
-from tests.thorough import share
+from tests.support.suites import examples
 
 WIDTH = 16
 
@@ -122,7 +122,7 @@ def builder(program):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@settings(max_examples=share(15, 40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(programs)
 def test_memory_and_operations_of_any_model_are_those_of_a_real_step(program):
     work = read(builder(program), sum_of_all)
@@ -132,7 +132,7 @@ def test_memory_and_operations_of_any_model_are_those_of_a_real_step(program):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@settings(max_examples=share(15, 40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(programs, st.data())
 def test_any_module_can_be_checkpointed(program, data):
     work = read(builder(program), sum_of_all)

@@ -26,9 +26,9 @@ from sherd.simulate.work import (
     Use,
 )
 from sherd.train.config import InputError
-from tests.forked import answer_of
 from tests.planning import models
 from tests.planning.played import flops, heights, made, measured, peak, read
+from tests.support.ranks.forked import answer_of
 
 
 @pytest.mark.parametrize("name", models.ALL)

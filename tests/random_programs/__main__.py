@@ -14,7 +14,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" el
 
 from tests.random_programs.programs import Program, draw, features, shown, without  # noqa: E402
 from tests.random_programs.search import Failing, failing, shrunk  # noqa: E402
-from tests.ranks import Pools  # noqa: E402
+from tests.support.ranks import Pools  # noqa: E402
 
 TOGETHER = 10
 

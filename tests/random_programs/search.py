@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.random_programs.programs import Program, simpler
 from tests.random_programs.training import judged
-from tests.ranks import Processes, RanksFailed
+from tests.support.ranks import Processes, RanksFailed
 
 World = Callable[[int], Processes]
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 
 import sherd
 from sherd.wrap import CustomPolicy
-from tests.parity.training import mesh_of
 from tests.random_programs.models import Made, Root
 from tests.random_programs.programs import Layer, Program
+from tests.support.meshes import mesh_of
 
 Group = list[nn.Module]
 

@@ -21,7 +21,7 @@ from tests.random_programs.programs import (
 )
 from tests.random_programs.search import failing
 from tests.random_programs.training import InvalidProgram, plain
-from tests.thorough import share
+from tests.support.suites import share
 
 NUM_SEEDS = share(40, 200)
 TOGETHER = 10

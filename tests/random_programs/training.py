@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sherd
-from tests.parity.gathered import gathered
 from tests.random_programs import sharding
 from tests.random_programs.containers import found_in
 from tests.random_programs.cores import DTYPE, NUM_TOKENS, Moment
 from tests.random_programs.models import Root, bare, called
 from tests.random_programs.programs import Program
+from tests.support.gathered import gathered
 
 ROWS = 3
 NUM_MICRO = 3

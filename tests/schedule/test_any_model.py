@@ -19,8 +19,9 @@ from sherd.schedule.actions import (
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 from tests.schedule.model import StrictEngine, forward, specs, step
+from tests.support.suites import examples
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
+PROPERTY = settings(max_examples=examples(100))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from sherd.schedule.forecast import Buffers, forecast
 from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, step_of
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, UnitSpec
+from tests.support.suites import examples
 
 # Two ranks: 100 whole bytes, 50 in a shard. Rows of gradients are as long, their sum as a shard.
 GROUP = GroupSizes(
@@ -299,7 +300,7 @@ specs_of_a_unit = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(st.tuples(specs_of_a_unit, st.lists(sizes_of_a_group, min_size=1, max_size=2)), min_size=1, max_size=4),
     st.integers(0, 2),

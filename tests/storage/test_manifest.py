@@ -21,6 +21,7 @@ from sherd.storage.opened import Opened, read_manifest
 from sherd.storage.places import Disk
 from sherd.storage.safetensors import BITS
 from tests.storage.writing import PROPERTY, read_all, save, save_into, tensors_of
+from tests.support.suites import examples
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 trees = st.recursive(
@@ -233,7 +234,7 @@ strange = st.one_of(
 )
 
 
-@settings(PROPERTY, max_examples=400)
+@settings(PROPERTY, max_examples=examples(400))
 @given(st.data())
 def test_a_mutated_manifest_is_refused_or_means_something_small(data):
     fields = json.loads(SEED.to_bytes())
@@ -262,7 +263,7 @@ def test_a_mutated_manifest_is_refused_or_means_something_small(data):
     assert all(manifest.entry(name) for name in manifest.aliases)
 
 
-@settings(PROPERTY, max_examples=200)
+@settings(PROPERTY, max_examples=examples(200))
 @given(st.data())
 def test_mutated_bytes_of_a_signed_manifest_are_refused_or_read(data):
     body = bytearray(SEED.to_bytes()[:-81])
@@ -273,7 +274,7 @@ def test_mutated_bytes_of_a_signed_manifest_are_refused_or_read(data):
         parsed(signed(bytes(body)), "x")
 
 
-@settings(PROPERTY, max_examples=200)
+@settings(PROPERTY, max_examples=examples(200))
 @given(st.data())
 def test_mutated_files_under_matching_checksums_are_refused_or_read(tmp_path_factory, data):
     """Whoever can sign a manifest can sum a file, too: what is read then lies within it."""

@@ -13,8 +13,10 @@ from torch.distributed.tensor import Replicate, Shard
 import sherd
 from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, Placements
 from sherd.policy import Level
-from tests.models import Specimen, shard
-from tests.parity.training import Recipe, Run, make_optimizer, mesh_of, whole_grads
+from tests.support.comparing import whole_grads
+from tests.support.meshes import mesh_of
+from tests.support.models import Specimen, shard
+from tests.support.training import Recipe, Run, make_optimizer
 from tests.wrapper.training import assert_trained_as, plain, plain_runs, wrap_units
 
 CUTS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.models import WIDTH, noise
+from tests.support.models import WIDTH, noise
 
 NUM_EXPERTS = 4
 

@@ -13,9 +13,11 @@ from sherd import CommPolicy, MixedPrecisionPolicy
 from sherd.api.placements import PRESETS
 from sherd.comm.transport import SingleCalls
 from sherd.errors import StateError
-from tests.models import build, noise
-from tests.parity.training import Recipe, mesh_of, whole_grads
 from tests.strategies.cases import assert_plain, sharded, train, wrapped
+from tests.support.comparing import whole_grads
+from tests.support.meshes import mesh_of
+from tests.support.models import build, noise
+from tests.support.training import Recipe
 
 OUTER, INNER = "outer", "inner"
 TORCH = CommPolicy("torch")

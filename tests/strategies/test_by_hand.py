@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 import sherd
 from sherd import MixedPrecisionPolicy
 from sherd.api.placements import PRESETS
-from tests.models import build, noise
 from tests.strategies.cases import sharded
+from tests.support.models import build, noise
 
 
 def in_place(parameters):

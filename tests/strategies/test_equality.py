@@ -10,9 +10,10 @@ import sherd
 from sherd import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from sherd.api.placements import PRESETS
 from sherd.policy import Level
-from tests.models import build
-from tests.parity.training import Recipe, mesh_of
 from tests.strategies.cases import CUTS, PAIRS, assert_plain, sharded, train, wrapped
+from tests.support.meshes import mesh_of
+from tests.support.models import build
+from tests.support.training import Recipe
 
 COPIES, OPTIMIZER, GRADIENTS, PARAMETERS = Level
 HFSDP = (OPTIMIZER, PARAMETERS)

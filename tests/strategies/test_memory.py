@@ -7,8 +7,8 @@ import torch.distributed as dist
 from sherd import CommPolicy, MixedPrecisionPolicy
 from sherd.memory.report import memory_report, track_memory
 from sherd.policy import Level
-from tests.models import build
 from tests.strategies.cases import sharded
+from tests.support.models import build
 
 COPIES, OPTIMIZER, GRADIENTS, PARAMETERS = Level
 STRATEGIES = (

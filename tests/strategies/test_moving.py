@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from sherd import Flat, fully_shard
 from sherd.policy import Level
-from tests.models import build
 from tests.strategies.cases import CUTS, sharded, wrapped
 from tests.strategies.routed import built, loss_of
 from tests.strategies.test_experts import sharded as sharded_experts
+from tests.support.models import build
+from tests.support.suites import examples
 
 AXES = ("replicate", "shard")
 
@@ -111,7 +112,7 @@ def setups(draw):
 
 
 @settings(
-    max_examples=4,
+    max_examples=examples(4),
     derandomize=True,
     deadline=None,
     database=None,

@@ -12,8 +12,8 @@ from sherd import DataParallelMeshDims, Flat, FullyShardedDataParallel, OnMesh, 
 from sherd.api.placements import PRESETS
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.policy import Level
-from tests.models import build
 from tests.strategies.cases import PAIRS, placements
+from tests.support.models import build
 
 COPY, ROWS = Replicate(), Shard(0)
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import RaggedDTensor
+from tests.support.suites import part
 from tests.tensor.cuts import SHAPES, cuts, line, numbers, ragged, whole_of
 from tests.tensor.grids import EIGHT, FOUR, ragged_on
-from tests.thorough import part
 
 KINDS = ("uneven", "rows", "last")
 OTHERS = ("plain", "stock rows", "stock columns")

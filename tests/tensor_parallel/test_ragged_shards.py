@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned
+from tests.support.suites import part
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -28,7 +29,6 @@ from tests.tensor_parallel.training import (
     whole_loss_of,
     wholes,
 )
-from tests.thorough import part
 
 TWO = (Replicate(), Replicate())
 STOCK = [TWO, (Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))]

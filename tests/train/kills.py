@@ -30,7 +30,7 @@ from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
 from sherd.train.codes import NOT_SAVED, STOPPED
 from sherd.train.folder import LOCK
-from tests.forked import sherd, start
+from tests.support.ranks.forked import sherd, start
 from tests.train.test_loop import TREE
 
 PATIENCE_S = 180.0

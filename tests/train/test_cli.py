@@ -16,7 +16,7 @@ from sherd.train.config import Config, Data
 from sherd.train.text import read_corpus
 from sherd.train.trees import read_tree
 from sherd.train.words import configure, parse
-from tests.forked import start
+from tests.support.ranks.forked import start
 from tests.train.test_checkpoint import DATA, break_it, put
 from tests.train.test_loop import TREE, run
 

@@ -16,7 +16,7 @@ import pytest
 
 from sherd.train.saved import newest
 from sherd.train.terminal import outlive_the_terminal
-from tests.forked import answer_of, sherd, start
+from tests.support.ranks.forked import answer_of, sherd, start
 from tests.train.kills import ENVIRONMENT, SAVING_S, STEPS, Moment, Run, never_killed, prepared, tried
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks for ranks in /proc")

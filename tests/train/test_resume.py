@@ -18,7 +18,7 @@ from sherd.train.saved import CHECKPOINTS, newest, place_in, point
 from sherd.train.text import read_corpus
 from sherd.train.uses import pick
 from sherd.train.words import configure, parse
-from tests.thorough import part
+from tests.support.suites import part
 from tests.train.test_checkpoint import put
 from tests.train.test_loop import Recorded, config, grid, text
 

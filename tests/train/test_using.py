@@ -27,7 +27,7 @@ from sherd.train.text import read_corpus
 from sherd.train.uses import FORMS, asked, pick
 from sherd.train.using import generate, loaded, score
 from sherd.train.words import parse
-from tests.forked import answer_of
+from tests.support.ranks.forked import answer_of
 from tests.train.test_checkpoint import DATA, break_it, put
 from tests.train.test_loop import TREE, text, write_report
 from tests.train.test_models import hf_config

@@ -11,7 +11,7 @@ from torch import nn
 import sherd
 from sherd import errors, verify_equivalence
 from sherd.verify.report import Difference
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 from tests.verify import programs
 from tests.verify.programs import (
     ON_FOUR,

@@ -11,8 +11,8 @@ import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 
 from sherd.wrap import apply_wraps, choose
-from tests.models import VOCABULARY, WIDTH, Block, build
-from tests.models.stacks import Layer, Storey
+from tests.support.models import VOCABULARY, WIDTH, Block, build
+from tests.support.models.stacks import Layer, Storey
 
 
 class Wrapped(nn.Module):

@@ -14,9 +14,8 @@ from sherd.api.blocks import in_words, repeated_blocks
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.layout.runs import Flat
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
-from tests.api.compared import assert_trained, made, train
-from tests.models import WIDTH, Block, build, tokens
-from tests.parity.training import Recipe, assert_all_same, steps_sharded
+from tests.support.models import WIDTH, Block, build, tokens
+from tests.support.training import Recipe, assert_all_same, assert_trained, made, steps_sharded, train_job
 from tests.wrap.against_torch import tiny_gpt2, tiny_llama
 
 
@@ -131,7 +130,7 @@ def next_token_loss(model, rank, step):
 def train_described(make, **arguments):
     model = make()
     auto_shard(model, **arguments)
-    return train(model, next_token_loss)
+    return train_job(model, next_token_loss)
 
 
 TIED_LLAMA = functools.partial(tiny_llama, tie_word_embeddings=True)
@@ -313,7 +312,7 @@ def test_a_hugging_face_model_that_says_nothing_is_sharded_by_its_layers_and_tra
 def train_silent(make):
     model = make()
     auto_shard(model)
-    return train(model, masked_loss)
+    return train_job(model, masked_loss)
 
 
 def speech():
@@ -334,7 +333,7 @@ def heard_loss(model, rank, step):
 def train_speech():
     model = speech()
     auto_shard(model)
-    return train(model, heard_loss)
+    return train_job(model, heard_loss)
 
 
 def test_so_is_a_model_of_speech(world):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import sherd
 from sherd import FullyShardedDataParallel, fully_shard
 from sherd.errors import PlacementError, ShardedAccessError, WriteBackError
-from tests.parity.training import assert_named_close, whole_grads
+from tests.support.comparing import assert_named_close, whole_grads
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,7 +18,7 @@ from sherd.wrap import (
     post_order,
     size_based_auto_wrap_policy,
 )
-from tests.models import WIDTH, Block, build
+from tests.support.models import WIDTH, Block, build
 from tests.wrap.against_torch import MODELS, Attending, Wrapped, names_of, policies, wrapped_by_torch, wrapped_by_us
 
 OURS, TORCHS = policies(sherd_wrap), policies(torch_wrap)

@@ -18,8 +18,8 @@ from sherd.wrap import (
     lambda_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from tests.models import Block, build
-from tests.models.stacks import Layer, Storey
+from tests.support.models import Block, build
+from tests.support.models.stacks import Layer, Storey
 from tests.wrap.against_torch import Wrapped
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, ShardingStrategy, fully_shard
-from tests.models import Block
+from tests.support.models import Block
 
 WORDS, WIDTH = 11, 6
 

@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 import sherd
 from sherd.api import advice
 from sherd.wrap import ModuleWrapPolicy
-from tests.models import Block
+from tests.support.models import Block
 
 APIS = {"torch": fsdp, "sherd": sherd}
 

@@ -19,9 +19,9 @@ from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.engine.state.flat import FlatParameter
 from sherd.errors import ModuleError, PolicyTypeError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from tests.models import WIDTH, Block, build, noise
-from tests.parity.training import Recipe, train_plain
-from tests.ranks import RanksFailed
+from tests.support.models import WIDTH, Block, build, noise
+from tests.support.ranks import RanksFailed
+from tests.support.training import Recipe, train_plain
 from tests.wrapper.training import (
     FULL_SHARD,
     NO_SHARD,

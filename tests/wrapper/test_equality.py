@@ -17,10 +17,12 @@ from torch.nn.utils.parametrizations import weight_norm
 from sherd.api.fsdp1 import BackwardPrefetch
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
-from tests.models import MODELS, WIDTH, Block, build, noise
-from tests.models.stacks import LowRank
 from tests.parity.test_precision import train_plain_bfloat16
-from tests.parity.training import Recipe, make_optimizer, mesh_of, tolerance, whole_grads
+from tests.support.comparing import whole_grads
+from tests.support.meshes import mesh_of
+from tests.support.models import MODELS, WIDTH, Block, build, noise
+from tests.support.models.stacks import LowRank
+from tests.support.training import Recipe, make_optimizer, tolerance
 from tests.wrapper.training import (
     BFLOAT16,
     BFLOAT16_REDUCED_IN_FLOAT32,

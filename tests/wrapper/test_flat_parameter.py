@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd import FlatParameter, FullyShardedDataParallel, RaggedDTensor, ShardingStrategy, unsharded
 from sherd.errors import OptimizerError, PlacementError, SherdError, StateError
-from tests.models import Block
+from tests.support.models import Block
 from tests.wrapper.nets import NAMES, Net, assert_equal, made, own, sharded, values, wholes, words
 
 FLAT = ("flat_param", "flat_kept", "flat_copied")

@@ -20,7 +20,7 @@ from sherd import FullyShardedDataParallel, flatten_optimizer, unsharded
 from sherd.errors import PolicyError, PolicyTypeError
 from sherd.port.explain import explain_migration
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
-from tests.models.specimen import WIDTH, Block
+from tests.support.models.specimen import WIDTH, Block
 
 BLOCKS = ModuleWrapPolicy({Block})
 

@@ -25,8 +25,8 @@ from sherd.api.state_dict_type import (
 )
 from sherd.checkpoint.rekeying import OptimStateKeyType
 from sherd.errors import OptimStateError
-from tests.models import noise
-from tests.thorough import share
+from tests.support.models import noise
+from tests.support.suites import share
 
 WIDTH = 5
 

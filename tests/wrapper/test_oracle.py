@@ -13,7 +13,7 @@ from sherd import CommPolicy
 from sherd.api import fsdp1
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.wrap import ModuleWrapPolicy
-from tests.models import Block, build
+from tests.support.models import Block, build
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning"),

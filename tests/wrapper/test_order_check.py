@@ -15,7 +15,7 @@ from sherd.comm.agreement import MOST_SHOWN
 from sherd.engine.run import guard
 from sherd.engine.run.order_check import PlannedCollective
 from sherd.errors import CommError
-from tests.ranks import RanksFailed
+from tests.support.ranks import RanksFailed
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from sherd.api.fsdp1 import MixedPrecision
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.tensor.ragged import local_part
 from sherd.wrap import ModuleWrapPolicy
-from tests.models import WIDTH, Block, build, noise
+from tests.support.models import WIDTH, Block, build, noise
 from tests.wrapper.training import FULL_SHARD, whole_values, wrap_units
 
 BF16, FP32 = torch.bfloat16, torch.float32

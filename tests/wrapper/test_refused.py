@@ -23,7 +23,7 @@ from sherd import (
 )
 from sherd.errors import PolicyError, UnsupportedError
 from sherd.wrap import ModuleWrapPolicy
-from tests.models import Block
+from tests.support.models import Block
 from tests.wrapper.nets import assert_equal, made, own, sharded, values, wholes, words
 from tests.wrapper.training import seeded
 

@@ -23,7 +23,7 @@ from sherd import (
 from sherd.engine.run.seal import unit_of
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
-from tests.models import Block
+from tests.support.models import Block
 from tests.wrapper.nets import (
     COMPOSED,
     NAMES,

@@ -13,8 +13,9 @@ from torch import nn
 
 from sherd.api.fsdp1 import CPUOffload, MixedPrecision, ShardingStrategy
 from sherd.api.wrapper import FullyShardedDataParallel
-from tests.models import Specimen, build
-from tests.parity.training import Named, Recipe, Run, is_close, make_optimizer, train_plain, whole_grads
+from tests.support.comparing import Named, is_close, whole_grads
+from tests.support.models import Specimen, build
+from tests.support.training import Recipe, Run, make_optimizer, train_plain
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
 SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP

@@ -19,7 +19,7 @@ from tests.checkpoint.kills import program
 from tests.checkpoint.kills.cases import KILLS, Act, Case, Damage, Harm, Job, Target, drawn
 from tests.checkpoint.kills.crews import LOADER, Crew, Ends
 from tests.checkpoint.kills.program import Seen
-from tests.ranks import Pools
+from tests.support.ranks import Pools
 
 TOGETHER = 3
 """Cases that run at a time. Most of a case's time is a wait."""

@@ -25,8 +25,8 @@ from sherd.errors import CheckpointError
 from tests.checkpoint.kills import program
 from tests.checkpoint.kills.cases import KILLS, Act, Case
 from tests.checkpoint.kills.moments import Calls
-from tests.rank_process import die_with_the_parent
-from tests.ranks import warm_up
+from tests.support.ranks import warm_up
+from tests.support.ranks.process import die_with_the_parent
 
 TIMEOUT_S = 10.0
 SHORT_TIMEOUT_S = 3.0

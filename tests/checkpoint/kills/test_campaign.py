@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoint.kills.campaign import run_all
 from tests.checkpoint.kills.cases import Case, drawn
-from tests.thorough import fewest, share
+from tests.support.suites import fewest, share
 
 USUAL_CASES = 100
 AT_A_TIME = 50

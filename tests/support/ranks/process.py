@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from sherd.comm import groups as beside
 from sherd.comm import transports
 from sherd.comm.groups import forget_destroyed
-from tests.rank_failures import failure_of
+from tests.support.ranks.failures import failure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def answer(task: bytes) -> bytes:
 
 
 def _perform(task: bytes) -> Any:
-    sys.path[:], filters, call = pickle.loads(task)
+    sys.path[:], os.environ["PYTEST_CURRENT_TEST"], filters, call = pickle.loads(task)
     warnings.resetwarnings()
     for action, text, category, module, line in reversed(filters):
         warnings.filterwarnings(action, text, category, module, line)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.specimen import WIDTH, Block, Specimen, Unit, specimen
+from tests.support.models.specimen import WIDTH, Block, Specimen, Unit, specimen
 
 
 class ChecksInside(nn.Module):

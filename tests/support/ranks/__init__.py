@@ -42,9 +42,9 @@ from typing import Any
 
 from torch import distributed as dist
 
-from tests.rank_failures import Failure, RanksFailed, name_of
-from tests.rank_process import Setup, Success, serve
-from tests.rank_threads import Threads
+from tests.support.ranks.failures import Failure, RanksFailed, name_of
+from tests.support.ranks.process import Setup, Success, serve
+from tests.support.ranks.threads import Threads
 
 __all__ = ["Pools", "Processes", "RanksFailed", "Setup", "Threads", "warm_up"]
 
@@ -67,8 +67,8 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "sherd",
-    "tests.rank_process",
-    "tests.models",
+    "tests.support.ranks.process",
+    "tests.support.models",
 ]
 
 
@@ -203,7 +203,7 @@ class Processes:
 
 
 def packed_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """For `tests.rank_process.answer`."""
+    """For `tests.support.ranks.process.answer`."""
     try:
         call = pickle.dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -211,7 +211,7 @@ def packed_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             f"{name_of(fn)} cannot be sent to the ranks ({error}); give run() a function at module level "
             "and arguments that pickle"
         ) from error
-    return pickle.dumps((sys.path, _warning_filters(), call))
+    return pickle.dumps((sys.path, os.environ.get("PYTEST_CURRENT_TEST", ""), _warning_filters(), call))
 
 
 def _warning_filters() -> list[tuple[Any, ...]]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from tests.models.specimen import BATCH, WIDTH, Block, Specimen, Unit, noise, specimen
-from tests.models.stacks import Mlp
+from tests.support.models.specimen import BATCH, WIDTH, Block, Specimen, Unit, noise, specimen
+from tests.support.models.stacks import Mlp
 
 
 class TwoDtypes(nn.Module):

@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from tests.rank_failures import Failure, RanksFailed, failure_of, name_of
-from tests.rank_random import generators_by_thread, own_generator
+from tests.support.ranks.failures import Failure, RanksFailed, failure_of, name_of
+from tests.support.ranks.generators import generators_by_thread, own_generator
 
 # A rank whose collective was broken off gets this long to say so.
 GRACE_S = 1.0

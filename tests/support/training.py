@@ -1,4 +1,4 @@
-"""How does every parity test train, plain and sharded, and what does it compare?
+"""How tests train, plain and sharded: a `Recipe` trains a specimen, a `Job` any model.
 
 The plain side is one process that runs each rank's batch in turn and averages the gradients, which is what
 training on the concatenated global batch means. Both sides return a `Run`.
@@ -7,23 +7,18 @@ training on the concatenated global batch means. Both sides return a `Run`.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import fully_shard
-from tests.models import Specimen, build, shard
-from tests.parity.gathered import gathered
-
-Named = dict[str, Tensor | None]
+from tests.support.comparing import Named, assert_named_close, whole, whole_grads, whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import Specimen, build, noise, shard
 
 # Large, so that Adam does not make whole steps of a tiny gradient's rounding error.
 EPS = 1e-3
@@ -65,30 +60,6 @@ class Run:
     finished: int = 0
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """A plain copy of `tensor`, gathered when it is sharded (then a collective)."""
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    # `full_tensor` leaves a replicated mesh axis alone: two replicas that drifted apart both show themselves.
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def whole_values(tensors: Named) -> Named:
-    """Plain copies by the same names, gathered where they are sharded (then collectives)."""
-    return dict(zip(tensors, gathered(tensors.values()), strict=True))
-
-
-def whole_params(model: nn.Module) -> Named:
-    """Every parameter of `model` by name, whole."""
-    return whole_values(dict(model.named_parameters()))
-
-
-def whole_grads(model: nn.Module) -> Named:
-    """Every gradient of `model` by its parameter's name, whole; None where there is none."""
-    return whole_values({name: param.grad for name, param in model.named_parameters()})
-
-
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer called `kind` over the parameters that need a gradient now."""
     return OPTIMIZERS[kind]([param for param in model.parameters() if param.requires_grad])
@@ -103,37 +74,6 @@ def clip(model: nn.Module, recipe: Recipe) -> float:
     full = whole(norm)
     assert full is not None, "a norm is never None"
     return full.item()
-
-
-def mesh_of(shape: tuple[int, ...] | None) -> DeviceMesh | None:
-    """None for the default mesh; (replicas, ranks) for HSDP; (ranks,) for an explicit one. The same one when called
-    again by the function that a rank runs."""
-    if shape is None:
-        return None
-    known: dict[tuple[int, ...], _Mesh] = vars(_meshes).setdefault("by_shape", {})
-    for ended in [each for each, mesh in known.items() if not mesh.is_alive()]:
-        del known[ended]
-    if shape not in known:
-        # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
-        _clear_sharding_prop_cache()
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        known[shape] = _Mesh(mesh, mesh.get_all_groups())
-    return known[shape].mesh
-
-
-# Of each rank, be it a thread: what it does twice on one mesh DTensor works out once.
-_meshes = threading.local()
-
-
-@dataclass(frozen=True)
-class _Mesh:
-    """A mesh and its groups, which live until the end of the function that a rank runs."""
-
-    mesh: DeviceMesh
-    groups: list[dist.ProcessGroup]
-
-    def is_alive(self) -> bool:
-        return all(group in dist.distributed_c10d._world.pg_map for group in self.groups)
 
 
 def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, run: Run) -> None:
@@ -214,25 +154,7 @@ def train_plain(recipe: Recipe, num_ranks: int) -> tuple[Run, ...]:
     )
 
 
-def assert_named_close(found: Named, expected: Named, what: str, rtol: float, atol: float) -> None:
-    """The same names, None in the same places, and close values."""
-    assert list(found) == list(expected), f"{what}: other names"
-    for name, tensor in expected.items():
-        assert (found[name] is None) == (tensor is None), f"{what} of {name}: {found[name]} is not {tensor}"
-        if tensor is not None and not is_close(found[name], tensor, rtol, atol):
-            torch.testing.assert_close(
-                found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{what} of {n}: {text}"
-            )
-
-
-def is_close(found: Tensor, expected: Tensor, rtol: float, atol: float) -> bool:
-    """`assert_close` in a tenth of its time, which the thousands of tensors here take; it has the last word."""
-    if (found.shape, found.dtype, found.layout) != (expected.shape, expected.dtype, expected.layout):
-        return False
-    return torch.allclose(found, expected, rtol=rtol, atol=atol)
-
-
-def assert_same(run: Run, plain: Run, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def assert_same_run(run: Run, plain: Run, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Losses, gradients of every step, norms and last parameters agree."""
     assert len(run.losses) == len(plain.losses) > 0
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(plain.losses), rtol=rtol, atol=atol)
@@ -248,7 +170,7 @@ LOOSE_BFLOAT16 = {"rtol": 3e-2, "atol": 3e-2}
 
 
 def tolerance(model: str, num_ranks: int) -> dict[str, float]:
-    """How far sums in another order may lead; `assert_same`'s own, but for models that magnify rounding."""
+    """How far sums in another order may lead; `assert_same_run`'s own, but for models that magnify rounding."""
     return LOOSE_BFLOAT16 if model == "mixed_bfloat" and num_ranks > 2 else {}
 
 
@@ -256,7 +178,7 @@ def assert_all_same(runs: list[Run], recipe: Recipe, **tolerance: float) -> None
     """Every rank's run agrees with the plain one."""
     for rank, (run, plain) in enumerate(zip(runs, train_plain(recipe, len(runs)), strict=True)):
         try:
-            assert_same(run, plain, **tolerance)
+            assert_same_run(run, plain, **tolerance)
         except AssertionError as error:
             raise AssertionError(f"{recipe} on rank {rank} of {len(runs)}: {error}") from error
 
@@ -265,3 +187,47 @@ def assert_each_same(runs: list[dict[Recipe, Run]]) -> None:
     """Every rank's run of every recipe agrees with the plain one."""
     for recipe in runs[0]:
         assert_all_same([run[recipe] for run in runs], recipe, **tolerance(recipe.model, len(runs)))
+
+
+LR = 0.1
+Job = Callable[[Any, int, int], Tensor]
+"""`job(model, rank, step)` returns the loss; run on every rank, or rank by rank on the plain model."""
+
+
+def made(make: Callable[..., nn.Module], seed: int = 0) -> Any:
+    """Returns the module that `make` builds, with the same weights wherever it is called."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def mean_square(model: Any, rank: int, step: int) -> Tensor:
+    """The ordinary job: noise in, the output's mean square out."""
+    return model(noise(step, rank)).square().mean()
+
+
+def train_job(model: nn.Module, job: Job, steps: int = 3) -> Named:
+    """On a rank: SGD steps on a sharded model; unsharded parameters."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    for step in range(steps):
+        job(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_params(model)
+
+
+def train_job_plain(model: nn.Module, job: Job, num_ranks: int, steps: int = 3) -> Named:
+    """In one process: what `train_job` should give; a parameter that no rank used stays as it is."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    for step in range(steps):
+        for rank in range(num_ranks):
+            (job(model, rank, step) / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_params(model)
+
+
+def assert_trained(found: Sequence[Named], make: Callable[..., nn.Module], job: Job = mean_square) -> None:
+    """Every rank's parameters are those of the plain training."""
+    expected = train_job_plain(made(make), job, len(found))
+    for params in found:
+        assert_named_close(params, expected, "parameter", 1e-5, 1e-6)

@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-from tests.rank_failures import Failure
-from tests.rank_process import answer, die_with_the_parent
-from tests.ranks import packed_task, warm_up
+from tests.support.ranks import packed_task, warm_up
+from tests.support.ranks.failures import Failure
+from tests.support.ranks.process import answer, die_with_the_parent
 
 TIMEOUT_S = 120
 

@@ -4,8 +4,9 @@ Each knows its inputs, its loss and its units, so that a test is one line: `shar
 Inputs are float32 of shape (BATCH, WIDTH) where a class does not say otherwise, and differ by seed and rank.
 """
 
-from tests.models import calls, recomputed, shapes, stacks
-from tests.models.specimen import (
+from tests.support.models import calls, recomputed, shapes, stacks
+from tests.support.models.nets import Net, chain, next_token_loss
+from tests.support.models.specimen import (
     BATCH,
     MODELS,
     VOCABULARY,
@@ -25,10 +26,13 @@ __all__ = [
     "VOCABULARY",
     "WIDTH",
     "Block",
+    "Net",
     "Specimen",
     "Unit",
     "build",
     "calls",
+    "chain",
+    "next_token_loss",
     "noise",
     "recomputed",
     "shapes",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models.specimen import VOCABULARY, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
+from tests.support.models.specimen import VOCABULARY, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
 
 
 @specimen
