@@ -8,29 +8,46 @@ BARE := .venv-bare
 DOCS := .venv-docs
 BROWSER := .browser/chromium
 
-.PHONY: help test test-device train lint bare docs bench clean
+.PHONY: help test test-front test-all test-thorough test-device train lint bare docs bench clean
 .NOTPARALLEL:
 
 help:
-	@echo "make test         run the tests; ARGS='-k name' picks some, ARGS=--thorough tries all combinations of parameters"
-	@echo "make test-device  the device code on a simulated accelerator: tests/device, tests/gpu; ARGS='-k name' picks some"
-	@echo "make train        train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
-	@echo "make lint         ruff (lint and format) and mypy --strict"
-	@echo "make bare         what a newcomer does first, with torch and nothing else installed (in .venv-bare)"
-	@echo "make docs         build the documentation site into site/; ARGS='...' go to mkdocs build"
-	@echo "make bench        sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
-	@echo "make clean        remove .venv, caches and builds"
+	@echo "make test           every capability once, in some 5 minutes: one case of each test; ARGS='-k name' picks some"
+	@echo "make test-front     one test of each capability of the README, in a minute"
+	@echo "make test-all       every case, also campaigns, kills and what waits"
+	@echo "make test-thorough  more random cases and all combinations of parameters, with coverage"
+	@echo "make test-device    the device code on a simulated accelerator, tests/device and tests/gpu: every setting once;"
+	@echo "                    ARGS=--suite=all for every case"
+	@echo "make train          train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
+	@echo "make lint           ruff (lint and format) and mypy --strict"
+	@echo "make bare           what a newcomer does first, with torch and nothing else installed (in .venv-bare)"
+	@echo "make docs           build the documentation site into site/; ARGS='...' go to mkdocs build"
+	@echo "make bench          sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
+	@echo "make clean          remove .venv, caches and builds"
 
 # One thread per process: the ranks of a test share the machine's cores. Two files at a time: while the ranks of one
 # wait for each other, those of the other compute. The files in the order that tests/conftest.py gives them.
-test: $(VENV)/.test $(BROWSER)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SPLIT := -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.test
+	$(PYTEST) $(SPLIT) --durations=10 $(ARGS)
+
+test-front: $(VENV)/.test
+	$(PYTEST) -m front $$(grep -rl --include='test_*.py' 'mark\.front' tests) $(ARGS)
+
+test-all: $(VENV)/.test $(BROWSER)
+	$(PYTEST) $(SPLIT) --suite=all --durations=10 $(ARGS)
+
+test-thorough: $(VENV)/.test $(BROWSER)
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest $(SPLIT) --suite=thorough --durations=10 $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered --format=total
 
 # On the simulated accelerator (tests/device/README.md), which is compiled if there is a compiler. In a pytest of its own:
 # once loaded, it is the accelerator of the whole process.
 test-device: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --device=sim \
-		tests/device tests/gpu $(ARGS)
+	$(PYTEST) $(SPLIT) --device=sim tests/device tests/gpu $(ARGS)
 
 train: $(VENV)/.train
 	$(BIN)/sherd train $(ARGS)
@@ -53,7 +70,7 @@ bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BARE) $(DOCS) .browser .device-build site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BARE) $(DOCS) .browser .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.

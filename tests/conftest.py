@@ -52,8 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share",
         metavar="K/N",
-        help="beside a quick run, share K of N of all other cases; `commit`: the tenth that this commit draws",
+        help="also share K of N of the cases that a quick run leaves out; `commit`: the tenth that this commit draws",
     )
+    parser.addoption("--shard", metavar="K/N", help="of the suite only shard K of N, for several machines")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,9 +87,14 @@ def chosen_share(config: pytest.Config) -> tuple[int, int] | None:
             check=True,
         )
         return suites.share_of_commit(log.stdout.split(), SHARES), SHARES
-    if word is None:
-        return None
+    return None if word is None else fraction(word)
+
+
+def fraction(word: str) -> tuple[int, int]:
+    """Returns the two numbers of `word`, as in "3/10"."""
     number, _, count = word.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(count)):
+        raise pytest.UsageError(f"{word!r}: expected K/N, as 3/10")
     return int(number), int(count)
 
 
@@ -103,6 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(suites.SELECTED[config.getoption("--suite")](items))
         if shared := chosen_share(config):
             kept.update(suites.drawn(suites.usual(items), *shared))
+        if shard := config.getoption("--shard"):
+            kept.intersection_update(suites.drawn(items, *fraction(shard)))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     # Files that wait first, then those with the most cases, so that at the end no worker is left alone with one.

@@ -1,5 +1,6 @@
-"""Can each `sherd ...` command that a document names be given as it stands, on the ranks it names and on others?"""
+"""Each `sherd ...` command that a document names can be given as it stands, on the ranks it names and on others."""
 
+import itertools
 import math
 import re
 import shlex
@@ -40,11 +41,6 @@ COMMANDS = list(commands())
 TRAIN = [each for each in COMMANDS if each[2][:1] == ["train"]]
 
 
-def ident(command):
-    document, options, words = command
-    return f"{document}: {'' if options is None else 'torchrun '}{' '.join(words)}"
-
-
 @pytest.fixture
 def there(tmp_path, monkeypatch):
     """A folder with what the commands name: a config, texts, and a run that was stopped."""
@@ -81,37 +77,33 @@ def test_there_are_commands():
     assert {"README.md", "training.md", "several_machines.md"} <= {document for document, *_ in TRAIN}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=ident)
-def test_every_command_is_one(command):
-    parse(command[2])
+def test_every_command_is_one():
+    for command in COMMANDS:
+        parse(command[2])
 
 
 @pytest.mark.usefixtures("there")
-@pytest.mark.parametrize("command", TRAIN, ids=ident)
-def test_every_command_gets_as_far_as_its_ranks(command, gpus):
-    _, options, words = command
-    args = parse(words)
-    config, _ = configure(args)
-    require_fit(args, config)
-    for number in (0, 1, 4, 8):
-        gpus(number)
-        num_ranks = asked_for(options, args, config)
-        if not number or num_ranks <= number:
-            require_ranks(num_ranks, config)
-
-
-PLAIN = [each for each in TRAIN if each[1] is None and "--mesh" not in each[2]]
+def test_every_command_gets_as_far_as_its_ranks(gpus):
+    for _, options, words in TRAIN:
+        args = parse(words)
+        config, _ = configure(args)
+        require_fit(args, config)
+        for number in (0, 1, 4, 8):
+            gpus(number)
+            num_ranks = asked_for(options, args, config)
+            if not number or num_ranks <= number:
+                require_ranks(num_ranks, config)
 
 
 @pytest.mark.usefixtures("there")
-@pytest.mark.parametrize("num_ranks", [1, 4, 8])
-@pytest.mark.parametrize("command", PLAIN, ids=ident)
-def test_every_plain_command_fits_any_usual_number_of_ranks(command, num_ranks, gpus):
-    gpus(num_ranks)
-    args = parse([*command[2], "--nproc", str(num_ranks)])
-    config, _ = configure(args)
-    require_fit(args, config)
-    require_ranks(num_ranks, config)
+def test_every_plain_command_fits_any_usual_number_of_ranks(gpus):
+    plain = [words for _, options, words in TRAIN if options is None and "--mesh" not in words]
+    for words, num_ranks in itertools.product(plain, (1, 4, 8)):
+        gpus(num_ranks)
+        args = parse([*words, "--nproc", str(num_ranks)])
+        config, _ = configure(args)
+        require_fit(args, config)
+        require_ranks(num_ranks, config)
 
 
 def first_step(config):

@@ -1,4 +1,4 @@
-"""Are the documents true: does their code run, do their links lead somewhere, do they leave no name out?"""
+"""The documents are true: their code runs, their links lead somewhere, they leave no name out."""
 
 import ast
 import builtins
@@ -132,34 +132,39 @@ def dead_links(document):
             yield target
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_link_of_a_document_leads_somewhere(document):
-    assert list(dead_links(document)) == []
+def in_documents(find):
+    """What `find` finds in each document, by its name."""
+    return {name_of(document): found for document in DOCUMENTS if (found := list(find(document)))}
 
 
-@pytest.mark.parametrize(
-    ("target", "dead"),
-    [("b.md", []), ("b.md#two-words", []), ("b.md#code", ["b.md#code"]), ("c.md", ["c.md"]), ("folder", ["folder"])],
-)
-def test_a_link_to_a_missing_file_or_heading_or_to_a_folder_is_dead(tmp_path, target, dead):
+def test_every_link_of_a_document_leads_somewhere():
+    assert in_documents(dead_links) == {}
+
+
+def test_a_link_to_a_missing_file_or_heading_or_to_a_folder_is_dead(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "b.md").write_text("# Two `words`\n\n```python\n# Code\n```\n")
-    (tmp_path / "a.md").write_text(f"[b]({target})\n")
-    assert list(dead_links(tmp_path / "a.md")) == dead
+    (tmp_path / "a.md").write_text("[b](b.md) [b](b.md#two-words) [b](b.md#code) [b](c.md) [b](folder)\n")
+    assert list(dead_links(tmp_path / "a.md")) == ["b.md#code", "c.md", "folder"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_a_list_stands_as_the_sites_markdown_wants_it(document):
-    """After an empty line, and four blanks in for a list in a list; GitHub shows the rest as a list too."""
+def misplaced_lists(document):
     text = prose(document)
-    assert re.findall(r"^(?! |- |\d+\. |\|)\S.*\n(?:- |\d+\. ).*", text, re.MULTILINE) == []
-    assert re.findall(r"^ {1,3}(?:- |\d+\. ).*", text, re.MULTILINE) == []
+    yield from re.findall(r"^(?! |- |\d+\. |\|)\S.*\n(?:- |\d+\. ).*", text, re.MULTILINE)
+    yield from re.findall(r"^ {1,3}(?:- |\d+\. ).*", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_path_that_a_document_names_exists(document):
-    named = PATH_IN_CODE.findall(document.read_text())
-    assert [path for path in named if not (ROOT / path).exists()] == []
+def test_a_list_stands_as_the_sites_markdown_wants_it():
+    """After an empty line, and four blanks in for a list in a list; GitHub shows the rest as a list too."""
+    assert in_documents(misplaced_lists) == {}
+
+
+def missing_paths(document):
+    return [path for path in PATH_IN_CODE.findall(document.read_text()) if not (ROOT / path).exists()]
+
+
+def test_every_path_that_a_document_names_exists():
+    assert in_documents(missing_paths) == {}
 
 
 def test_the_file_map_names_what_there_is_and_leaves_nothing_out():
@@ -203,41 +208,32 @@ def drawn_in_layouts(placement):
     return [line.strip() for line in lines]
 
 
-@pytest.mark.parametrize(
-    "placement", [sherd.Flat(), sherd.Blocks(2), sherd.Owned()], ids=lambda each: type(each).__name__
-)
-def test_the_drawings_of_layouts_show_what_comes_out(placement):
-    wanted = [Wanted(shape, placement, name) for name, shape in (("w", (5, 32)), ("v", (3, 16)), ("b", (48,)))]
-    name = repr(placement).replace("rows=", "")
-    assert drawn_in_layouts(name) == drawn(pack(plan(wanted, 3), 3), "wvb")
+def test_the_drawings_of_layouts_show_what_comes_out():
+    for placement in (sherd.Flat(), sherd.Blocks(2), sherd.Owned()):
+        wanted = [Wanted(shape, placement, name) for name, shape in (("w", (5, 32)), ("v", (3, 16)), ("b", (48,)))]
+        name = repr(placement).replace("rows=", "")
+        assert drawn_in_layouts(name) == drawn(pack(plan(wanted, 3), 3), "wvb"), name
 
 
 # Names
 
 
-@pytest.mark.parametrize("name", [each for each in sherd.__all__ if each != "__version__"])
-def test_every_public_name_is_in_the_port_guide(name):
-    assert re.search(rf"\b{name}\b", read("docs/from_fsdp2.md"))
+def test_every_public_name_and_every_method_of_a_unit_is_in_the_port_guide():
+    guide = read("docs/from_fsdp2.md")
+    for name in set(sherd.__all__) - {"__version__"}:
+        assert re.search(rf"\b{name}\b", guide), name
+    for method, _ in inspect.getmembers(sherd.FSDPModule, callable):
+        assert method.startswith("_") or f"`{method}" in guide, method
 
 
-@pytest.mark.parametrize(
-    "method", [name for name, _ in inspect.getmembers(sherd.FSDPModule, callable) if not name.startswith("_")]
-)
-def test_every_method_of_a_unit_is_in_the_port_guide(method):
-    assert f"`{method}" in read("docs/from_fsdp2.md")
-
-
-@pytest.mark.parametrize("error", errors.__all__)
-def test_every_error_has_its_own_entry(error):
-    assert f"## {error}\n" in read("docs/errors.md")
-
-
-@pytest.mark.parametrize("error", errors.__all__)
-def test_an_error_is_documented_as_the_python_error_that_it_is(error):
-    entry = read("docs/errors.md").partition(f"## {error}\n")[2].partition("\n## ")[0]
-    said = re.search(r"^Also an? `(\w+)`", entry, re.M)
-    assert issubclass(getattr(errors, error), getattr(builtins, said[1]) if said else Exception)
-    assert said or error == "SherdError"
+def test_an_error_has_its_own_entry_which_says_which_python_error_it_is():
+    page = read("docs/errors.md")
+    for error in errors.__all__:
+        assert f"## {error}\n" in page, error
+        entry = page.partition(f"## {error}\n")[2].partition("\n## ")[0]
+        said = re.search(r"^Also an? `(\w+)`", entry, re.M)
+        assert issubclass(getattr(errors, error), getattr(builtins, said[1]) if said else Exception), error
+        assert said or error == "SherdError", error
 
 
 def test_every_option_of_the_command_that_the_readme_names_exists(capsys):

@@ -1,9 +1,9 @@
-"""Does `sherd` offer what `torch.distributed.fsdp` offers, under the same names and signatures?"""
+"""`sherd` offers what `torch.distributed.fsdp` offers, under the same names and signatures."""
 
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -128,15 +128,15 @@ def comparable(value: Any) -> Any:
     return value
 
 
-def assert_takes_all_that(theirs: Callable[..., Any], ours: Callable[..., Any], extra: set[str]) -> None:
+def assert_takes_all_that(theirs: Any, ours: Any, method: str, extra: Collection[str] = ()) -> None:
     """Each parameter of torch's is there with its name, kind, place and default; the others are `extra`, optional."""
-    expected, found = parameters(theirs), parameters(ours)
-    assert list(found)[: len(expected)] == list(expected)
+    expected, found = parameters(getattr(theirs, method)), parameters(getattr(ours, method))
+    assert list(found)[: len(expected)] == list(expected), method
     for name, parameter in expected.items():
-        assert found[name].kind == parameter.kind, name
-        assert comparable(found[name].default) == comparable(parameter.default), name
-    assert set(found) - set(expected) == extra
-    assert all(found[name].default is not inspect.Parameter.empty for name in extra)
+        assert found[name].kind == parameter.kind, (method, name)
+        assert comparable(found[name].default) == comparable(parameter.default), (method, name)
+    assert set(found) - set(expected) == set(extra), method
+    assert all(found[name].default is not inspect.Parameter.empty for name in extra), method
 
 
 def test_these_are_the_public_names():
@@ -156,22 +156,22 @@ def test_every_name_of_torchs_composable_front_end_is_here_under_the_same_name()
     assert hasattr(torch_fsdp, "FlatParameter")
 
 
-@pytest.mark.parametrize("name", sorted((MIRRORED | OF_THE_WRAPPER) - MADE_BY_US - ENUMS))
-def test_a_function_or_policy_takes_what_torchs_takes(name):
-    assert_takes_all_that(getattr(torch_fsdp, name), getattr(sherd, name), EXTRA.get(name, set()))
+def test_a_function_or_policy_takes_what_torchs_takes():
+    for name in (MIRRORED | OF_THE_WRAPPER) - MADE_BY_US - ENUMS:
+        assert_takes_all_that(torch_fsdp, sherd, name, EXTRA.get(name, ()))
 
 
-@pytest.mark.parametrize("name", sorted(ENUMS))
-def test_an_enum_has_torchs_members(name):
-    assert [each.name for each in getattr(sherd, name)] == [each.name for each in getattr(torch_fsdp, name)]
+def test_an_enum_has_torchs_members():
+    for name in ENUMS:
+        assert [each.name for each in getattr(sherd, name)] == [each.name for each in getattr(torch_fsdp, name)], name
 
 
-@pytest.mark.parametrize("name", METHODS_OF_THE_WRAPPER)
-def test_a_method_of_the_wrapper_takes_what_torchs_takes(name):
-    theirs, ours = (getattr(module.FullyShardedDataParallel, name) for module in (torch_fsdp, sherd))
-    if isinstance(vars(torch_fsdp.FullyShardedDataParallel)[name], staticmethod):
-        assert isinstance(inspect.getattr_static(sherd.FullyShardedDataParallel, name), staticmethod)
-    assert_takes_all_that(theirs, ours, set())
+def test_a_method_of_the_wrapper_takes_what_torchs_takes():
+    theirs, ours = torch_fsdp.FullyShardedDataParallel, sherd.FullyShardedDataParallel
+    for name in METHODS_OF_THE_WRAPPER:
+        is_static = isinstance(vars(theirs)[name], staticmethod)
+        assert isinstance(inspect.getattr_static(ours, name), staticmethod) or not is_static, name
+        assert_takes_all_that(theirs, ours, name)
 
 
 def test_torch_has_all_the_methods_that_are_compared_below():
@@ -179,9 +179,10 @@ def test_torch_has_all_the_methods_that_are_compared_below():
     assert {"unshard", "reshard", "set_symm_mem_for_comm", "set_post_optim_event"} <= set(METHODS)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_of_a_sharded_module_takes_what_torchs_takes(name):
-    assert_takes_all_that(getattr(torch_fsdp.FSDPModule, name), getattr(sherd.FSDPModule, name), set())
+def test_a_method_of_a_sharded_module_takes_what_torchs_takes():
+    for name in METHODS:
+        assert_takes_all_that(torch_fsdp.FSDPModule, sherd.FSDPModule, name)
+    assert_takes_all_that(torch_fsdp.UnshardHandle, sherd.UnshardHandle, "wait")
 
 
 def test_a_sharded_module_has_no_public_method_of_its_own_beside_torchs_and_nn_modules():
@@ -189,16 +190,10 @@ def test_a_sharded_module_has_no_public_method_of_its_own_beside_torchs_and_nn_m
     assert public - set(METHODS) == {"zero_grad"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), [("AllGather", "__call__"), ("ReduceScatter", "__call__"), ("Comm", "allocate")]
-)
-def test_a_collective_written_for_torch_has_the_signature_that_sherd_calls(kind, method):
-    assert_takes_all_that(getattr(getattr(_fsdp_api, kind), method), getattr(getattr(sherd, kind), method), set())
-    assert inspect.isabstract(getattr(sherd, kind))
-
-
-def test_the_handle_of_an_unshard_waits():
-    assert_takes_all_that(torch_fsdp.UnshardHandle.wait, sherd.UnshardHandle.wait, set())
+def test_a_collective_written_for_torch_has_the_signature_that_sherd_calls():
+    for kind, method in (("AllGather", "__call__"), ("ReduceScatter", "__call__"), ("Comm", "allocate")):
+        assert_takes_all_that(getattr(_fsdp_api, kind), getattr(sherd, kind), method)
+        assert inspect.isabstract(getattr(sherd, kind)), kind
 
 
 def test_the_fields_of_policies_are_torchs_in_name_order_and_default():
