@@ -1,4 +1,4 @@
-"""Can a program that uses sherd be checked by mypy --strict, and are its mistakes found?"""
+"""mypy --strict checks a program that uses sherd, and finds its mistakes."""
 
 import re
 import subprocess
@@ -53,6 +53,7 @@ auto_shard(net).unshard(1, 2)  # wrong
 """
 
 
+@pytest.mark.slow
 def test_a_program_is_checked_and_its_mistakes_are_found(tmp_path):
     pytest.importorskip("mypy", reason="an extra, dev, that only `make lint` asks for")
     file = tmp_path / "program.py"

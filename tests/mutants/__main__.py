@@ -12,6 +12,7 @@ import contextlib
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,10 +27,9 @@ from tests.mutants.sites import Mutant, drawn
 from tests.support.suites import SUITES
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("sherd", "tests", "bench", "docs", "examples", "configs", ".ci", *(path.name for path in ROOT.glob("*.*")))
 FIRST = 30  # tests that are asked first: most mutants are killed by them
 HANGS_S = 180  # without a word from pytest
-FAILED = "FAILED "
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 
 
 def main() -> None:
@@ -84,15 +84,17 @@ def read_reached(file: Path) -> dict[int, set[str]]:
 
 @contextlib.contextmanager
 def copies(count: int) -> Iterator["queue.SimpleQueue[Path]"]:
-    """Copies of the tree, each for one mutant at a time."""
+    """Copies of the files that git tracks, each for one mutant at a time."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )[:-1]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         roots: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(count):
             root = Path(folder) / str(number)
-            root.mkdir()
-            for name in COPIED:
-                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-                copy(ROOT / name, root / name)
+            for name in tracked:
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, root / name)
             roots.put(root)
         yield roots
 
@@ -140,8 +142,8 @@ def first_failure(root: Path, tests: Iterable[str]) -> str | None:
                 return "a hang"
         if process.returncode == 0:
             return None
-        lines = [line for line in said.read_text(errors="replace").splitlines() if line.startswith((FAILED, "ERROR "))]
-        return lines[0].split(" ", 1)[1].partition(" - ")[0] if lines else "an error"
+        failed = FAILED.search(said.read_text(errors="replace"))
+        return failed[1] if failed else "an error"
 
 
 def pytest_in(root: Path, words: list[str], output: int, **environment: str) -> "subprocess.Popen[bytes]":

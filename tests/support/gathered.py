@@ -1,4 +1,4 @@
-"""How does a rank get many sharded tensors whole at once?
+"""Many sharded tensors whole at once.
 
 `full_tensor` moves one at a time, which takes longer than the training whose parameters and gradients it shows. Here
 their pieces travel together, as a checkpoint sees them: where each begins, and its values.

@@ -1,4 +1,4 @@
-"""Which torch does a test need, and why?"""
+"""Which torch a test needs, and why."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which difficulties must a sharded model survive? Tiny models, one difficulty each.
+"""The difficulties that a sharded model must survive: tiny models, one difficulty each.
 
 Each knows its inputs, its loss and its units, so that a test is one line: `shard(build("tied_across"))`.
 Inputs are float32 of shape (BATCH, WIDTH) where a class does not say otherwise, and differ by seed and rank.

@@ -1,4 +1,4 @@
-"""How does a forward read parameters and pass tensors on? Views, repeats, containers, in-place changes."""
+"""How a forward reads parameters and passes tensors on: views, repeats, containers, in-place changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which activation checkpointing, on which side of a unit's own hooks?"""
+"""Activation checkpointing of every kind, on either side of a unit's own hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are of unusual shape, dtype or memory?"""
+"""Parameters of unusual shape, dtype or memory."""
 
 from __future__ import annotations
 

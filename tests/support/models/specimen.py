@@ -1,4 +1,4 @@
-"""What does a tiny model for a test know? Its inputs, its loss and its units."""
+"""Tiny models that know their inputs, their loss and their units."""
 
 from __future__ import annotations
 

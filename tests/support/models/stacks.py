@@ -1,4 +1,4 @@
-"""Who owns which parameter? Stacks of units: tied, frozen, nested, branching, partly used, listed."""
+"""Stacks of units, and who owns which parameter: tied, frozen, nested, branching, partly used, listed."""
 
 from __future__ import annotations
 

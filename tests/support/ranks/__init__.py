@@ -1,4 +1,4 @@
-"""How does a test run a function on several ranks, and what does it see when one of them fails?
+"""A test runs a function on several ranks, and sees when one of them fails.
 
     from torch import distributed as dist
 
@@ -112,6 +112,15 @@ class Processes:
         if max(each.loops for each in results.values()) > MOST_LOOPS:
             self.stop()
         return [results[rank].value for rank in range(self.num_ranks)]
+
+    def end(self) -> None:
+        """Let the processes end by themselves, so that coverage can write what it has seen."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + GRACE_S
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        self.stop()
 
     def stop(self) -> None:
         """Kill the processes. The next `run` starts fresh ones."""
@@ -253,8 +262,10 @@ class Pools:
         return self._threads.setdefault(num_ranks, Threads(num_ranks))
 
     def stop(self) -> None:
-        for ranks in (*self._sets.values(), *self._threads.values()):
-            ranks.stop()
+        for processes in self._sets.values():
+            processes.end()
+        for threads in self._threads.values():
+            threads.stop()
 
 
 def warm_up() -> None:

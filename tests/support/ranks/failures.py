@@ -1,4 +1,4 @@
-"""What does a test see of the ranks that failed?"""
+"""What a test sees of the ranks that failed."""
 
 import os
 import traceback

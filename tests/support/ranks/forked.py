@@ -1,4 +1,4 @@
-"""How does a test run programs in processes of their own, without a Python each that imports torch anew?
+"""Programs of tests in processes of their own, without a Python each that imports torch anew.
 
 They are forked from the server that the ranks come from, which has it imported, and torchrun forks its ranks in turn.
 Importing torch takes seconds, far longer than what such a program is asked to do.

@@ -1,4 +1,4 @@
-"""Which random numbers does a rank draw that is a thread?
+"""The random numbers of a rank that is a thread.
 
 torch has one default generator for a process. Ranks that are threads would draw from it in turns, and what one draws
 would depend on how far the others are. So each of them gets a generator of its own, as a process has.

@@ -1,4 +1,4 @@
-"""What does a rank's process do between the session's start and its end?"""
+"""What a rank's process does between the session's start and its end."""
 
 import ctypes
 import faulthandler

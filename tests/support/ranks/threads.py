@@ -1,4 +1,4 @@
-"""How does a function run on ranks that are threads of this process?"""
+"""A function on ranks that are threads of this process."""
 
 import contextlib
 import queue
