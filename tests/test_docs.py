@@ -259,6 +259,34 @@ def test_every_make_target_that_a_document_names_exists():
     assert {"test", "train"} <= named <= targets
 
 
+# Capabilities
+
+SECTIONS_TO_TRY = (
+    "A first program",
+    "Coming from FSDP2",
+    "Coming from FSDP1",
+    "Checkpoints of others",
+    "`sherd train`",
+)
+FRONT = re.compile(r'^@pytest\.mark\.front\("(.+)"\)\n(?:@.*\n)*def (test_\w+)', re.MULTILINE)
+
+
+def test_every_capability_of_the_readme_has_one_marked_test_which_a_table_names():
+    section = read("README.md").partition("\n## What it offers")[2].partition("\n## ")[0]
+    offered = re.findall(r"^- \*\*(.+?)[.:]?\*\*", section, re.MULTILINE)
+    assert all(f"\n## {section}\n" in read("README.md") for section in SECTIONS_TO_TRY)
+    table = re.findall(
+        r"^\| (.+) \| `(.+)::(test_\w+)` \|$", between(read("CONTRIBUTING.md"), "capabilities"), re.MULTILINE
+    )
+    assert [capability for capability, *_ in table] == [*SECTIONS_TO_TRY, *offered]
+    marked = [
+        (capability, name_of(path), test)
+        for path in sorted(ROOT.glob("tests/**/test_*.py"))
+        for capability, test in FRONT.findall(path.read_text())
+    ]
+    assert sorted(marked) == sorted(table)
+
+
 # Tests that comments and documents name
 
 
