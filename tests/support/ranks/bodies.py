@@ -21,8 +21,8 @@ Body = Callable[..., None]
 
 
 def on_threads(*counts: int, **listed: Iterable[Any]) -> Callable[[Body], Body]:
-    """Has threads of this process (`threads`) run the body, as many as each of `counts` says, in turn; with none, as many
-    as the test's parameter `num_ranks` says. They share what the test is given."""
+    """Has threads of this process (`threads`) run the body, as many as each of `counts` says, in turn; with none, as
+    many as the test's parameter `num_ranks` says. They share what the test is given."""
     return _on("threads", counts, listed, lambda ranks, body, values: ranks.run(body, **values))
 
 
