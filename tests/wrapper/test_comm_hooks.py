@@ -12,6 +12,7 @@ from sherd import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, S
 from sherd._torch import local_tensor
 from sherd.comm.groups import one_rank_group
 from sherd.errors import PolicyError, PolicyTypeError, StateError
+from tests.support.on_ranks import on_processes, on_threads
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -69,7 +70,10 @@ def same(found, expected, **tolerance):
 HOOKS = {"ours": comm_hooks, "torch's": torchs}
 
 
-def reduced_by_hooks(strategy, use_orig_params):
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_processes(2)
+def test_the_default_hooks_reduce_as_the_default_does(strategy, use_orig_params):
     """Gradients of two backwards by the default reduction, by the plain hooks, and by those that compress."""
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
 
@@ -93,19 +97,14 @@ def reduced_by_hooks(strategy, use_orig_params):
             assert any(not torch.equal(one, other) for one, other in zip(compressed, default, strict=True))
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_default_hooks_reduce_as_the_default_does(world, strategy, use_orig_params):
-    world(2).run(reduced_by_hooks, strategy, use_orig_params)
-
-
 def test_the_mean_is_divided_before_and_after_as_in_torch():
     for num_ranks in range(1, 130):
         expected = torchs.DefaultState._get_gradient_predivide_factor(num_ranks)
         assert comm_hooks._power_of_two_near_the_root(num_ranks) == expected
 
 
-def states_are_torchs():
+@on_processes(2)
+def test_a_hooks_state_has_torchs_fields():
     ours, theirs = comm_hooks.DefaultState(dist.group.WORLD), torchs.DefaultState(dist.group.WORLD)
     for name in torchs.DefaultState.__slots__:
         assert getattr(ours, name) == getattr(theirs, name)
@@ -113,10 +112,6 @@ def states_are_torchs():
     for kind in (comm_hooks.DefaultState, comm_hooks.LowPrecisionState):
         with pytest.raises(PolicyError, match="explicit ProcessGroup"):
             kind(None)
-
-
-def test_a_hooks_state_has_torchs_fields(world):
-    world(2).run(states_are_torchs)
 
 
 # What a hook sees
@@ -182,7 +177,9 @@ def add_noise(state, grad, output=None):
     result.add_(state["noise"])
 
 
-def noisy(strategy, use_orig_params):
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@on_processes(2, use_orig_params=(True,))
+def test_what_a_hook_makes_of_a_gradient_arrives(strategy, use_orig_params):
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     model, default = wrapped(**options), wrapped(**options)
     model.register_comm_hook({"reduce": comm_hooks.DefaultState(dist.group.WORLD), "noise": 0.5}, add_noise)
@@ -193,11 +190,6 @@ def noisy(strategy, use_orig_params):
             assert found is None  # `spare`, of which no rank has a gradient: noise does not make one
         else:
             torch.testing.assert_close(found, expected + 0.5)
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_what_a_hook_makes_of_a_gradient_arrives(world, strategy):
-    world(2).run(noisy, strategy, use_orig_params=True)
 
 
 class Positions(nn.Module):
@@ -263,7 +255,8 @@ def test_one_rank_has_hooks_too(world):
 # Mistakes
 
 
-def mistakes():
+@on_processes(2)
+def test_mistakes_are_named():
     state, hook = comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook
     model = wrapped()
     model(batch())
@@ -280,19 +273,12 @@ def mistakes():
         FullyShardedDataParallel(mixed, use_orig_params=True).register_comm_hook(state, hook)
 
 
-def test_mistakes_are_named(world):
-    world(2).run(mistakes)
-
-
-def hooked_hybrid():
+@on_threads(4)
+def test_hybrid_strategies_are_refused():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     with pytest.raises(PolicyError, match="not supported for hybrid strategies"):
         model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook)
-
-
-def test_hybrid_strategies_are_refused(threads):
-    threads(4).run(hooked_hybrid)
 
 
 # A grad scaler around the wrapper
@@ -332,7 +318,9 @@ class Half(nn.Module):
         return self.out(self.inner(x).relu())
 
 
-def train_in_half(use_orig_params):
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_processes(2)
+def test_a_scaler_trains_a_half_precision_wrapper_as_one_process(use_orig_params):
     rank = dist.get_rank()
     precision = MixedPrecision(torch.float16, cast_forward_inputs=True)
     model = wrapped(Half(), use_orig_params=use_orig_params, mixed_precision=precision)
@@ -354,8 +342,3 @@ def train_in_half(use_orig_params):
     assert scales == expected_scales == [64.0, 128.0, 64.0, 64.0, 128.0, 128.0]
     for name, each in lone.named_parameters():
         torch.testing.assert_close(found[name], each.detach(), rtol=5e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_a_scaler_trains_a_half_precision_wrapper_as_one_process(world, use_orig_params):
-    world(2).run(train_in_half, use_orig_params)

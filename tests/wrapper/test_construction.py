@@ -20,6 +20,7 @@ from sherd.engine.state.flat import FlatParameter
 from sherd.errors import ModuleError, PolicyTypeError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.models import WIDTH, Block, build, noise
+from tests.support.on_ranks import on_threads
 from tests.support.ranks import RanksFailed
 from tests.support.training import Recipe, train_plain
 from tests.wrapper.training import (
@@ -369,16 +370,13 @@ def test_an_optimizer_built_before_takes_over_what_its_parameters_became(threads
 # Copies
 
 
-def copies():
+@on_threads(2)
+def test_a_wrapper_is_neither_copied_nor_pickled():
     model = by_blocks(build("mlp"))
     for each in (model, nn.Sequential(model)):
         for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(ModuleError, match=r"cannot be (deep-copied|pickled).*state_dict"):
                 duplicate(each if duplicate is not copy.copy else model)
-
-
-def test_a_wrapper_is_neither_copied_nor_pickled(threads):
-    threads(2).run(copies)
 
 
 def modules_left(policy, orig):

@@ -22,6 +22,7 @@ from tests.support.comparing import whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import MODELS, WIDTH, Block, build, noise
 from tests.support.models.stacks import LowRank
+from tests.support.on_ranks import on_threads
 from tests.support.training import Recipe, make_optimizer, tolerance
 from tests.wrapper.training import (
     BFLOAT16,
@@ -438,7 +439,9 @@ def test_ignored_parameters_stay_plain_beside_the_sharded(threads, how, orig):
         torch.testing.assert_close(params, plain.params, rtol=1e-5, atol=1e-6)
 
 
-def ignore_around_a_unit(orig):
+@pytest.mark.parametrize("orig", [False, True])
+@on_threads(2)
+def test_units_below_ignored_modules_are_units_still(orig):
     """A unit below an ignored module stays one; what is around it is left alone."""
     for name in ("ignored_modules", "ignored_states"):
         plain = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))))
@@ -456,11 +459,6 @@ def ignore_around_a_unit(orig):
                 optimizer.step()
                 optimizer.zero_grad()
         torch.testing.assert_close(dict(wrapped.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("orig", [False, True])
-def test_units_below_ignored_modules_are_units_still(threads, orig):
-    threads(2).run(ignore_around_a_unit, orig)
 
 
 # Other moments

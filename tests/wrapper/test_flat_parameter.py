@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from sherd import FlatParameter, FullyShardedDataParallel, RaggedDTensor, ShardingStrategy, unsharded
 from sherd.errors import OptimizerError, PlacementError, SherdError, StateError
 from tests.support.models import Block
+from tests.support.on_ranks import on_processes, on_threads
 from tests.wrapper.nets import NAMES, Net, assert_equal, made, own, sharded, values, wholes, words
 
 FLAT = ("flat_param", "flat_kept", "flat_copied")
@@ -134,7 +135,8 @@ def test_a_rank_may_hold_nothing(threads):
     assert ((), 0) in ranks
 
 
-def train_with_padding():
+@on_threads(2)
+def test_padding_has_no_part_in_norms_and_is_never_trained():
     plain, model = made(), sharded("flat_param")
     assert any(sum(each.numels) < each.numel() for each in model.parameters()), "there is padding"
     optimizers = [torch.optim.AdamW(trained(each), lr=0.1, weight_decay=0.5) for each in (plain, model)]
@@ -155,10 +157,6 @@ def train_with_padding():
     assert_close(model, plain)
 
 
-def test_padding_has_no_part_in_norms_and_is_never_trained(threads):
-    threads(2).run(train_with_padding)
-
-
 # What a user writes into it
 
 
@@ -177,7 +175,8 @@ def doubled(model, how):
             flat.data = flat.to_local() * 2
 
 
-def double_it(way):
+@on_threads(2, way=("flat_param", "flat_kept", "orig_params", "orig_copied"))
+def test_values_written_into_it_are_computed_with(way):
     for how in ("in_place", "data_in_place", "data", "whole_data", "local_data"):
         plain, model = made(), sharded(way)
         for seed in range(2):
@@ -189,12 +188,8 @@ def double_it(way):
         assert_equal(wholes(model), values(plain))
 
 
-def test_values_written_into_it_are_computed_with(threads):
-    for way in ("flat_param", "flat_kept", "orig_params", "orig_copied"):
-        threads(2).run(double_it, way)
-
-
-def replacements(way):
+@on_threads(2, way=(*FLAT, *ORIGINAL))
+def test_values_written_into_the_parameters_it_is_made_of_are_computed_with(way):
     """What a user may put in a parameter's place, or into its `.data`, between steps."""
     plain, model = made(), sharded(way)
     net = own(model)
@@ -213,11 +208,6 @@ def replacements(way):
     with pytest.raises(PlacementError, match=r"\.data = a tensor of shape \(7,\): this one is \(5, 6\)"):
         net.block.up.weight.data = torch.ones(7)
     assert_equal(wholes(model), values(plain))
-
-
-def test_values_written_into_the_parameters_it_is_made_of_are_computed_with(threads):
-    for way in (*FLAT, *ORIGINAL):
-        threads(2).run(replacements, way)
 
 
 def put_parameters_in_place(way):
@@ -265,7 +255,9 @@ def test_the_check_for_replaced_parameters_can_be_switched_off(threads, monkeypa
 # Gradients
 
 
-def edit_gradients(way):
+@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
+@on_threads(2)
+def test_gradients_may_be_changed_replaced_dropped_and_zeroed(way):
     plain, model = made(), sharded(way)
     optimizers = [torch.optim.SGD(trained(each), lr=0.1, momentum=0.9) for each in (plain, model)]
     for seed in range(4):
@@ -290,12 +282,8 @@ def edit_gradients(way):
     assert_close(model, plain)
 
 
-@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
-def test_gradients_may_be_changed_replaced_dropped_and_zeroed(threads, way):
-    threads(2).run(edit_gradients, way)
-
-
-def drop_one_gradient():
+@on_threads(2)
+def test_a_gradient_dropped_for_one_parameter_starts_anew_and_the_others_add_up():
     plain, model = made(), sharded("orig_params")
     for seed in range(2):
         backward(model, seed)
@@ -311,11 +299,9 @@ def drop_one_gradient():
             )
 
 
-def test_a_gradient_dropped_for_one_parameter_starts_anew_and_the_others_add_up(threads):
-    threads(2).run(drop_one_gradient)
-
-
-def toggle(way):
+@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
+@on_threads(2)
+def test_parameters_may_be_frozen_and_thawed_between_steps(way):
     plain, model = made(), sharded(way)
     optimizers = [torch.optim.SGD([*each.parameters()], lr=0.1) for each in (plain, model)]
     for seed in range(4):
@@ -335,12 +321,8 @@ def toggle(way):
     assert_close(model, plain)
 
 
-@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
-def test_parameters_may_be_frozen_and_thawed_between_steps(threads, way):
-    threads(2).run(toggle, way)
-
-
-def freeze_one():
+@on_threads(2)
+def test_one_of_many_may_be_frozen_for_a_step():
     plain, model = made(), sharded("orig_params")
     for seed, wanted in enumerate((False, True)):
         for each in (plain, model):
@@ -350,10 +332,6 @@ def freeze_one():
         assert (model.block.up.weight.grad is None) != wanted
     for each, other in zip(trained(model), trained(plain), strict=True):
         torch.testing.assert_close(each.grad.full_tensor(), other.grad)
-
-
-def test_one_of_many_may_be_frozen_for_a_step(threads):
-    threads(2).run(freeze_one)
 
 
 class Branches(nn.Module):
@@ -372,7 +350,8 @@ class Branches(nn.Module):
 CHOICES = {"all_left": ("left", "left"), "differing": ("left", "right")}
 
 
-def leave_out(use_orig_params):
+@on_processes(2, use_orig_params=(True, False))
+def test_parameters_unused_on_all_or_on_some_ranks(use_orig_params):
     """Parameters that are unused on all ranks, or on one."""
     for choice in CHOICES.values():
         torch.manual_seed(0)
@@ -398,12 +377,8 @@ def leave_out(use_orig_params):
                 torch.testing.assert_close(each.grad, other)
 
 
-def test_parameters_unused_on_all_or_on_some_ranks(world):
-    for use_orig_params in (True, False):
-        world(2).run(leave_out, use_orig_params)
-
-
-def give_plain_gradients():
+@on_processes(2)
+def test_a_gradient_of_another_kind_is_refused_by_name():
     """Of another kind than the parameter: named, with the remedy, and on all ranks."""
     model = sharded("flat_param")
     model._flat_param.grad = torch.zeros(model._flat_param.shape)
@@ -411,10 +386,6 @@ def give_plain_gradients():
         backward(model, 0)
     model.zero_grad()
     backward(model, 0)
-
-
-def test_a_gradient_of_another_kind_is_refused_by_name(world):
-    world(2).run(give_plain_gradients)
 
 
 # Optimizers
@@ -493,7 +464,8 @@ def test_an_optimizer_built_before_wrapping_trains_the_flat_parameters(threads, 
     threads(2).run(built_before, EARLY[name], scheduled=name != "foreach")
 
 
-def in_groups_of_units():
+@on_threads(2)
+def test_an_early_optimizer_with_a_group_for_each_unit_keeps_its_groups():
     """One group for each unit, with other hyper-parameters, and names."""
     plain, net = made(), made()
     optimizers = []
@@ -517,11 +489,8 @@ def in_groups_of_units():
     assert [len(group["param_names"]) for group in groups] == [1, 1]
 
 
-def test_an_early_optimizer_with_a_group_for_each_unit_keeps_its_groups(threads):
-    threads(2).run(in_groups_of_units)
-
-
-def cannot_be_adopted():
+@on_threads(2)
+def test_an_early_optimizer_that_cannot_step_a_flat_parameter_as_a_whole_is_told_so():
     def decayed(net):
         named = [(name, each) for name, each in net.named_parameters() if each.requires_grad]
         biases = [each for name, each in named if name.endswith("bias")]
@@ -556,14 +525,11 @@ def cannot_be_adopted():
         optimizer.step()
 
 
-def test_an_early_optimizer_that_cannot_step_a_flat_parameter_as_a_whole_is_told_so(threads):
-    threads(2).run(cannot_be_adopted)
-
-
 # Copies and conversions
 
 
-def copy_it():
+@on_threads(2)
+def test_a_copy_or_what_comes_out_of_a_file_is_a_vector_like_it():
     model = sharded("flat_param")
     flat = model._flat_param
     file = io.BytesIO()
@@ -580,11 +546,8 @@ def copy_it():
     assert flat.shard_metadata().param_names, "it knows still"
 
 
-def test_a_copy_or_what_comes_out_of_a_file_is_a_vector_like_it(threads):
-    threads(2).run(copy_it)
-
-
-def convert(way):
+@on_threads(2, way=("flat_param", "orig_params", "flat_copied"))
+def test_a_wrapped_model_may_be_converted(way):
     plain, model = made(), sharded(way)
     backward(model, 0)
     model.zero_grad()
@@ -605,18 +568,10 @@ def convert(way):
     assert_close(model, plain)
 
 
-def test_a_wrapped_model_may_be_converted(threads):
-    for way in ("flat_param", "orig_params", "flat_copied"):
-        threads(2).run(convert, way)
-
-
-def one_alone():
+@on_threads(1)
+def test_one_rank_alone_has_all_of_it():
     plain = Net()
     model = sharded("flat_param", copy.deepcopy(plain), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     assert_equal(wholes(model), values(plain))
     assert len(NAMES) == len(wholes(model))
     torch.testing.assert_close(model(words()), plain(words()))
-
-
-def test_one_rank_alone_has_all_of_it(threads):
-    threads(1).run(one_alone)

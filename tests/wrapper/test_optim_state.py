@@ -26,6 +26,7 @@ from sherd.api.state_dict_type import (
 from sherd.checkpoint.rekeying import OptimStateKeyType
 from sherd.errors import OptimStateError
 from tests.support.models import noise
+from tests.support.on_ranks import on_processes
 from tests.support.suites import share
 
 WIDTH = 5
@@ -283,7 +284,8 @@ OPTIMIZERS = {
 }
 
 
-def any_optimizer():
+@on_processes(2)
+def test_any_optimizer_keeps_what_it_keeps_in_one_process():
     for turn, (name, kind) in enumerate(OPTIMIZERS.items()):
         expected = plain_state(kind, BEFORE)
         both = ("flat nested", "mixed")
@@ -299,11 +301,8 @@ def any_optimizer():
             torch.testing.assert_close(*steps, msg=lambda m, name=name, form=form: f"{name}, {form}: {m}")
 
 
-def test_any_optimizer_keeps_what_it_keeps_in_one_process(world):
-    world(2).run(any_optimizer)
-
-
-def flattened():
+@on_processes(2)
+def test_a_flattened_optimizer_has_the_same_state():
     expected = plain_state(adam, BEFORE)
     for form in ("runs", "orig nested", "flat nested"):
         model, optimizer = made(form, adam)
@@ -318,11 +317,8 @@ def flattened():
         torch.testing.assert_close(train(again, other, AFTER), train(model, optimizer, AFTER))
 
 
-def test_a_flattened_optimizer_has_the_same_state(world):
-    world(2).run(flattened)
-
-
-def parts_of_models():
+@on_processes(2)
+def test_subsets_outer_models_and_optimizers_without_state():
     for form in FORMS:
         model, optimizer = made(form, adam)
         assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
@@ -350,11 +346,8 @@ def parts_of_models():
         )
 
 
-def test_subsets_outer_models_and_optimizers_without_state(world):
-    world(2).run(parts_of_models)
-
-
-def listed_otherwise_on_one_rank():
+@on_processes(2)
+def test_ranks_may_list_parameters_in_any_order():
     """The two blocks have the same shapes: their states would be mixed up without a word."""
     for saved, form in (("orig nested", "rows"), ("rows", "flat nested"), ("flat nested", "orig nested")):
         source = wrapped(saved)
@@ -375,14 +368,16 @@ def listed_otherwise_on_one_rank():
         assert_same(FSDP.optim_state_dict(model, optimizer), expected)
 
 
-def test_ranks_may_list_parameters_in_any_order(world):
-    world(2).run(listed_otherwise_on_one_rank)
-
-
 # Which ranks have it, and in which form
 
 
-def of_rank0():
+def assert_loads_alike(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert_same(whole(found), whole(expected))
+
+
+@on_processes(2)
+def test_rank_0_alone_may_have_the_state():
     rank = dist.get_rank()
     for form in ("flat nested", "orig as one", "rows"):
         model, optimizer = made(form, adam, steps=BEFORE)
@@ -405,15 +400,6 @@ def of_rank0():
             FSDP.scatter_full_optim_state_dict(parts if rank == 0 else None, model, optim=optimizer)
 
 
-def assert_loads_alike(found, expected):
-    assert found["param_groups"] == expected["param_groups"]
-    assert_same(whole(found), whole(expected))
-
-
-def test_rank_0_alone_may_have_the_state(world):
-    world(2).run(of_rank0)
-
-
 def nested_of_rank0():
     """A tensor in a dict of the state, as an optimizer of a user's may keep it."""
     model, optimizer = made("orig as one", adam, steps=BEFORE)
@@ -432,7 +418,8 @@ def test_a_tensor_inside_a_dict_of_the_state_reaches_the_other_ranks_too(world):
             torch.testing.assert_close(each["scale"], torch.tensor([2.0, 3.0]))
 
 
-def forms_asked_for():
+@on_processes(2)
+def test_a_state_has_the_form_that_the_model_is_set_to():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     full = FSDP.optim_state_dict(model, optimizer)
     runs = FSDP.sharded_optim_state_dict(model, optimizer)
@@ -463,11 +450,8 @@ def forms_asked_for():
     assert not any((state["exp_avg"] == 5).all() for state in full["state"].values())
 
 
-def test_a_state_has_the_form_that_the_model_is_set_to(world):
-    world(2).run(forms_asked_for)
-
-
-def on_other_meshes():
+@on_processes(4)
+def test_every_strategy_exchanges_states_with_a_fully_sharded_model():
     expected = plain_state(adam, BEFORE)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for strategy in ("HYBRID_SHARD", "NO_SHARD"):
@@ -489,10 +473,6 @@ def on_other_meshes():
             theirs = FSDP.sharded_optim_state_dict(again, other)
             FSDP.optim_state_dict_to_load(model, optimizer, theirs, load_directly=True)
             assert_same(FSDP.optim_state_dict(model, optimizer), state)
-
-
-def test_every_strategy_exchanges_states_with_a_fully_sharded_model(world):
-    world(4).run(on_other_meshes)
 
 
 # Keys, and what an optimizer was built from
@@ -518,7 +498,8 @@ def test_keys_are_in_the_order_in_which_the_optimizer_has_them(world):
     world(2).run(in_order)
 
 
-def inputs():
+@on_processes(2)
+def test_an_optimizer_may_be_given_as_what_it_was_built_from():
     for form in ("flat nested", "orig nested", "rows"):
         model = wrapped(form)
         optimizer = adam(model.parameters())
@@ -546,10 +527,6 @@ def inputs():
             with pytest.raises(kind, match=text) as caught:
                 FSDP.shard_full_optim_state_dict(full, model, wrong)
             assert isinstance(caught.value, sherd.SherdError)
-
-
-def test_an_optimizer_may_be_given_as_what_it_was_built_from(world):
-    world(2).run(inputs)
 
 
 def named():
@@ -584,7 +561,8 @@ def test_optimizers_that_know_names_are_keyed_by_them(world):
     world(2).run(named)
 
 
-def rekeyed():
+@on_processes(2)
+def test_names_and_numbers_are_exchanged_on_the_plain_model():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     full = FSDP.optim_state_dict(model, optimizer)
     plain = wrapped("plain")
@@ -615,14 +593,11 @@ def rekeyed():
             FSDP.rekey_optim_state_dict(state, kind, of)
 
 
-def test_names_and_numbers_are_exchanged_on_the_plain_model(world):
-    world(2).run(rekeyed)
-
-
 # What does not fit
 
 
-def misfits():
+@on_processes(2)
+def test_what_does_not_fit_is_named():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     full = FSDP.optim_state_dict(model, optimizer)
     orig = made("orig nested", adam)
@@ -686,11 +661,8 @@ def misfits():
         FSDP.optim_state_dict(model, optimizer)
 
 
-def test_what_does_not_fit_is_named(world):
-    world(2).run(misfits)
-
-
-def strangers():
+@on_processes(2)
+def test_what_a_user_keeps_among_the_states_goes_along():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     optimizer.state["mine"] = {"table": torch.ones(2)}
     with pytest.warns(UserWarning, match="Found a optim state, mine"):
@@ -698,10 +670,6 @@ def strangers():
     assert state["state"]["mine"]["table"].tolist() == [1, 1]
     loaded = FSDP.optim_state_dict_to_load(model, optimizer, state)
     assert loaded["state"]["mine"]["table"].tolist() == [1, 1]
-
-
-def test_what_a_user_keeps_among_the_states_goes_along(world):
-    world(2).run(strangers)
 
 
 # The oracle
@@ -722,7 +690,9 @@ class Partly(nn.Module):
         return self.others(x) if hasattr(self, "others") else x
 
 
-def looked_after_by_others():
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_processes(2)
+def test_what_others_look_after_is_left_to_them():
     """As torch's FSDP1: what the state knows nothing of is left out, and an entry for it can be added."""
     from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 
@@ -760,11 +730,8 @@ def looked_after_by_others():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_what_others_look_after_is_left_to_them(world):
-    world(2).run(looked_after_by_others)
-
-
-def against_torch():
+@on_processes(2)
+def test_states_go_to_torchs_fsdp1_and_come_back():
     """With flat parameters: without, torch's own on CPU gathers each key over the one before it."""
     from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 
@@ -787,8 +754,3 @@ def against_torch():
         model, optimizer = made_by(FSDP, use_orig_params=True)
         FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
         assert_same(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_states_go_to_torchs_fsdp1_and_come_back(world):
-    world(2).run(against_torch)

@@ -13,6 +13,7 @@ from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.tensor.ragged import local_part
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.models import WIDTH, Block, build, noise
+from tests.support.on_ranks import on_processes
 from tests.wrapper.training import FULL_SHARD, whole_values, wrap_units
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -123,7 +124,9 @@ def dtypes_of_gradients(api, strategy, orig):
     return dtypes, sums
 
 
-def low_precision_as_torchs():
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_processes(2)
+def test_gradients_that_are_kept_in_low_precision_are_in_that_of_torchs_fsdp1():
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         for orig in (True, False):
             (theirs, their_sums), (ours, sums) = (
@@ -132,11 +135,6 @@ def low_precision_as_torchs():
             assert ours == theirs, (strategy, orig)
             assert sums == their_sums, (strategy, orig)
     return ours
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_gradients_that_are_kept_in_low_precision_are_in_that_of_torchs_fsdp1(world):
-    world(2).run(low_precision_as_torchs)
 
 
 # Norms in full precision

@@ -24,6 +24,7 @@ from sherd import (
 from sherd.errors import PolicyError, UnsupportedError
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.models import Block
+from tests.support.on_ranks import on_processes, on_threads
 from tests.wrapper.nets import assert_equal, made, own, sharded, values, wholes, words
 from tests.wrapper.training import seeded
 
@@ -122,7 +123,8 @@ CONSTRUCTIONS = {
 """By name: wrong arguments, what they raise, and what is said."""
 
 
-def construct_wrongly():
+@on_processes(2)
+def test_arguments_that_do_not_fit_are_named_and_leave_the_module_as_it_was():
     for name, (arguments, kind, said) in CONSTRUCTIONS.items():
         net = made()
         raises(functools.partial(FullyShardedDataParallel, net, **arguments()), kind, *said)
@@ -130,10 +132,6 @@ def construct_wrongly():
         assert_equal(values(net), values(made()))
     model = sharded("flat_param", net)
     torch.testing.assert_close(model(words()), made()(words()))
-
-
-def test_arguments_that_do_not_fit_are_named_and_leave_the_module_as_it_was(world):
-    world(2).run(construct_wrongly)
 
 
 class Whole(nn.Module):
@@ -186,7 +184,8 @@ MODULES = {
 }
 
 
-def wrap_what_cannot_be():
+@on_processes(2)
+def test_parameters_that_cannot_be_one_vector_are_named():
     for name, (more, orig, said) in MODULES.items():
         net = Whole(**more())
         raises(functools.partial(FullyShardedDataParallel, net, use_orig_params=orig), ValueError, *said)
@@ -195,11 +194,8 @@ def wrap_what_cannot_be():
         FullyShardedDataParallel(net, ignored_states=ignored)(torch.ones(2, 4)).sum().backward()
 
 
-def test_parameters_that_cannot_be_one_vector_are_named(world):
-    world(2).run(wrap_what_cannot_be)
-
-
-def wrap_twice():
+@on_processes(2)
+def test_what_is_wrapped_already_is_named():
     net = Whole()
     net.block = FullyShardedDataParallel(net.block)
     raises(
@@ -231,11 +227,8 @@ def wrap_twice():
     assert type(mixed.block) is Block, "nothing was wrapped"
 
 
-def test_what_is_wrapped_already_is_named(world):
-    world(2).run(wrap_twice)
-
-
-def move_copy_or_ask_the_wrong_instance(way):
+@on_processes(2, way=("flat_param", "orig_params"))
+def test_methods_of_the_wrong_instance_or_at_the_wrong_moment_say_which(way):
     model, plain = sharded(way), made()
     assert model.check_is_root()
     for method in ("no_sync", "clip_grad_norm_", "register_comm_hook"):
@@ -266,11 +259,6 @@ def move_copy_or_ask_the_wrong_instance(way):
     model(words()).sum().backward()
 
 
-def test_methods_of_the_wrong_instance_or_at_the_wrong_moment_say_which(world):
-    for way in ("flat_param", "orig_params"):
-        world(2).run(move_copy_or_ask_the_wrong_instance, way)
-
-
 SUMMONS = (
     (
         "flat_param",
@@ -286,7 +274,8 @@ SUMMONS = (
 """The way a net is wrapped, arguments of a context, and what is said."""
 
 
-def summon_wrongly():
+@on_processes(2)
+def test_contexts_refuse_what_fsdp1_refuses():
     for way, arguments, said in SUMMONS:
         model = sharded(way)
         context = FullyShardedDataParallel.summon_full_params(model, **arguments)
@@ -303,11 +292,8 @@ def summon_wrongly():
     torch.testing.assert_close(model(words()), made()(words()))
 
 
-def test_contexts_refuse_what_fsdp1_refuses(world):
-    world(2).run(summon_wrongly)
-
-
-def run_inside():
+@on_processes(2)
+def test_a_lent_unit_does_not_run():
     """A unit's forward while its parameters are lent; then all is as before."""
     for way in ("rows", "flat_param", "orig_params"):
         model, plain = sharded(way), made()
@@ -319,11 +305,8 @@ def run_inside():
             model(words()).sum().backward()
 
 
-def test_a_lent_unit_does_not_run(world):
-    world(2).run(run_inside)
-
-
-def step_in_backward():
+@on_processes(2)
+def test_optimizers_that_nothing_would_step_are_refused():
     """FSDP1 does, where it has the parameters' own names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch still calls there
@@ -337,11 +320,8 @@ def step_in_backward():
             )
 
 
-def test_optimizers_that_nothing_would_step_are_refused(world):
-    world(2).run(step_in_backward)
-
-
-def keep_offload_and_precision_objects():
+@on_threads(2)
+def test_offload_of_copies_and_empty_choices_are_taken_as_fsdp1_takes_them():
     """What may look wrong and is not."""
     for options in (
         {"cpu_offload": CPUOffload(offload_params=True), "sharding_strategy": ShardingStrategy.NO_SHARD},
@@ -351,10 +331,6 @@ def keep_offload_and_precision_objects():
     ):
         model = sharded("flat_param", **options)
         torch.testing.assert_close(model(words()), made()(words()))
-
-
-def test_offload_of_copies_and_empty_choices_are_taken_as_fsdp1_takes_them(threads):
-    threads(2).run(keep_offload_and_precision_objects)
 
 
 class Nest(nn.Module):
@@ -368,7 +344,18 @@ class Nest(nn.Module):
         return self.outer(self.inner(x))
 
 
-def values_for_nested_wrappers(use_orig_params):
+@on_threads(4)
+def test_a_flat_parameter_that_nothing_shards_over_two_axes_is_refused():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    copies = Placements((Replicate(),) * 2, (Replicate(),) * 2, (Replicate(),) * 2)
+    with pytest.raises(PolicyError, match="no axis for a flat parameter to lie on; pass use_orig_params=True"):
+        FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies)
+    FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies, use_orig_params=True)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_threads(2)
+def test_values_for_one_call_of_nested_wrappers_are_refused_by_name(use_orig_params):
     """Refused by name, and the model is what it was; its own parameters pass."""
     plain, model, x = seeded(Nest), seeded(Nest), torch.ones(2, 4)
     model.inner = FullyShardedDataParallel(model.inner, use_orig_params=use_orig_params)
@@ -385,24 +372,8 @@ def values_for_nested_wrappers(use_orig_params):
     torch.testing.assert_close(torch.func.functional_call(model, own, (x,)), plain(x))
 
 
-def flat_without_an_axis():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    copies = Placements((Replicate(),) * 2, (Replicate(),) * 2, (Replicate(),) * 2)
-    with pytest.raises(PolicyError, match="no axis for a flat parameter to lie on; pass use_orig_params=True"):
-        FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies)
-    FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies, use_orig_params=True)
-
-
-def test_a_flat_parameter_that_nothing_shards_over_two_axes_is_refused(threads):
-    threads(4).run(flat_without_an_axis)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_values_for_one_call_of_nested_wrappers_are_refused_by_name(threads, use_orig_params):
-    threads(2).run(values_for_nested_wrappers, use_orig_params)
-
-
-def parameters_set_through_the_wrapper():
+@on_threads(2)
+def test_a_parameter_set_on_a_wrapper_replaces_the_wrapped_modules():
     """On the wrapped module, as they are read from there."""
     model = FullyShardedDataParallel(seeded(Nest), use_orig_params=True)
     inner = FullyShardedDataParallel(seeded(lambda: nn.Linear(4, 4)), use_orig_params=True)
@@ -410,7 +381,3 @@ def parameters_set_through_the_wrapper():
     torch.testing.assert_close(inner(torch.ones(2, 4)) - inner(torch.zeros(2, 4)), torch.ones(2, 4))
     model.other = nn.Parameter(torch.ones(1))
     assert "other" in model._parameters
-
-
-def test_a_parameter_set_on_a_wrapper_replaces_the_wrapped_modules(threads):
-    threads(2).run(parameters_set_through_the_wrapper)

@@ -42,6 +42,7 @@ from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.errors import PolicyError, PolicyTypeError, StateError, WrapperStateError
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.wrap import ModuleWrapPolicy
+from tests.support.on_ranks import on_processes
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 KINDS = (FULL, LOCAL, SHARDED)
@@ -136,7 +137,8 @@ def state_of(model, kind, *configs):
 # Which kind
 
 
-def settings_set_and_read():
+@on_processes(1)
+def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context():
     model = wrapped(True)
     fresh = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert get_state_dict_type(model) == fresh
@@ -168,10 +170,6 @@ def settings_set_and_read():
     with state_dict_type(model.inner, LOCAL):
         assert get_state_dict_type(model.inner).state_dict_type is LOCAL
     assert get_state_dict_type(model.inner) == fresh
-
-
-def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context(world):
-    world(1).run(settings_set_and_read)
 
 
 # Full
@@ -211,7 +209,8 @@ def test_a_full_state_dict_is_the_plain_models_in_memory_of_its_own(world, num_r
     world(num_ranks).run(full_dicts)
 
 
-def full_hybrid():
+@on_processes(4)
+def test_with_copies_and_shards_each_set_of_shards_gives_the_whole():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     expected = plain().state_dict()
     for use_orig in BOTH:
@@ -226,11 +225,8 @@ def full_hybrid():
         assert rows["inner.a.weight"].to_local().shape == ((3, 3) if first else (2, 3))
 
 
-def test_with_copies_and_shards_each_set_of_shards_gives_the_whole(world):
-    world(4).run(full_hybrid)
-
-
-def full_on_rank0():
+@on_processes(2)
+def test_rank0_only_leaves_the_other_ranks_what_is_not_sharded():
     expected = plain().state_dict()
     rank0 = dist.get_rank() == 0
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -241,10 +237,6 @@ def full_on_rank0():
         assert list(found) == ([*(f"net.{name}" for name in expected), *kept[1:]] if rank0 else kept)
         no_shard = wrapped(use_orig, sharding_strategy=ShardingStrategy.NO_SHARD)
         assert_same(state_of(no_shard, FULL, config), expected if rank0 else {})
-
-
-def test_rank0_only_leaves_the_other_ranks_what_is_not_sharded(world):
-    world(2).run(full_on_rank0)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -284,7 +276,9 @@ def test_a_full_state_dict_takes_one_unit_more_than_what_it_gives(world, use_ori
     assert 0.9 < second < 1.02
 
 
-def buffers_in_low_precision():
+@pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
+@on_processes(1)
+def test_buffers_are_saved_in_the_dtype_that_the_user_gave_them():
     expected = plain().state_dict()
     for use_orig in BOTH:
         model = wrapped(use_orig, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
@@ -296,11 +290,6 @@ def buffers_in_low_precision():
         model.load_state_dict({**expected, "scale": torch.tensor([3.0, 4.0])})
         assert model.module.scale.dtype == torch.float16
         assert model.state_dict()["scale"].tolist() == [3, 4]
-
-
-@pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
-def test_buffers_are_saved_in_the_dtype_that_the_user_gave_them(world):
-    world(1).run(buffers_in_low_precision)
 
 
 # Sharded, local
@@ -353,7 +342,8 @@ def assert_loads_back(use_orig, kind, **more):
     assert_holds(model, expected, (use_orig, kind))
 
 
-def local_dicts():
+@on_processes(2)
+def test_a_local_state_dict_is_what_the_optimizer_sees_and_loads_back():
     expected = plain().state_dict()
     model = wrapped(False)
     found = state_of(model, LOCAL)
@@ -387,14 +377,11 @@ def local_dicts():
         assert not any(isinstance(value, DTensor) for value in found.values())
 
 
-def test_a_local_state_dict_is_what_the_optimizer_sees_and_loads_back(world):
-    world(2).run(local_dicts)
-
-
 # Loading
 
 
-def loads_that_do_not_fit():
+@on_processes(2)
+def test_what_does_not_fit_is_named_as_in_the_users_model():
     expected = plain().state_dict()
     for use_orig in BOTH:
         for model in (wrapped(use_orig), Around(wrapped(use_orig))):
@@ -432,11 +419,8 @@ def loads_that_do_not_fit():
         torch.testing.assert_close(model.net(x), plain(2)(x))  # the optimizer's memory is what is gathered
 
 
-def test_what_does_not_fit_is_named_as_in_the_users_model(world):
-    world(2).run(loads_that_do_not_fit)
-
-
-def through_both_front_ends():
+@on_processes(2)
+def test_either_front_end_and_the_plain_model_load_what_the_other_saves():
     expected = plain().state_dict()
     sharded = plain()
     for each in (sharded.inner, sharded):
@@ -463,14 +447,11 @@ def through_both_front_ends():
         torch.testing.assert_close(kept(x), plain()(x))
 
 
-def test_either_front_end_and_the_plain_model_load_what_the_other_saves(world):
-    world(2).run(through_both_front_ends)
-
-
 # At odd moments
 
 
-def at_odd_moments():
+@on_processes(2)
+def test_state_dicts_at_odd_moments_are_right_or_refused():
     expected = plain().state_dict()
     for use_orig in BOTH:
         model = wrapped(use_orig)
@@ -523,10 +504,6 @@ def at_odd_moments():
                 assert model.state_dict().keys() == found.keys(), "rank 0 may ask alone"
 
 
-def test_state_dicts_at_odd_moments_are_right_or_refused(world):
-    world(2).run(at_odd_moments)
-
-
 class Twins(nn.Module):
     """Two units that share a weight."""
 
@@ -537,7 +514,8 @@ class Twins(nn.Module):
         self.second.weight = self.first.weight
 
 
-def tied_across_units():
+@on_processes(2)
+def test_a_weight_tied_across_units_is_saved_under_both_names():
     expected = Twins().state_dict()
     for use_orig in BOTH:
         model = Twins()
@@ -549,10 +527,6 @@ def tied_across_units():
         assert_same(model.second.state_dict(), {"weight": expected["second.weight"], "bias": expected["second.bias"]})
         model.load_state_dict({name: value + 1 for name, value in expected.items()})
         assert_same(model.state_dict(), {name: value + 1 for name, value in expected.items()})
-
-
-def test_a_weight_tied_across_units_is_saved_under_both_names(world):
-    world(2).run(tied_across_units)
 
 
 # Checkpoints
@@ -592,7 +566,8 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_under_other_wrappings(
         world(num_ranks).run(load_from, str(tmp_path))
 
 
-def through_torchs_functions():
+@on_processes(2)
+def test_torchs_checkpoint_functions_get_and_set_the_model():
     expected = plain().state_dict()
     rank0 = dist.get_rank() == 0
     for use_orig in BOTH:
@@ -627,10 +602,6 @@ def through_torchs_functions():
                 into = make(use_orig, seed=1)
                 set_model_state_dict(into, dict(given), options=options)
                 assert_holds(getattr(into, "net", into), expected, (use_orig, case))
-
-
-def test_torchs_checkpoint_functions_get_and_set_the_model(world):
-    world(2).run(through_torchs_functions)
 
 
 def train(model, optimizer, steps=2):

@@ -24,6 +24,7 @@ from sherd import FlatParameter, flatten_optimizer
 from sherd import FullyShardedDataParallel as FSDP
 from sherd.errors import OptimStateError
 from sherd.tensor.ragged import RaggedDTensor
+from tests.support.on_ranks import on_processes
 from tests.wrapper.test_optim_state import (
     AFTER,
     BEFORE,
@@ -79,7 +80,8 @@ def is_flat(optimizer):
 # In memory
 
 
-def full_ones():
+@on_processes(2, timeout=120)
+def test_full_states_are_by_name_and_go_into_every_other_wrapping():
     sources = {form: any_made(form, steps=BEFORE) for form in (*FLAT, *OTHERS)}
     expected_values, expected = get_state_dict(*sources["plain"], options=FULL)
     losses = train(*any_made("plain", steps=BEFORE), AFTER)
@@ -101,11 +103,8 @@ def full_ones():
         torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5, msg=f"{source} into {target}")
 
 
-def test_full_states_are_by_name_and_go_into_every_other_wrapping(world):
-    world(2).run(full_ones, timeout=120)
-
-
-def options_taken():
+@on_processes(2)
+def test_every_option_is_taken():
     rank0 = dist.get_rank() == 0
     for form in FLAT:
         model, optimizer = made(form, adam, steps=BEFORE)
@@ -149,11 +148,8 @@ def options_taken():
         assert set(full_state(outer, optimizer)["state"]) == {f"net.{name}" for name in expected["state"]}
 
 
-def test_every_option_is_taken(world):
-    world(2).run(options_taken)
-
-
-def other_optimizers():
+@on_processes(2)
+def test_any_optimizer_has_its_state_by_name():
     """A state that was not made yet, one without any, one in two optimizers, and one that steps whole buffers."""
     for kind in (adam, momentum, functools.partial(torch.optim.SGD, lr=0.1)):
         expected = full_state(*made("plain", kind))
@@ -178,10 +174,6 @@ def other_optimizers():
     others = [adam(own), flatten_optimizer(adam(rest))]
     set_optimizer_state_dict(again, others, state)
     assert_alike(get_optimizer_state_dict(again, others, options=FULL), whole(state))
-
-
-def test_any_optimizer_has_its_state_by_name(world):
-    world(2).run(other_optimizers)
 
 
 # Through a checkpoint
@@ -246,7 +238,8 @@ def tuned(form):
     return FSDP(model, use_orig_params=True, ignored_states=own) if form == "orig" else model
 
 
-def fine_tuned():
+@on_processes(2)
+def test_a_model_with_another_head_takes_what_it_has_in_common():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     values, state = get_state_dict(model, optimizer, options=FULL)
     options = StateDictOptions(full_state_dict=True, strict=False)
@@ -270,14 +263,12 @@ def fine_tuned():
         )
 
 
-def test_a_model_with_another_head_takes_what_it_has_in_common(world):
-    world(2).run(fine_tuned)
-
-
 # The oracle
 
 
-def as_torch_has_them():
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_processes(2)
+def test_names_and_values_are_those_of_torchs_fsdp1():
     for options in (FULL, StateDictOptions(flatten_optimizer_state_dict=True)):
         found = []
         for kind, more in ((Theirs, {"device_id": torch.device("cpu")}), (FSDP, {})):
@@ -296,8 +287,3 @@ def as_torch_has_them():
             assert_alike(ours, theirs, exact=False)
         else:
             assert set(ours) == set(theirs)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_names_and_values_are_those_of_torchs_fsdp1(world):
-    world(2).run(as_torch_has_them)

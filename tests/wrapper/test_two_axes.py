@@ -30,6 +30,7 @@ from sherd import (
 from sherd._torch import sharded_tensor_of_rows
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyTypeError, UnsupportedError
 from sherd.wrap import ModuleWrapPolicy
+from tests.support.on_ranks import on_processes, on_threads
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
 from tests.tensor_parallel.training import (
     EVEN,
@@ -438,7 +439,9 @@ class Forgets(Seen):
         return None, super().pre_load_state_dict_transform(tensor)[1]
 
 
-def load_with_extensions_that_forget():
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@on_threads(4)
+def test_extensions_that_give_no_sharded_tensor_back_are_named():
     mesh, data = axes_of((2, 2))
     mlp = parallelize_module(built(EVEN).blocks[0].mlp, mesh["tp"], PLAN)
     model = FSDP(mlp, device_mesh=data, use_orig_params=True, extensions=Forgets())
@@ -446,11 +449,6 @@ def load_with_extensions_that_forget():
     legacy = {key: value for key, value in model.state_dict().items() if key.startswith("down")}
     with pytest.raises(PlacementError, match=r"Forgets.pre_load_state_dict_transform returned a NoneType"):
         model.load_state_dict(legacy, strict=False)
-
-
-@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
-def test_extensions_that_give_no_sharded_tensor_back_are_named(threads):
-    threads(4).run(load_with_extensions_that_forget)
 
 
 def loaded_from_a_nested_sharded_tensor():
@@ -490,7 +488,9 @@ class Copies(DTensorExtensions):
 # What is refused
 
 
-def refused():
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@on_processes(4)
+def test_what_cannot_be_done_over_two_axes_says_what_to_do():
     mesh, data = axes_of((2, 2))
 
     def parallel():
@@ -514,8 +514,3 @@ def refused():
     model = FSDP(parallel(), device_mesh=data, use_orig_params=True)
     FSDP.set_state_dict_type(model, SHARDED, ShardedStateDictConfig(form=ShardedForm.SHARDED_TENSOR))
     raised(UnsupportedError, "form=ShardedForm.ROWS", model.state_dict)
-
-
-@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
-def test_what_cannot_be_done_over_two_axes_says_what_to_do(world):
-    world(4).run(refused)

@@ -24,6 +24,7 @@ from sherd.engine.run.seal import unit_of
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
 from tests.support.models import Block
+from tests.support.on_ranks import on_processes, on_threads
 from tests.wrapper.nets import (
     COMPOSED,
     NAMES,
@@ -118,7 +119,8 @@ def test_one_rank_alone_is_no_special_case(threads, way):
     threads(1).run(edit_and_train, way)
 
 
-def edit_where_shards_rest_elsewhere_or_compute_is_narrow():
+@on_processes(2)
+def test_shards_in_host_memory_and_narrow_compute_keep_full_precision():
     edit_and_train("rows", offload_policy=CPUOffloadPolicy())
     for way in ("flat_param", "orig_params"):
         edit_and_train(way, cpu_offload=CPUOffload(offload_params=True))
@@ -137,21 +139,13 @@ def edit_where_shards_rest_elsewhere_or_compute_is_narrow():
         assert_equal(wholes(model), values(plain))
 
 
-def test_shards_in_host_memory_and_narrow_compute_keep_full_precision(world):
-    world(2).run(edit_where_shards_rest_elsewhere_or_compute_is_narrow)
-
-
-def drop_changes(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params", "orig_copied"))
+def test_changes_are_dropped_without_writeback(way):
     plain, model = made(), sharded(way)
     with unsharded(model, writeback=False):
         edit(own(model))
     assert_equal(wholes(model), values(plain))
     torch.testing.assert_close(model(words()), plain(words()))
-
-
-def test_changes_are_dropped_without_writeback(threads):
-    for way in ("rows", "flat_param", "orig_params", "orig_copied"):
-        threads(2).run(drop_changes, way)
 
 
 def edit_then_raise(model):
@@ -160,7 +154,8 @@ def edit_then_raise(model):
         raise KeyError("the body's own")
 
 
-def edit_and_raise(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params"))
+def test_a_body_that_raises_leaves_shards_with_what_it_changed(way):
     plain, model = made(), sharded(way)
     model(words())
     with pytest.raises(KeyError, match="the body's own"):
@@ -170,12 +165,8 @@ def edit_and_raise(way):
     torch.testing.assert_close(model(words()), plain(words()))
 
 
-def test_a_body_that_raises_leaves_shards_with_what_it_changed(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(edit_and_raise, way)
-
-
-def use_after_a_load(way):
+@on_threads(2, way=("rows", "flat", "orig_params"))
+def test_a_loaded_state_is_what_is_lent(way):
     plain, model = made(), sharded(way)
     with torch.no_grad():
         for each in plain.parameters():
@@ -186,12 +177,8 @@ def use_after_a_load(way):
         assert_shown_whole(model, values(plain))
 
 
-def test_a_loaded_state_is_what_is_lent(threads):
-    for way in ("rows", "flat", "orig_params"):
-        threads(2).run(use_after_a_load, way)
-
-
-def freeze_inside(way):
+@on_threads(2, way=("rows", "flat", "flat_param", "orig_params"))
+def test_parameters_frozen_and_thawed_inside_stay_so(way):
     model = sharded(way)
     model(words()).sum().backward()
     model.zero_grad()
@@ -207,15 +194,11 @@ def freeze_inside(way):
     assert {name for name, each in named.items() if each.grad is None} == frozen
 
 
-def test_parameters_frozen_and_thawed_inside_stay_so(threads):
-    for way in ("rows", "flat", "flat_param", "orig_params"):
-        threads(2).run(freeze_inside, way)
-
-
 # Parts and nesting
 
 
-def nest(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params"))
+def test_contexts_nest_in_any_order(way):
     plain, model = made(), sharded(way)
     block = own(model).block
     with unsharded(model, recurse=False):
@@ -239,12 +222,8 @@ def nest(way):
         assert isinstance(block.up.weight, DTensor)
 
 
-def test_contexts_nest_in_any_order(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(nest, way)
-
-
-def ask_for_more_inside():
+@on_threads(2)
+def test_an_inner_context_that_asks_for_more_is_refused_on_all_ranks():
     model = sharded("orig_params")
     with unsharded(model.block, writeback=False):
         with pytest.raises(WrapperStateError, match=r"already unsharding.*unit .*lack|without writeback=True"):
@@ -260,10 +239,6 @@ def ask_for_more_inside():
     model(words())
 
 
-def test_an_inner_context_that_asks_for_more_is_refused_on_all_ranks(threads):
-    threads(2).run(ask_for_more_inside)
-
-
 class Borrower(nn.Module):
     """A unit whose weight another one owns."""
 
@@ -276,7 +251,8 @@ class Borrower(nn.Module):
         return self.last(self.first(x))
 
 
-def lend_a_tied_weight():
+@on_processes(2)
+def test_a_weight_that_another_unit_owns_is_lent_too():
     torch.manual_seed(0)
     model = Borrower()
     expected = model.first.weight.detach().clone()
@@ -290,10 +266,6 @@ def lend_a_tied_weight():
         expected += 1
         torch.testing.assert_close(model.first.weight.full_tensor(), expected)
         model(torch.ones(2, 4)).sum().backward()
-
-
-def test_a_weight_that_another_unit_owns_is_lent_too(world):
-    world(2).run(lend_a_tied_weight)
 
 
 def leaving_raises(model, change, kind, said):
@@ -311,18 +283,8 @@ def give_two_weights(net):
     net.scale.data.fill_(9)
 
 
-def replace_one_of_two_places(way):
-    model = sharded(way)
-    with unsharded(model):
-        own(model).head.weight = nn.Parameter(torch.full((11, 6), 2.0))
-    for name in ("head.weight", "embed.weight"):
-        torch.testing.assert_close(wholes(model)[name], torch.full((11, 6), 2.0))
-    leaving_raises(model, give_two_weights, PlacementError, r"weight is tied: it hangs on 2 places.* 2 different")
-    assert wholes(model)["scale"].item() == 9, "the others were written"
-    model(words()).sum().backward()
-
-
-def load_inside(way):
+@on_threads(2, way=("rows", "orig_params"))
+def test_a_state_dict_is_loaded_inside_and_every_parameter_may_be_replaced(way):
     plain, model = made(), sharded(way)
     for each in plain.parameters():
         each.data.add_(1)
@@ -341,12 +303,8 @@ def load_inside(way):
     torch.testing.assert_close(model(words()), plain(words()))
 
 
-def test_a_state_dict_is_loaded_inside_and_every_parameter_may_be_replaced(threads):
-    for way in ("rows", "orig_params"):
-        threads(2).run(load_inside, way)
-
-
-def backward_inside(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params", "orig_kept"))
+def test_a_backward_inside_is_refused(way):
     """Of a forward before; after the error the model trains as it would have."""
     model, expected = sharded(way), sharded(way)
     expected(words()).square().mean().backward()
@@ -366,12 +324,8 @@ def backward_inside(way):
         model.zero_grad()
 
 
-def test_a_backward_inside_is_refused(threads):
-    for way in ("rows", "flat_param", "orig_params", "orig_kept"):
-        threads(2).run(backward_inside, way)
-
-
-def gradients_of_what_is_lent(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params"))
+def test_a_gradient_of_what_is_lent_is_kept_or_refused(way):
     """Kept with gradients, shown to who looks, else refused: they would be lost."""
     model = sharded(way)
 
@@ -402,12 +356,8 @@ def gradients_of_what_is_lent(way):
     model(words()).square().mean().backward()
 
 
-def test_a_gradient_of_what_is_lent_is_kept_or_refused(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(gradients_of_what_is_lent, way)
-
-
-def lend_in_inference_mode(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params"))
+def test_it_works_in_inference_mode(way):
     plain, model = made(), sharded(way)
     with torch.inference_mode(), unsharded(model):
         assert_shown_whole(model, values(plain))
@@ -421,14 +371,16 @@ def lend_in_inference_mode(way):
     torch.testing.assert_close(model(words()), plain(words()))
 
 
-def test_it_works_in_inference_mode(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(lend_in_inference_mode, way)
-
-
-def test_a_tied_weight_replaced_on_one_place_is_replaced_on_both(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(replace_one_of_two_places, way)
+@on_threads(2, way=("rows", "flat_param", "orig_params"))
+def test_a_tied_weight_replaced_on_one_place_is_replaced_on_both(way):
+    model = sharded(way)
+    with unsharded(model):
+        own(model).head.weight = nn.Parameter(torch.full((11, 6), 2.0))
+    for name in ("head.weight", "embed.weight"):
+        torch.testing.assert_close(wholes(model)[name], torch.full((11, 6), 2.0))
+    leaving_raises(model, give_two_weights, PlacementError, r"weight is tied: it hangs on 2 places.* 2 different")
+    assert wholes(model)["scale"].item() == 9, "the others were written"
+    model(words()).sum().backward()
 
 
 # Rank 0 only, host memory, gradients
@@ -455,17 +407,13 @@ def test_only_rank_0_of_each_shard_group_is_shown_whole_parameters(world):
         world(4 if "hybrid" in way else 2).run(show_on_rank0, way)
 
 
-def keep_offloaded_changes(way):
+@on_threads(2, way=("rows", "flat", "flat_param", "orig_params"))
+def test_changes_made_in_host_memory_are_kept(way):
     plain, model = made(), sharded(way)
     with unsharded(model, offload_to_cpu=True):
         edit(own(model))
     edit(plain)
     assert_equal(wholes(model), values(plain))
-
-
-def test_changes_made_in_host_memory_are_kept(threads):
-    for way in ("rows", "flat", "flat_param", "orig_params"):
-        threads(2).run(keep_offloaded_changes, way)
 
 
 def whole_grads(model):
@@ -521,7 +469,8 @@ def test_gradients_are_whole_inside_and_edits_of_them_are_kept(world, way):
     world(4 if "hybrid" in way else 2).run(grads_inside, way)
 
 
-def lose_a_gradient_on_one_rank():
+@on_threads(2)
+def test_a_gradient_that_one_rank_has_dropped_stays_dropped_there():
     model = sharded("orig_params")
     model(words()).sum().backward()
     bias = model.block.down.bias
@@ -532,14 +481,14 @@ def lose_a_gradient_on_one_rank():
     assert (bias.grad is None) == (dist.get_rank() == 1)
 
 
-def test_a_gradient_that_one_rank_has_dropped_stays_dropped_there(threads):
-    threads(2).run(lose_a_gradient_on_one_rank)
-
-
 # Between forward and backward, and inside
 
 
-def change_nothing_between(way):
+BETWEEN = ["rows", "kept", "flat", "flat_param", "orig_params", "flat_kept", "orig_kept", "orig_copied"]
+
+
+@on_threads(2, way=BETWEEN)
+def test_a_look_between_forward_and_backward_changes_nothing(way):
     plain, model = made(), sharded(way)
     loss = model(words()).square().mean()
     with unsharded(model), torch.no_grad():
@@ -554,15 +503,8 @@ def change_nothing_between(way):
             torch.testing.assert_close(each.grad.full_tensor(), other.grad.full_tensor(), rtol=0, atol=0)
 
 
-BETWEEN = ["rows", "kept", "flat", "flat_param", "orig_params", "flat_kept", "orig_kept", "orig_copied"]
-
-
-def test_a_look_between_forward_and_backward_changes_nothing(threads):
-    for way in BETWEEN:
-        threads(2).run(change_nothing_between, way)
-
-
-def change_one_element_between(way):
+@on_processes(2, way=BETWEEN)
+def test_a_change_between_forward_and_backward_makes_the_backward_raise_on_all_ranks(way):
     """Of a part that one rank holds; and the backward raises on all, as autograd does for a plain parameter."""
     model = sharded(way)
     loss = model(words()).square().mean()
@@ -576,11 +518,6 @@ def change_one_element_between(way):
     torch.testing.assert_close(model(words()), plain(words()))
     model(words()).square().mean().backward()
     assert_equal(wholes(model), values(plain))
-
-
-def test_a_change_between_forward_and_backward_makes_the_backward_raise_on_all_ranks(world):
-    for way in BETWEEN:
-        world(2).run(change_one_element_between, way)
 
 
 class Asking(nn.Module):
@@ -612,7 +549,8 @@ def asking(wrap):
     return model, inner
 
 
-def ask_in_the_middle(wrap):
+@on_processes(2, wrap=(None, True, False))
+def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(wrap):
     said = []
 
     def ask(entered):
@@ -640,12 +578,8 @@ def ask_in_the_middle(wrap):
     return model(torch.ones(2, 4)).detach()
 
 
-def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(world):
-    for wrap in (None, True, False):
-        world(2).run(ask_in_the_middle, wrap)
-
-
-def enter_above_and_beside_a_unit_at_work():
+@on_threads(2)
+def test_where_one_unit_cannot_be_lent_none_is():
     """Of two models one is in forward: nothing of the other stays lent."""
     model, inner = asking(None)
     both = nn.ModuleList([fully_shard(nn.Linear(4, 4)), model])
@@ -660,22 +594,6 @@ def enter_above_and_beside_a_unit_at_work():
     model(torch.ones(2, 4))
 
 
-def test_where_one_unit_cannot_be_lent_none_is(threads):
-    threads(2).run(enter_above_and_beside_a_unit_at_work)
-
-
-def fail_on_the_way_in(monkeypatch):
-    model = sharded("rows")
-    frozen = unit_of(model.frozen)
-    monkeypatch.setattr(type(frozen.mesh.shard_transport), "all_gather", _FailsOnThird())
-    with pytest.raises(ConnectionError):
-        unsharded(model).__enter__()
-    monkeypatch.undo()
-    assert isinstance(model.scale, DTensor)
-    assert unit_of(model).lent is None
-    model(words())
-
-
 class _FailsOnThird:
     def __init__(self):
         self.calls = 0
@@ -687,11 +605,21 @@ class _FailsOnThird:
         rows.zero_()
 
 
-def test_a_failure_on_the_way_in_takes_back_what_was_lent(threads, monkeypatch):
-    threads(1).run(fail_on_the_way_in, monkeypatch)
+@on_threads(1)
+def test_a_failure_on_the_way_in_takes_back_what_was_lent(monkeypatch):
+    model = sharded("rows")
+    frozen = unit_of(model.frozen)
+    monkeypatch.setattr(type(frozen.mesh.shard_transport), "all_gather", _FailsOnThird())
+    with pytest.raises(ConnectionError):
+        unsharded(model).__enter__()
+    monkeypatch.undo()
+    assert isinstance(model.scale, DTensor)
+    assert unit_of(model).lent is None
+    model(words())
 
 
-def generate(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params", "orig_kept"))
+def test_other_units_run_inside_and_those_that_are_lent_do_not(way):
     """The root's parameters are lent, and the blocks run their own forwards."""
     plain, model = made(), sharded(way)
     net = own(model)
@@ -712,12 +640,8 @@ def generate(way):
     model(words()).sum().backward()
 
 
-def test_other_units_run_inside_and_those_that_are_lent_do_not(threads):
-    for way in ("rows", "flat_param", "orig_params", "orig_kept"):
-        threads(2).run(generate, way)
-
-
-def unshard_by_hand_inside():
+@on_threads(2)
+def test_unshard_by_hand_is_not_in_the_way():
     plain, model = made(), sharded("orig_params")
     model(words())
     with unsharded(model):
@@ -734,11 +658,8 @@ def unshard_by_hand_inside():
     torch.testing.assert_close(model(words()), plain(words()))
 
 
-def test_unshard_by_hand_is_not_in_the_way(threads):
-    threads(2).run(unshard_by_hand_inside)
-
-
-def gather_gradients_that_wait():
+@on_threads(2)
+def test_gradients_that_wait_for_a_reduction_are_not_shown_as_none():
     for way in ("rows", "orig_params"):
         model = sharded(way)
         model.set_requires_gradient_sync(False)
@@ -749,10 +670,6 @@ def gather_gradients_that_wait():
         model(words()).sum().backward()
         with unsharded(model, with_grads=True):
             assert own(model).scale.grad.shape == (1,)
-
-
-def test_gradients_that_wait_for_a_reduction_are_not_shown_as_none(threads):
-    threads(2).run(gather_gradients_that_wait)
 
 
 # Of all kinds
@@ -794,7 +711,8 @@ def test_any_dtype_and_shape_is_lent(threads, way):
     threads(3).run(odd_values, COMPOSED[way])
 
 
-def lend_tensor_parallel():
+@on_processes(4)
+def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was():
     """A parameter that is a DTensor before stays one, on its own mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -822,10 +740,6 @@ def lend_tensor_parallel():
     torch.testing.assert_close(model.up.weight.detach().full_tensor(), 2 * expected)
 
 
-def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was(world):
-    world(4).run(lend_tensor_parallel)
-
-
 def replace_by_more(net):
     net.block.up.bias.data.fill_(5)
     net.scale = nn.Parameter(torch.ones(2))
@@ -840,7 +754,8 @@ def delete_one(net):
     net.block.down.bias = None
 
 
-def change_shapes(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params"))
+def test_another_shape_is_refused_by_name_and_the_rest_is_written(way):
     model = sharded(way)
     leaving_raises(model, replace_by_more, PlacementError, r"scale was \(1,\) when it was lent, and is \(2,\)")
     leaving_raises(model, set_other_data, ValueError, r"up.weight was \(5, 6\) when it was lent, and is \(3, 3\)")
@@ -851,22 +766,15 @@ def change_shapes(way):
     model(words()).sum().backward()
 
 
-def test_another_shape_is_refused_by_name_and_the_rest_is_written(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(change_shapes, way)
-
-
-def freeze_part_of_a_flat_parameter():
+@on_threads(2)
+def test_part_of_a_flat_parameter_cannot_be_frozen():
     model = sharded("flat_param")
     leaving_raises(model, lambda net: net.block.up.weight.requires_grad_(False), PolicyError, "uniform `requires_grad`")
     model(words()).sum().backward()
 
 
-def test_part_of_a_flat_parameter_cannot_be_frozen(threads):
-    threads(2).run(freeze_part_of_a_flat_parameter)
-
-
-def replace_then_enter(way):
+@on_threads(2, way=("rows", "orig_params"))
+def test_a_parameter_replaced_before_is_lent_with_its_new_values(way):
     """What a user has put in a shard's place before is what is lent."""
     model = sharded(way)
     model(words())
@@ -876,12 +784,13 @@ def replace_then_enter(way):
     torch.testing.assert_close(wholes(model)["block.up.weight"], torch.ones(5, 6))
 
 
-def test_a_parameter_replaced_before_is_lent_with_its_new_values(threads):
-    for way in ("rows", "orig_params"):
-        threads(2).run(replace_then_enter, way)
+def record_whole(model, tensor):
+    """Whether it is the engine's own unsharded parameter, of which the memory is freed, or a plain net's."""
+    return tensor.untyped_storage().nbytes() == 0
 
 
-def memory_is_given_back():
+@on_processes(2)
+def test_nothing_lent_outlives_the_context():
     model = sharded("orig_params")
     model(words())
     kept = []
@@ -896,23 +805,11 @@ def memory_is_given_back():
     assert all(isinstance(each, RaggedDTensor) for each in alive if not record_whole(model, each))
 
 
-def record_whole(model, tensor):
-    """Whether it is the engine's own unsharded parameter, of which the memory is freed, or a plain net's."""
-    return tensor.untyped_storage().nbytes() == 0
-
-
-def test_nothing_lent_outlives_the_context(world):
-    world(2).run(memory_is_given_back)
-
-
-def summon():
+@on_threads(2)
+def test_summon_full_params_is_the_same():
     model = sharded("orig_params", Net())
     with FullyShardedDataParallel.summon_full_params(model) as nothing:
         assert nothing is None
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in made().named_parameters()]
     with FullyShardedDataParallel.summon_full_params(nn.Linear(2, 2)):
         pass
-
-
-def test_summon_full_params_is_the_same(threads):
-    threads(2).run(summon)
