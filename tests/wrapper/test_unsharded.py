@@ -1,4 +1,4 @@
-"""Do unshard contexts show unsharded parameters, and are the shards right afterwards, whatever was done inside?"""
+"""Unshard contexts show unsharded parameters, and the shards are right afterwards, whatever was done inside."""
 
 import gc
 from operator import attrgetter
@@ -23,23 +23,34 @@ from sherd import (
 from sherd.engine.run.seal import unit_of
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
+from tests.support.comparing import assert_same, whole, whole_grads
 from tests.support.models import Block
 from tests.support.on_ranks import on_processes, on_threads
+from tests.support.sharding import sharded as shard
+from tests.support.training import made as seeded
+from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
 from tests.wrapper.nets import (
     COMPOSED,
     NAMES,
     WAYS,
     Net,
-    assert_equal,
+    assert_close,
+    assert_computes,
+    assert_holds,
+    backward,
+    backwards,
     made,
     own,
     sharded,
+    steps,
+    trained,
     values,
     wholes,
     words,
 )
 
-LR = 0.1
+EACH = ("rows", "flat_param", "orig_params")
+"""One way of each front end."""
 
 
 def shown(model):
@@ -50,7 +61,7 @@ def shown(model):
 def assert_shown_whole(model, expected):
     found = shown(model)
     assert all(type(each) is nn.Parameter for each in found.values())
-    assert_equal({name: found[name].detach() for name in NAMES}, expected)
+    assert_same({name: found[name].detach() for name in NAMES}, expected)
 
 
 def edit(net):
@@ -62,25 +73,6 @@ def edit(net):
         net.head.weight.add_(1)
         net.frozen.bias.data.fill_(3)
         net.scale = nn.Parameter(torch.tensor([0.25]))
-
-
-def step(model, seed):
-    """One step of SGD on this rank's batch; the output."""
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=LR)
-    output = model(words(seed))
-    output.square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return output.detach()
-
-
-def step_plain(net, seed, num_ranks):
-    optimizer = torch.optim.SGD([each for each in net.parameters() if each.requires_grad], lr=LR)
-    for rank in range(num_ranks):
-        batch = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(100 * seed + rank))
-        (net(batch).square().mean() / num_ranks).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # Whole inside, kept after
@@ -95,31 +87,30 @@ def edit_and_train(way, **more):
             assert not own(model).frozen.weight.requires_grad
             edit(own(model))
         edit(plain)
-        assert_equal(wholes(model), values(plain))
-        torch.testing.assert_close(step(model, moment), plain(words(moment)))
-        step_plain(plain, moment, dist.get_world_size())
-        trained = wholes(model)
-        for name, value in values(plain).items():
-            torch.testing.assert_close(trained[name], value, msg=lambda said, name=name: f"{name}: {said}")
-        plain.load_state_dict(trained)
+        assert_holds(model, plain)
+        assert_computes(model, plain, moment)
+        steps(plain, model, [torch.optim.SGD(trained(each), lr=0.1) for each in (plain, model)], [moment])
+        assert_close(model, plain)
+        plain.load_state_dict(wholes(model))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_are_whole_inside_and_changes_are_trained_on_afterwards(world, way):
-    world(4 if "hybrid" in way else 2).run(edit_and_train, way)
+UNEVEN = [("columns", 3), ("blocks", 3), ("flat_param", 3), ("orig_params", 4)]
+"""Ways, and numbers of ranks of which some hold nothing."""
 
 
-@pytest.mark.parametrize(("way", "ranks"), [("columns", 3), ("blocks", 3), ("flat_param", 3), ("orig_params", 4)])
-def test_so_they_are_where_ranks_hold_nothing(threads, way, ranks):
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        *((way, 4 if "hybrid" in way else 2) for way in WAYS),
+        *UNEVEN,
+        *((way, 1) for way in ("rows", "flat", "flat_param", "orig_params")),
+    ],
+)
+def test_parameters_are_whole_inside_and_changes_are_trained_on_afterwards(threads, way, ranks):
     threads(ranks).run(edit_and_train, way)
 
 
-@pytest.mark.parametrize("way", ["rows", "flat", "flat_param", "orig_params"])
-def test_one_rank_alone_is_no_special_case(threads, way):
-    threads(1).run(edit_and_train, way)
-
-
-@on_processes(2)
+@on_threads(2)
 def test_shards_in_host_memory_and_narrow_compute_keep_full_precision():
     edit_and_train("rows", offload_policy=CPUOffloadPolicy())
     for way in ("flat_param", "orig_params"):
@@ -136,7 +127,7 @@ def test_shards_in_host_memory_and_narrow_compute_keep_full_precision():
             assert_shown_whole(model, values(plain))
             edit(own(model))
         edit(plain)
-        assert_equal(wholes(model), values(plain))
+        assert_holds(model, plain)
 
 
 @on_threads(2, way=("rows", "flat_param", "orig_params", "orig_copied"))
@@ -144,25 +135,25 @@ def test_changes_are_dropped_without_writeback(way):
     plain, model = made(), sharded(way)
     with unsharded(model, writeback=False):
         edit(own(model))
-    assert_equal(wholes(model), values(plain))
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_holds(model, plain)
+    assert_computes(model, plain)
 
 
-def edit_then_raise(model):
-    with unsharded(model):
-        edit(own(model))
-        raise KeyError("the body's own")
-
-
-@on_threads(2, way=("rows", "flat_param", "orig_params"))
+@on_threads(2, way=EACH)
 def test_a_body_that_raises_leaves_shards_with_what_it_changed(way):
     plain, model = made(), sharded(way)
     model(words())
+
+    def edit_and_raise():
+        with unsharded(model):
+            edit(own(model))
+            raise KeyError("the body's own")
+
     with pytest.raises(KeyError, match="the body's own"):
-        edit_then_raise(model)
+        edit_and_raise()
     edit(plain)
-    assert_equal(wholes(model), values(plain))
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_holds(model, plain)
+    assert_computes(model, plain)
 
 
 @on_threads(2, way=("rows", "flat", "orig_params"))
@@ -185,8 +176,7 @@ def test_parameters_frozen_and_thawed_inside_stay_so(way):
     with unsharded(model):
         own(model).block.requires_grad_(False)
         own(model).frozen.requires_grad_(True)
-    output = model(words())
-    output.sum().backward()
+    model(words()).sum().backward()
     named = dict(model.named_parameters())
     frozen = {name for name, each in named.items() if not each.requires_grad}
     assert frozen
@@ -197,7 +187,7 @@ def test_parameters_frozen_and_thawed_inside_stay_so(way):
 # Parts and nesting
 
 
-@on_threads(2, way=("rows", "flat_param", "orig_params"))
+@on_threads(2, way=EACH)
 def test_contexts_nest_in_any_order(way):
     plain, model = made(), sharded(way)
     block = own(model).block
@@ -205,7 +195,7 @@ def test_contexts_nest_in_any_order(way):
         assert type(own(model).scale) is nn.Parameter
         assert isinstance(block.up.weight, DTensor)
         with unsharded(block):
-            assert_equal({"w": block.up.weight.detach()}, {"w": plain.block.up.weight.detach()})
+            assert_same(block.up.weight.detach(), plain.block.up.weight.detach())
             block.up.weight.data.add_(1)
         assert isinstance(block.up.weight, DTensor)
         own(model).scale.data.add_(1)
@@ -217,7 +207,7 @@ def test_contexts_nest_in_any_order(way):
         own(model).scale.data.add_(1)
     plain.block.up.weight.data.add_(1).add_(1)
     plain.scale.data.add_(1).add_(1)
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     with unsharded(own(model).block.up), unsharded(nn.Linear(2, 2)):  # neither a unit nor above one
         assert isinstance(block.up.weight, DTensor)
 
@@ -251,7 +241,7 @@ class Borrower(nn.Module):
         return self.last(self.first(x))
 
 
-@on_processes(2)
+@on_threads(2)
 def test_a_weight_that_another_unit_owns_is_lent_too():
     torch.manual_seed(0)
     model = Borrower()
@@ -277,12 +267,6 @@ def leaving_raises(model, change, kind, said):
         context.__exit__(None, None, None)
 
 
-def give_two_weights(net):
-    net.embed.weight = nn.Parameter(torch.zeros(11, 6))
-    net.head.weight = nn.Parameter(torch.ones(11, 6))
-    net.scale.data.fill_(9)
-
-
 @on_threads(2, way=("rows", "orig_params"))
 def test_a_state_dict_is_loaded_inside_and_every_parameter_may_be_replaced(way):
     plain, model = made(), sharded(way)
@@ -291,7 +275,7 @@ def test_a_state_dict_is_loaded_inside_and_every_parameter_may_be_replaced(way):
     model(words()).sum().backward()
     with unsharded(model):
         own(model).load_state_dict(dict(zip(own(model).state_dict(), plain.state_dict().values(), strict=True)))
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     with unsharded(model):  # each place gets a tensor of its own
         for name in NAMES:
             module, _, attribute = name.rpartition(".")
@@ -299,15 +283,15 @@ def test_a_state_dict_is_loaded_inside_and_every_parameter_may_be_replaced(way):
             setattr(holder, attribute, nn.Parameter(values(plain)[name] + 1))
     for each in plain.parameters():
         each.data.add_(1)
-    assert_equal(wholes(model), values(plain))
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_holds(model, plain)
+    assert_computes(model, plain)
 
 
 @on_threads(2, way=("rows", "flat_param", "orig_params", "orig_kept"))
 def test_a_backward_inside_is_refused(way):
     """Of a forward before; after the error the model trains as it would have."""
     model, expected = sharded(way), sharded(way)
-    expected(words()).square().mean().backward()
+    backward(expected)
     for recurse, lender, with_grads in ((True, model, False), (True, model, True), (False, model.block, True)):
         if with_grads and way.startswith("flat_"):
             continue
@@ -318,13 +302,12 @@ def test_a_backward_inside_is_refused(way):
         with unsharded(lender, recurse=recurse, with_grads=with_grads), refused:
             loss.backward()
         model.zero_grad()
-        model(words()).square().mean().backward()
-        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-            assert found.grad is wanted.grad is None or torch.equal(found.grad.full_tensor(), wanted.grad.full_tensor())
+        backward(model)
+        assert_same(whole_grads(model), whole_grads(expected))
         model.zero_grad()
 
 
-@on_threads(2, way=("rows", "flat_param", "orig_params"))
+@on_threads(2, way=EACH)
 def test_a_gradient_of_what_is_lent_is_kept_or_refused(way):
     """Kept with gradients, shown to who looks, else refused: they would be lost."""
     model = sharded(way)
@@ -353,31 +336,37 @@ def test_a_gradient_of_what_is_lent_is_kept_or_refused(way):
         with pytest.raises(StateError, match=r"of unit .*was lent by an unshard context .* is over.*with_grads=True"):
             each.backward()
     assert all(each.grad is None for each in model.parameters())
-    model(words()).square().mean().backward()
+    backward(model)
 
 
-@on_threads(2, way=("rows", "flat_param", "orig_params"))
+@on_threads(2, way=EACH)
 def test_it_works_in_inference_mode(way):
     plain, model = made(), sharded(way)
     with torch.inference_mode(), unsharded(model):
         assert_shown_whole(model, values(plain))
         own(model).scale.data.add_(1)
     plain.scale.data.add_(1)
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     model(words()).sum().backward()
     with unsharded(model):
         own(model).scale.data.add_(1)
     plain.scale.data.add_(1)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
 
 
-@on_threads(2, way=("rows", "flat_param", "orig_params"))
+@on_threads(2, way=EACH)
 def test_a_tied_weight_replaced_on_one_place_is_replaced_on_both(way):
     model = sharded(way)
     with unsharded(model):
         own(model).head.weight = nn.Parameter(torch.full((11, 6), 2.0))
     for name in ("head.weight", "embed.weight"):
         torch.testing.assert_close(wholes(model)[name], torch.full((11, 6), 2.0))
+
+    def give_two_weights(net):
+        net.embed.weight = nn.Parameter(torch.zeros(11, 6))
+        net.head.weight = nn.Parameter(torch.ones(11, 6))
+        net.scale.data.fill_(9)
+
     leaving_raises(model, give_two_weights, PlacementError, r"weight is tied: it hangs on 2 places.* 2 different")
     assert wholes(model)["scale"].item() == 9, "the others were written"
     model(words()).sum().backward()
@@ -386,7 +375,8 @@ def test_a_tied_weight_replaced_on_one_place_is_replaced_on_both(way):
 # Rank 0 only, host memory, gradients
 
 
-def show_on_rank0(way):
+@on_threads(4, way=(*EACH, "orig_hybrid"))
+def test_only_rank_0_of_each_shard_group_is_shown_whole_parameters(way):
     plain, model = made(), sharded(way)
     with unsharded(model, rank0_only=True, writeback=False, offload_to_cpu=True):
         found = shown(model)
@@ -398,13 +388,8 @@ def show_on_rank0(way):
             assert all(isinstance(each, DTensor) for each in found.values())
         with pytest.raises(StateError, match="lends its parameters"):
             model(words())
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     model(words()).sum().backward()
-
-
-def test_only_rank_0_of_each_shard_group_is_shown_whole_parameters(world):
-    for way in ("rows", "flat_param", "orig_params", "orig_hybrid"):
-        world(4 if "hybrid" in way else 2).run(show_on_rank0, way)
 
 
 @on_threads(2, way=("rows", "flat", "flat_param", "orig_params"))
@@ -413,22 +398,14 @@ def test_changes_made_in_host_memory_are_kept(way):
     with unsharded(model, offload_to_cpu=True):
         edit(own(model))
     edit(plain)
-    assert_equal(wholes(model), values(plain))
-
-
-def whole_grads(model):
-    return {name: None if each.grad is None else each.grad.full_tensor() for name, each in model.named_parameters()}
+    assert_holds(model, plain)
 
 
 def grads_inside(way):
     plain, model = made(), sharded(way)
     with unsharded(model, with_grads=True):
         assert all(each.grad is None for each in shown(model).values())
-    output = model(words())
-    output.square().mean().backward()
-    for rank in range(dist.get_world_size()):
-        batch = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(rank))
-        (plain(batch).square().mean() / dist.get_world_size()).backward()
+    backwards(plain, model)
     before = whole_grads(model)
     with unsharded(model):
         assert all(each.grad is None for each in shown(model).values()), "not asked for"
@@ -439,8 +416,7 @@ def grads_inside(way):
             if each.grad is not None:
                 torch.testing.assert_close(found[name].grad, each.grad)
                 found[name].grad.zero_()
-    for name, grad in before.items():
-        torch.testing.assert_close(whole_grads(model)[name], grad)
+    assert_same(whole_grads(model), before)
     with unsharded(model, with_grads=True):
         found = shown(model)
         found["scale"].grad.fill_(3)
@@ -465,8 +441,8 @@ def grads_inside(way):
 @pytest.mark.parametrize(
     "way", ["rows", "columns", "blocks", "flat_param", "orig_params", "flat_copied", "orig_hybrid"]
 )
-def test_gradients_are_whole_inside_and_edits_of_them_are_kept(world, way):
-    world(4 if "hybrid" in way else 2).run(grads_inside, way)
+def test_gradients_are_whole_inside_and_edits_of_them_are_kept(threads, way):
+    threads(4 if "hybrid" in way else 2).run(grads_inside, way)
 
 
 @on_threads(2)
@@ -496,14 +472,11 @@ def test_a_look_between_forward_and_backward_changes_nothing(way):
         assert own(model).scale.requires_grad
     loss.backward()
     expected = sharded(way)
-    expected(words()).square().mean().backward()
-    for (name, each), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert (each.grad is None) == (other.grad is None), name
-        if each.grad is not None:
-            torch.testing.assert_close(each.grad.full_tensor(), other.grad.full_tensor(), rtol=0, atol=0)
+    backward(expected)
+    assert_same(whole_grads(model), whole_grads(expected))
 
 
-@on_processes(2, way=BETWEEN)
+@on_threads(2, way=BETWEEN)
 def test_a_change_between_forward_and_backward_makes_the_backward_raise_on_all_ranks(way):
     """Of a part that one rank holds; and the backward raises on all, as autograd does for a plain parameter."""
     model = sharded(way)
@@ -515,9 +488,9 @@ def test_a_change_between_forward_and_backward_makes_the_backward_raise_on_all_r
     model.zero_grad()
     plain = made()
     plain.block.up.weight.data[0, 0] += 1
-    torch.testing.assert_close(model(words()), plain(words()))
-    model(words()).square().mean().backward()
-    assert_equal(wholes(model), values(plain))
+    assert_computes(model, plain)
+    backward(model)
+    assert_holds(model, plain)
 
 
 class Asking(nn.Module):
@@ -537,20 +510,14 @@ class Asking(nn.Module):
         return 2 * x
 
 
-def asking(wrap):
+def asking(front):
     inner = Asking()
-    if wrap is None:
-        model = nn.Sequential(nn.Linear(4, 4), fully_shard(inner))
-        fully_shard(model)
-    else:
-        model = FullyShardedDataParallel(
-            nn.Sequential(nn.Linear(4, 4), FullyShardedDataParallel(inner, use_orig_params=wrap)), use_orig_params=wrap
-        )
-    return model, inner
+    model = nn.Sequential(nn.Linear(4, 4), inner)
+    return shard(model, front, [inner, model]), inner
 
 
-@on_processes(2, wrap=(None, True, False))
-def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(wrap):
+@on_threads(2, front=("shard", "wrapper", "flat wrapper"))
+def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(front):
     said = []
 
     def ask(entered):
@@ -559,13 +526,13 @@ def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(wrap)
         assert isinstance(raised.value, AssertionError)
         said.append(str(raised.value))
 
-    model, inner = asking(wrap)
+    model, inner = asking(front)
     block = model[1]
     for entered in (model, block, block):
         inner.in_forward = lambda entered=entered: ask(entered)
-        output = model(torch.ones(2, 4))
+        loss = model(torch.ones(2, 4)).sum()
         inner.in_forward = None
-        output.sum().backward()
+        loss.backward()
         inner.in_backward = lambda entered=entered: ask(entered)
         model(torch.ones(2, 4)).sum().backward()
         inner.in_backward = None
@@ -575,13 +542,13 @@ def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(wrap)
     with unsharded(model):
         assert type(model[0].weight) is nn.Parameter
         assert type(inner.linear.weight) is nn.Parameter
-    return model(torch.ones(2, 4)).detach()
+    model(torch.ones(2, 4))
 
 
 @on_threads(2)
 def test_where_one_unit_cannot_be_lent_none_is():
     """Of two models one is in forward: nothing of the other stays lent."""
-    model, inner = asking(None)
+    model, inner = asking("shard")
     both = nn.ModuleList([fully_shard(nn.Linear(4, 4)), model])
 
     def ask():
@@ -594,22 +561,18 @@ def test_where_one_unit_cannot_be_lent_none_is():
     model(torch.ones(2, 4))
 
 
-class _FailsOnThird:
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, rows, source, sizes, async_op):
-        self.calls += 1
-        if self.calls == 3:
-            raise ConnectionError
-        rows.zero_()
-
-
 @on_threads(1)
 def test_a_failure_on_the_way_in_takes_back_what_was_lent(monkeypatch):
     model = sharded("rows")
-    frozen = unit_of(model.frozen)
-    monkeypatch.setattr(type(frozen.mesh.shard_transport), "all_gather", _FailsOnThird())
+    calls = []
+
+    def fail_on_third(rows, source, sizes, async_op):
+        calls.append(rows)
+        if len(calls) == 3:
+            raise ConnectionError
+        rows.zero_()
+
+    monkeypatch.setattr(type(unit_of(model.frozen).mesh.shard_transport), "all_gather", staticmethod(fail_on_third))
     with pytest.raises(ConnectionError):
         unsharded(model).__enter__()
     monkeypatch.undo()
@@ -628,15 +591,12 @@ def test_other_units_run_inside_and_those_that_are_lent_do_not(way):
         for _ in range(2):
             hidden = net.block(net.embed(words()))
             torch.testing.assert_close(hidden * net.scale, expected)
-        for each in (model, net.frozen):
-            if each is model:
-                with pytest.raises(StateError, match=r"forward of unit .* inside an unshard context"):
-                    each(words())
-            else:
-                each(hidden)
-    with unsharded(net.block), pytest.raises(StateError, match=r"forward of unit block|forward of unit Block"):
+        with pytest.raises(StateError, match=r"forward of unit .* inside an unshard context.*recurse=False"):
+            model(words())
+        net.frozen(hidden)
+    with unsharded(net.block), pytest.raises(RuntimeError, match=r"forward of unit [bB]lock.*leave the context first"):
         net.block(expected)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
     model(words()).sum().backward()
 
 
@@ -650,26 +610,25 @@ def test_unshard_by_hand_is_not_in_the_way():
         model.scale.data.add_(1)
     plain.scale.data.add_(1)
     assert isinstance(model.scale, DTensor)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
     model.unshard()
     with unsharded(model):
         model.scale.data.add_(1)
     plain.scale.data.add_(1)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
 
 
-@on_threads(2)
-def test_gradients_that_wait_for_a_reduction_are_not_shown_as_none():
-    for way in ("rows", "orig_params"):
-        model = sharded(way)
-        model.set_requires_gradient_sync(False)
-        model(words()).sum().backward()
-        with pytest.raises(StateError, match=r"unit .* has gradients that wait for a reduction"):
-            unsharded(model, with_grads=True).__enter__()
-        model.set_requires_gradient_sync(True)
-        model(words()).sum().backward()
-        with unsharded(model, with_grads=True):
-            assert own(model).scale.grad.shape == (1,)
+@on_threads(2, way=("rows", "orig_params"))
+def test_gradients_that_wait_for_a_reduction_are_not_shown_as_none(way):
+    model = sharded(way)
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    with pytest.raises(StateError, match=r"unit .* has gradients that wait for a reduction"):
+        unsharded(model, with_grads=True).__enter__()
+    model.set_requires_gradient_sync(True)
+    backward(model)
+    with unsharded(model, with_grads=True):
+        assert own(model).scale.grad.shape == (1,)
 
 
 # Of all kinds
@@ -690,38 +649,31 @@ class Odd(nn.Module):
         return x * self.scalar + self.wide.sum() + self.narrow.sum() + self.turned.sum() + self.hollow.sum()
 
 
-def odd_values(options):
-    torch.manual_seed(0)
-    model = Odd()
-    expected = {name: each.detach().clone() for name, each in model.named_parameters()}
-    fully_shard(model, **options())
+@on_threads(3, way=("rows", "flat", "blocks", "whole"))
+def test_any_dtype_and_shape_is_lent(way):
+    model = seeded(Odd)
+    expected = whole(dict(model.named_parameters()))
+    fully_shard(model, **COMPOSED[way]())
     for change in (1, 2):
         with unsharded(model):
-            assert_equal({name: each.detach() for name, each in model.named_parameters()}, expected)
+            assert_same(whole(dict(model.named_parameters())), expected)
             for each in model.parameters():
                 each.data.add_(change)
         for each in expected.values():
             each += change
         model(torch.ones(2)).sum().backward()
-    assert_equal({name: each.detach().full_tensor() for name, each in model.named_parameters()}, expected)
+    assert_same(whole(dict(model.named_parameters())), expected)
 
 
-@pytest.mark.parametrize("way", ["rows", "flat", "blocks", "whole"])
-def test_any_dtype_and_shape_is_lent(threads, way):
-    threads(3).run(odd_values, COMPOSED[way])
-
-
-@on_processes(4)
+@on_threads(4)
 def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was():
     """A parameter that is a DTensor before stays one, on its own mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = Block(8, 12)
+    model = seeded(lambda: Block(8, 12))
     expected = model.up.weight.detach().clone()
     for linear, dim in ((model.up, 0), (model.down, 1)):
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))
-    for bias in (model.up, model.down):
-        bias.bias = nn.Parameter(distribute_tensor(bias.bias.detach(), mesh["tp"], [Replicate()]))
+        linear.bias = nn.Parameter(distribute_tensor(linear.bias.detach(), mesh["tp"], [Replicate()]))
     fully_shard(model, mesh=mesh["dp"])
     with unsharded(model):
         weight = model.up.weight
@@ -740,23 +692,21 @@ def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was():
     torch.testing.assert_close(model.up.weight.detach().full_tensor(), 2 * expected)
 
 
-def replace_by_more(net):
-    net.block.up.bias.data.fill_(5)
-    net.scale = nn.Parameter(torch.ones(2))
-
-
-def set_other_data(net):
-    net.scale.data.fill_(4)
-    net.block.up.weight.data = torch.zeros(3, 3)
-
-
-def delete_one(net):
-    net.block.down.bias = None
-
-
-@on_threads(2, way=("rows", "flat_param", "orig_params"))
+@on_threads(2, way=EACH)
 def test_another_shape_is_refused_by_name_and_the_rest_is_written(way):
     model = sharded(way)
+
+    def replace_by_more(net):
+        net.block.up.bias.data.fill_(5)
+        net.scale = nn.Parameter(torch.ones(2))
+
+    def set_other_data(net):
+        net.scale.data.fill_(4)
+        net.block.up.weight.data = torch.zeros(3, 3)
+
+    def delete_one(net):
+        net.block.down.bias = None
+
     leaving_raises(model, replace_by_more, PlacementError, r"scale was \(1,\) when it was lent, and is \(2,\)")
     leaving_raises(model, set_other_data, ValueError, r"up.weight was \(5, 6\) when it was lent, and is \(3, 3\)")
     leaving_raises(model, delete_one, ValueError, r"down.bias was \(6,\) when it was lent, and is None")
@@ -773,36 +723,30 @@ def test_part_of_a_flat_parameter_cannot_be_frozen():
     model(words()).sum().backward()
 
 
-@on_threads(2, way=("rows", "orig_params"))
-def test_a_parameter_replaced_before_is_lent_with_its_new_values(way):
+@on_threads(2, way=("rows", "orig_params"), has_run=(True, False))
+def test_a_parameter_replaced_before_is_lent_with_its_new_values(way, has_run):
     """What a user has put in a shard's place before is what is lent."""
     model = sharded(way)
-    model(words())
+    if has_run:
+        model(words())
     model.block.up.weight = nn.Parameter(torch.ones(5, 6))
     with unsharded(model):
         torch.testing.assert_close(own(model).block.up.weight.detach(), torch.ones(5, 6))
     torch.testing.assert_close(wholes(model)["block.up.weight"], torch.ones(5, 6))
 
 
-def record_whole(model, tensor):
-    """Whether it is the engine's own unsharded parameter, of which the memory is freed, or a plain net's."""
-    return tensor.untyped_storage().nbytes() == 0
-
-
 @on_processes(2)
 def test_nothing_lent_outlives_the_context():
     model = sharded("orig_params")
     model(words())
-    kept = []
     with unsharded(model):
-        kept = [each.untyped_storage() for each in model.parameters()]
-        sizes = [each.nbytes() for each in kept]
-        whole = [each.numel() * each.element_size() for each in model.parameters()]
-    assert sizes == whole, "each has memory of its own, and no more"
-    del kept
+        for each in model.parameters():
+            assert each.untyped_storage().nbytes() == each.numel() * each.element_size(), "its own memory, and no more"
+    del each
     gc.collect()
     alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and each.shape == (5, 6)]
-    assert all(isinstance(each, RaggedDTensor) for each in alive if not record_whole(model, each))
+    # The engine's own unsharded parameter is there still; its memory is freed.
+    assert all(isinstance(each, RaggedDTensor) or not each.untyped_storage().nbytes() for each in alive)
 
 
 @on_threads(2)
