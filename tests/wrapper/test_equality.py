@@ -119,17 +119,17 @@ SETUPS = {
 }
 
 
-def test_prefetch_and_offload_change_no_number(world):
-    check_each(world(3), recipe_of("nested"), SETUPS)
+def test_prefetch_and_offload_change_no_number(threads):
+    check_each(threads(3), recipe_of("nested"), SETUPS)
 
 
 FEW = ["full_flat", "full_orig", "grad_op_orig_offloaded", "none_flat_offloaded"]
 
 
 @pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "synced_each_time"])
-def test_gradients_accumulate_with_and_without_reductions(world, no_sync):
+def test_gradients_accumulate_with_and_without_reductions(threads, no_sync):
     setups = {name: {**SETUPS[name], "no_sync": no_sync} for name in FEW}
-    check_each(world(2), recipe_of("tied_inside", micro_batches=3), setups)
+    check_each(threads(2), recipe_of("tied_inside", micro_batches=3), setups)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, float("inf"), 3])
@@ -228,10 +228,10 @@ def test_evaluation_and_errors_between_steps_change_no_number(threads, orig):
     [(BFLOAT16_REDUCED_IN_FLOAT32, {}), (BFLOAT16, {"rtol": 2e-2, "atol": 1e-3})],
     ids=["reduced_in_float32", "throughout"],
 )
-def test_bfloat16_is_a_cast_model_with_float32_masters(world, precision, near):
+def test_bfloat16_is_a_cast_model_with_float32_masters(threads, precision, near):
     recipe = Recipe("mlp", steps=2)
     setups = {name: {**SETUPS[name], "mixed_precision": precision} for name in FEW}
-    runs = world(2).run(train_each, recipe, setups)
+    runs = threads(2).run(train_each, recipe, setups)
     for rank, plain in enumerate(train_plain_bfloat16(recipe, 2)):
         for name in setups:
             assert_trained_as(runs[rank][name], plain, **near)
@@ -267,9 +267,9 @@ def train_hybrid(recipe, no_sync):
 
 
 @pytest.mark.parametrize(("model", "micro_batches"), [("mlp", 2), ("uneven", 1)])
-def test_copies_of_shards_train_as_in_one_process(world, model, micro_batches):
+def test_copies_of_shards_train_as_in_one_process(threads, model, micro_batches):
     recipe = recipe_of(model, micro_batches=micro_batches)
-    runs = world(4).run(train_hybrid, recipe, micro_batches > 1)
+    runs = threads(4).run(train_hybrid, recipe, micro_batches > 1)
     for name in runs[0]:
         assert_all_trained_plainly([run[name] for run in runs], recipe)
 
