@@ -24,18 +24,18 @@ from sherd import FlatParameter, flatten_optimizer
 from sherd import FullyShardedDataParallel as FSDP
 from sherd.errors import OptimStateError
 from sherd.tensor.ragged import RaggedDTensor
-from tests.support.on_ranks import on_processes
+from tests.support.comparing import whole
+from tests.support.on_ranks import on_processes, on_threads
 from tests.wrapper.test_optim_state import (
     AFTER,
     BEFORE,
     Net,
     adam,
-    assert_same,
+    assert_same_state,
     made,
     momentum,
     optimizer_of,
     train,
-    whole,
     wrapped,
 )
 
@@ -63,8 +63,8 @@ def full_state(model, optimizer):
 
 
 def assert_alike(found, expected, exact=True):
-    """As `assert_same`; torch gives tuples among the hyper-parameters back as lists."""
-    assert_same(*({**each, "param_groups": listed(each["param_groups"])} for each in (found, expected)), exact)
+    """As `assert_same_state`; torch gives tuples among the hyper-parameters back as lists."""
+    assert_same_state(*({**each, "param_groups": listed(each["param_groups"])} for each in (found, expected)), exact)
 
 
 def listed(value):
@@ -80,7 +80,7 @@ def is_flat(optimizer):
 # In memory
 
 
-@on_processes(2, timeout=120)
+@on_threads(2)
 def test_full_states_are_by_name_and_go_into_every_other_wrapping():
     sources = {form: any_made(form, steps=BEFORE) for form in (*FLAT, *OTHERS)}
     expected_values, expected = get_state_dict(*sources["plain"], options=FULL)
@@ -148,7 +148,7 @@ def test_every_option_is_taken():
         assert set(full_state(outer, optimizer)["state"]) == {f"net.{name}" for name in expected["state"]}
 
 
-@on_processes(2)
+@on_threads(2)
 def test_any_optimizer_has_its_state_by_name():
     """A state that was not made yet, one without any, one in two optimizers, and one that steps whole buffers."""
     for kind in (adam, momentum, functools.partial(torch.optim.SGD, lr=0.1)):
@@ -238,7 +238,7 @@ def tuned(form):
     return FSDP(model, use_orig_params=True, ignored_states=own) if form == "orig" else model
 
 
-@on_processes(2)
+@on_threads(2)
 def test_a_model_with_another_head_takes_what_it_has_in_common():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     values, state = get_state_dict(model, optimizer, options=FULL)
