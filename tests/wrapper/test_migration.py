@@ -60,10 +60,27 @@ def strategy(api, name, **more):
     return {"sharding_strategy": api.ShardingStrategy[name], **more}
 
 
+def by_blocks(**more):
+    return {"auto_wrap_policy": BLOCKS, **more}
+
+
+def with_original_parameters(**more):
+    return {"use_orig_params": True, **more}
+
+
+def one_block_under(name, model, api):
+    """All blocks are wrapped, one of them with another strategy."""
+    return CustomPolicy(lambda each: strategy(api, name) if each is model.blocks[1] else isinstance(each, Block))
+
+
 def pair():
     """Each rank is a shard group of its own, and both are copies; as a user makes them."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return alone[dist.get_rank()], dist.new_group(range(dist.get_world_size()))
+
+
+def mesh_of(*shape, **names):
+    return init_device_mesh("cpu", shape, **names)
 
 
 # By name: what FullyShardedDataParallel is given, of the module and of what holds the enums (sherd, or torch's module).
@@ -76,91 +93,62 @@ CASES = {
     "a_policy_without_a_name": lambda model, api: {
         "auto_wrap_policy": lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)
     },
-    "a_policy_with_other_arguments": lambda model, api: {
-        "auto_wrap_policy": CustomPolicy(
-            lambda each: strategy(api, "SHARD_GRAD_OP") if each is model.blocks[1] else isinstance(each, Block)
-        ),
-        "use_orig_params": True,
-    },
-    "a_policy_with_copies_of_a_block": lambda model, api: {
-        "auto_wrap_policy": CustomPolicy(
-            lambda each: strategy(api, "NO_SHARD") if each is model.blocks[1] else isinstance(each, Block)
-        ),
-        "use_orig_params": True,
-    },
-    "no_shard": lambda model, api: strategy(api, "NO_SHARD", auto_wrap_policy=BLOCKS),
+    "a_policy_with_other_arguments": lambda model, api: with_original_parameters(
+        auto_wrap_policy=one_block_under("SHARD_GRAD_OP", model, api)
+    ),
+    "a_policy_with_copies_of_a_block": lambda model, api: with_original_parameters(
+        auto_wrap_policy=one_block_under("NO_SHARD", model, api)
+    ),
+    "no_shard": lambda model, api: strategy(api, "NO_SHARD", **by_blocks()),
     "no_shard_of_a_group": lambda model, api: strategy(api, "NO_SHARD", process_group=dist.new_group([0, 1])),
-    "no_shard_of_a_mesh": lambda model, api: strategy(api, "NO_SHARD", device_mesh=init_device_mesh("cpu", (2,))),
-    "hybrid_over_nodes": lambda model, api: strategy(api, "HYBRID_SHARD", auto_wrap_policy=BLOCKS),
+    "no_shard_of_a_mesh": lambda model, api: strategy(api, "NO_SHARD", device_mesh=mesh_of(2)),
+    "hybrid_over_nodes": lambda model, api: strategy(api, "HYBRID_SHARD", **by_blocks()),
     "hybrid_over_a_pair": lambda model, api: strategy(api, "HYBRID_SHARD", process_group=pair()),
     "hybrid_over_a_mesh": lambda model, api: strategy(
-        api, "_HYBRID_SHARD_ZERO2", device_mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
+        api, "_HYBRID_SHARD_ZERO2", device_mesh=mesh_of(1, 2, mesh_dim_names=("copies", "parts"))
     ),
     "hybrid_over_a_mesh_without_names": lambda model, api: strategy(
         api, "HYBRID_SHARD", device_mesh=DeviceMesh("cpu", [[0], [1]])
     ),
-    "a_group": lambda model, api: {
-        "process_group": dist.new_group([0, 1]),
-        "auto_wrap_policy": BLOCKS,
-        "use_orig_params": True,
-    },
-    "the_default_group": lambda model, api: {
-        "process_group": dist.group.WORLD,
-        "device_id": torch.device("cpu"),
-        "backward_prefetch": None,
-        "auto_wrap_policy": BLOCKS,
-    },
-    "mixed_precision": lambda model, api: {
-        "mixed_precision": api.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
-        "auto_wrap_policy": BLOCKS,
-        "use_orig_params": True,
-    },
-    "mixed_precision_of_all_inputs": lambda model, api: {
-        "mixed_precision": api.MixedPrecision(
+    "a_group": lambda model, api: with_original_parameters(process_group=dist.new_group([0, 1]), **by_blocks()),
+    "the_default_group": lambda model, api: by_blocks(
+        process_group=dist.group.WORLD, device_id=torch.device("cpu"), backward_prefetch=None
+    ),
+    "mixed_precision": lambda model, api: with_original_parameters(
+        mixed_precision=api.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16), **by_blocks()
+    ),
+    "mixed_precision_of_all_inputs": lambda model, api: by_blocks(
+        mixed_precision=api.MixedPrecision(
             torch.bfloat16, cast_forward_inputs=True, _module_classes_to_ignore=(nn.BatchNorm1d, nn.Linear)
-        ),
-        "auto_wrap_policy": BLOCKS,
-    },
+        )
+    ),
     "mixed_precision_without_a_policy": lambda model, api: {
         "mixed_precision": api.MixedPrecision(reduce_dtype=torch.bfloat16, keep_low_precision_grads=False)
     },
-    "offload_on_a_mesh": lambda model, api: {
-        "cpu_offload": api.CPUOffload(offload_params=True),
-        "device_mesh": init_device_mesh("cpu", (2,)),
-        "auto_wrap_policy": BLOCKS,
-    },
+    "offload_on_a_mesh": lambda model, api: by_blocks(cpu_offload=api.CPUOffload(True), device_mesh=mesh_of(2)),
     "prefetch": lambda model, api: strategy(
         api,
         "SHARD_GRAD_OP",
         backward_prefetch=api.BackwardPrefetch.BACKWARD_POST,
         forward_prefetch=True,
         limit_all_gathers=False,
-        auto_wrap_policy=BLOCKS,
+        **by_blocks(),
     ),
-    "ignored_modules": lambda model, api: {"ignored_modules": [model.aside], "auto_wrap_policy": BLOCKS},
-    "ignored_parameters": lambda model, api: {
-        "ignored_states": (model.aside.up.weight, model.aside.down.bias),
-        "use_orig_params": True,
-    },
-    "ranks_that_differ": lambda model, api: {
-        "sync_module_states": True,
-        "ignored_states": [model.aside],
-        "auto_wrap_policy": BLOCKS,
-    },
+    "ignored_modules": lambda model, api: by_blocks(ignored_modules=[model.aside]),
+    "ignored_parameters": lambda model, api: with_original_parameters(
+        ignored_states=(model.aside.up.weight, model.aside.down.bias)
+    ),
+    "ranks_that_differ": lambda model, api: by_blocks(sync_module_states=True, ignored_states=[model.aside]),
     "ranks_that_differ_hybrid": lambda model, api: strategy(
-        api, "HYBRID_SHARD", sync_module_states=True, auto_wrap_policy=BLOCKS
+        api, "HYBRID_SHARD", sync_module_states=True, **by_blocks()
     ),
-    "meta": lambda model, api: {"param_init_fn": give_and_fill, "auto_wrap_policy": BLOCKS},
-    "meta_with_ignored_modules": lambda model, api: {
-        "ignored_modules": [model.aside],
-        "param_init_fn": give_and_fill,
-        "auto_wrap_policy": BLOCKS,
-    },
-    "meta_with_ranks_that_differ": lambda model, api: {
-        "param_init_fn": give_and_fill,
-        "sync_module_states": True,
-        "use_orig_params": True,
-    },
+    "meta": lambda model, api: by_blocks(param_init_fn=give_and_fill),
+    "meta_with_ignored_modules": lambda model, api: by_blocks(
+        ignored_modules=[model.aside], param_init_fn=give_and_fill
+    ),
+    "meta_with_ranks_that_differ": lambda model, api: with_original_parameters(
+        param_init_fn=give_and_fill, sync_module_states=True
+    ),
 }
 
 

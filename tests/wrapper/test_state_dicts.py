@@ -14,9 +14,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +41,9 @@ from sherd.tensor.ragged import RaggedDTensor
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import whole
 from tests.support.meshes import mesh_of
+from tests.support.models import build
 from tests.support.on_ranks import on_processes, on_threads
+from tests.support.sharding import sharded
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 KINDS = (FULL, LOCAL, SHARDED)
@@ -142,13 +142,13 @@ def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context():
     assert get_state_dict_type(nn.Linear(1, 1)) is None
     assert set_state_dict_type(nn.Linear(1, 1), FULL) == StateDictSettings(None, None, None)
     assert set_state_dict_type(model, SHARDED) == fresh
-    sharded = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-    assert get_state_dict_type(Around(model)) == sharded
+    of_shards = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    assert get_state_dict_type(Around(model)) == of_shards
     local = StateDictSettings(LOCAL, LocalStateDictConfig(True), LocalOptimStateDictConfig())
     with contextlib.suppress(ZeroDivisionError), model.state_dict_type(model, LOCAL, LocalStateDictConfig(True)):
         assert get_state_dict_type(model) == local
         raise ZeroDivisionError
-    assert get_state_dict_type(model) == sharded
+    assert get_state_dict_type(model) == of_shards
     with pytest.raises(
         WrapperStateError, match=r"Expected state_dict_config of type sherd.FullStateDictConfig but got"
     ):
@@ -410,11 +410,11 @@ def test_what_does_not_fit_is_named_as_in_the_users_model(use_orig):
 @on_threads(2, use_orig=BOTH)
 def test_either_front_end_and_the_plain_model_load_what_the_other_saves(use_orig):
     expected = plain().state_dict()
-    sharded = plain()
-    for each in (sharded.inner, sharded):
+    composed = plain()
+    for each in (composed.inner, composed):
         sherd.fully_shard(each)
     model = wrapped(use_orig, seed=1)
-    model.load_state_dict(sharded.state_dict())
+    model.load_state_dict(composed.state_dict())
     assert_holds(model, expected)
     for kind, config in ((FULL, None), (SHARDED, None), (SHARDED, ShardedStateDictConfig(_use_dtensor=True))):
         other = plain(2)
@@ -490,28 +490,15 @@ def test_state_dicts_at_odd_moments_are_right_or_refused(use_orig):
             assert model.state_dict().keys() == found.keys(), "rank 0 may ask alone"
 
 
-class Twins(nn.Module):
-    """Two units that share a weight."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-
-@on_threads(2, use_orig=BOTH)
-def test_a_weight_tied_across_units_is_saved_under_both_names(use_orig):
-    expected = Twins().state_dict()
-    model = Twins()
-    for name in ("first", "second"):
-        setattr(model, name, FullyShardedDataParallel(getattr(model, name), use_orig_params=use_orig))
-    model = FullyShardedDataParallel(model, use_orig_params=use_orig)
+@on_threads(2, front=("flat wrapper", "wrapper"))
+def test_a_weight_tied_across_units_is_saved_under_both_names(front):
+    expected, model = build("tied_across").state_dict(), sharded(build("tied_across"), front)
     assert_same(model.state_dict(), expected)
     assert_same(state_of(model, SHARDED), expected)
-    assert_same(model.second.state_dict(), {"weight": expected["second.weight"], "bias": expected["second.bias"]})
-    model.load_state_dict({name: value + 1 for name, value in expected.items()})
-    assert_same(model.state_dict(), {name: value + 1 for name, value in expected.items()})
+    assert_same(model.head.state_dict(), {"weight": expected["head.weight"]})
+    added = {name: value + 1 for name, value in expected.items()}
+    model.load_state_dict(added)
+    assert_same(model.state_dict(), added)
 
 
 # Checkpoints
@@ -581,37 +568,6 @@ def test_torchs_checkpoint_functions_get_and_set_the_model(use_orig, at):
         net, into = make(1)
         set_model_state_dict(into, dict(given), options=StateDictOptions(**options))
         assert_holds(net, expected, case)
-
-
-def train(model, optimizer, steps=2):
-    torch.manual_seed(7)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(4, 3)).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@on_processes(2, use_orig=BOTH)
-def test_training_goes_on_from_what_torchs_functions_saved(tmp_path, use_orig):
-    model = wrapped(use_orig)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    train(model, optimizer)
-    values, states = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optimizer": states}, checkpoint_id=tmp_path / str(use_orig))
-    names = set(states["state"])
-    assert "inner.a.weight" in names
-    assert "_flat_param" not in names
-    after = train(model, optimizer)
-    into = wrapped(use_orig, seed=1)
-    optimizer = torch.optim.Adam(into.parameters(), lr=0.1)
-    values, states = get_state_dict(into, optimizer)
-    dcp.load({"model": values, "optimizer": states}, checkpoint_id=tmp_path / str(use_orig))
-    set_state_dict(into, optimizer, model_state_dict=values, optim_state_dict=states)
-    assert train(into, optimizer) == after
 
 
 @on_threads(2, use_orig=BOTH)

@@ -1,5 +1,6 @@
 """Unshard contexts show unsharded parameters, and the shards are right afterwards, whatever was done inside."""
 
+import contextlib
 import gc
 from operator import attrgetter
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from sherd import (
     CPUOffload,
@@ -24,11 +25,12 @@ from sherd.engine.run.seal import unit_of
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
 from tests.support.comparing import assert_same, whole, whole_grads
-from tests.support.models import Block
+from tests.support.models import build
 from tests.support.on_ranks import on_processes, on_threads
 from tests.support.sharding import sharded as shard
 from tests.support.training import made as seeded
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
+from tests.tensor_parallel.training import EVEN, built
 from tests.wrapper.nets import (
     COMPOSED,
     NAMES,
@@ -48,6 +50,7 @@ from tests.wrapper.nets import (
     wholes,
     words,
 )
+from tests.wrapper.two_axes import PLAN, axes_of
 
 EACH = ("rows", "flat_param", "orig_params")
 """One way of each front end."""
@@ -130,28 +133,27 @@ def test_shards_in_host_memory_and_narrow_compute_keep_full_precision():
         assert_holds(model, plain)
 
 
-@on_threads(2, way=("rows", "flat_param", "orig_params", "orig_copied"))
-def test_changes_are_dropped_without_writeback(way):
-    plain, model = made(), sharded(way)
-    with unsharded(model, writeback=False):
-        edit(own(model))
-    assert_holds(model, plain)
-    assert_computes(model, plain)
+WHERE_AND_WHETHER = ({}, {"offload_to_cpu": True}, {"writeback": False})
 
 
-@on_threads(2, way=EACH)
-def test_a_body_that_raises_leaves_shards_with_what_it_changed(way):
+@on_threads(2, way=(*EACH, "flat", "orig_copied"), options=WHERE_AND_WHETHER, raises=(True, False))
+def test_changes_are_kept_but_without_writeback_also_where_the_body_raises(way, options, raises):
+    if "copied" in way and "offload_to_cpu" in options:
+        return  # is refused
     plain, model = made(), sharded(way)
     model(words())
+    context = pytest.raises(KeyError, match="the body's own") if raises else contextlib.nullcontext()
 
-    def edit_and_raise():
-        with unsharded(model):
+    def edit_inside():
+        with unsharded(model, **options):
             edit(own(model))
-            raise KeyError("the body's own")
+            if raises:
+                raise KeyError("the body's own")
 
-    with pytest.raises(KeyError, match="the body's own"):
-        edit_and_raise()
-    edit(plain)
+    with context:
+        edit_inside()
+    if options.get("writeback", True):
+        edit(plain)
     assert_holds(model, plain)
     assert_computes(model, plain)
 
@@ -229,33 +231,18 @@ def test_an_inner_context_that_asks_for_more_is_refused_on_all_ranks():
     model(words())
 
 
-class Borrower(nn.Module):
-    """A unit whose weight another one owns."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.first(x))
-
-
 @on_threads(2)
 def test_a_weight_that_another_unit_owns_is_lent_too():
-    torch.manual_seed(0)
-    model = Borrower()
-    expected = model.first.weight.detach().clone()
-    for module in (model.first, model.last, model):
-        fully_shard(module)
-    for _ in range(2):
-        with unsharded(model.last):
-            assert model.last.weight is model.first.weight
-            torch.testing.assert_close(model.last.weight.detach(), expected)
-            model.last.weight.data.add_(1)
+    model = shard(build("tied_across"))
+    expected = build("tied_across").embed.weight.detach().clone()
+    for step in range(2):
+        with unsharded(model.head):
+            assert model.head.weight is model.embed.weight
+            torch.testing.assert_close(model.head.weight.detach(), expected)
+            model.head.weight.data.add_(1)
         expected += 1
-        torch.testing.assert_close(model.first.weight.full_tensor(), expected)
-        model(torch.ones(2, 4)).sum().backward()
+        torch.testing.assert_close(model.embed.weight.full_tensor(), expected)
+        model(*model.make_inputs(step, dist.get_rank())).sum().backward()
 
 
 def leaving_raises(model, change, kind, said):
@@ -390,15 +377,6 @@ def test_only_rank_0_of_each_shard_group_is_shown_whole_parameters(way):
             model(words())
     assert_holds(model, plain)
     model(words()).sum().backward()
-
-
-@on_threads(2, way=("rows", "flat", "flat_param", "orig_params"))
-def test_changes_made_in_host_memory_are_kept(way):
-    plain, model = made(), sharded(way)
-    with unsharded(model, offload_to_cpu=True):
-        edit(own(model))
-    edit(plain)
-    assert_holds(model, plain)
 
 
 def grads_inside(way):
@@ -668,13 +646,10 @@ def test_any_dtype_and_shape_is_lent(way):
 @on_threads(4)
 def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was():
     """A parameter that is a DTensor before stays one, on its own mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = seeded(lambda: Block(8, 12))
-    expected = model.up.weight.detach().clone()
-    for linear, dim in ((model.up, 0), (model.down, 1)):
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))
-        linear.bias = nn.Parameter(distribute_tensor(linear.bias.detach(), mesh["tp"], [Replicate()]))
-    fully_shard(model, mesh=mesh["dp"])
+    mesh, data = axes_of((2, 2))
+    model = parallelize_module(built(EVEN).blocks[0].mlp, mesh["tp"], PLAN)
+    expected = whole(model.up.weight)
+    fully_shard(model, mesh=data)
     with unsharded(model):
         weight = model.up.weight
         assert weight.device_mesh == mesh["tp"]
@@ -685,7 +660,7 @@ def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was():
     torch.testing.assert_close(model.up.weight.detach().full_tensor(), 2 * expected)
     leaving_raises(
         model,
-        lambda net: setattr(net.up, "weight", nn.Parameter(torch.ones(12, 8))),
+        lambda net: setattr(net.up, "weight", nn.Parameter(torch.ones(EVEN.hidden, EVEN.width))),
         PlacementError,
         r"up.weight was lent as a DTensor with .* a plain tensor",
     )
