@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 from torch.distributed.tensor import DTensor
 
 import sherd
@@ -58,11 +59,6 @@ class Net(nn.Module):
         self.own = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
-
-    def gain_free(self):
-        """Without scalars, which torch's FSDP1 refuses."""
-        for block in self.blocks:
-            block.gain = nn.Parameter(torch.tensor([1.5]))
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -575,51 +571,42 @@ def test_names_and_numbers_are_exchanged_on_the_plain_model():
 
 @on_threads(2)
 def test_what_does_not_fit_is_named():
-    model, optimizer = made("flat nested", adam, steps=BEFORE)
-    full = FSDP.optim_state_dict(model, optimizer)
-    orig = made("orig nested", adam)
+    flat, orig = made("flat nested", adam, steps=BEFORE), made("orig nested", adam)
+    full = FSDP.optim_state_dict(*flat)
 
     def spoilt(name, **changes):
-        state = {**full["state"][name], **changes}
-        return {
-            **full,
-            "state": {**full["state"], name: {key: each for key, each in state.items() if each is not None}},
-        }
+        state = {key: each for key, each in {**full["state"][name], **changes}.items() if each is not None}
+        return {**full, "state": {**full["state"], name: state}}
 
-    def without(name):
-        return {**full, "state": {key: each for key, each in full["state"].items() if key != name}}
+    def without(*names):
+        return {**full, "state": {key: each for key, each in full["state"].items() if key not in names}}
 
     up = "blocks.0.up.bias"
-    cases = [
-        ({"param_groups": []}, 'must have the keys "state"'),
-        (without(up), r"scalar state with the same value.*none for \['blocks.0.up.bias'\]"),
-        (spoilt(up, step=torch.tensor(9.0)), r"same value and dtype but got .*9.0.*for state step"),
-        (spoilt(up, exp_avg=torch.zeros(7, dtype=torch.float64)), r"same value and dtype but got .*float64.*exp_avg"),
-        (spoilt(up, exp_avg=torch.zeros(9)), r"same shape as its parameter: \(9,\) \(7,\).*blocks.0.up.bias"),
-        (spoilt(up, exp_avg=None), r"Differing optimizer state names.*blocks.0.up.bias"),
-    ]
-    for state, text in cases:
+    of_nine = spoilt(up, exp_avg=torch.zeros(9))
+    fewer = copy.deepcopy(full["param_groups"])
+    fewer[1]["params"].append(fewer[0]["params"].pop())
+    strange = copy.deepcopy(fewer)
+    strange[1]["params"].append("away")
+    away = {"state": {**full["state"], "away": full["state"][up]}, "param_groups": strange}
+    for into, state, text in (
+        (flat, {"param_groups": []}, 'must have the keys "state"'),
+        (flat, without(up), r"scalar state with the same value.*none for \['blocks.0.up.bias'\]"),
+        (flat, spoilt(up, step=torch.tensor(9.0)), r"same value and dtype but got .*9.0.*for state step"),
+        (flat, spoilt(up, exp_avg=torch.zeros(7).double()), r"same value and dtype but got .*float64.*exp_avg"),
+        (flat, of_nine, r"same shape as its parameter: \(9,\) \(7,\).*blocks.0.up.bias"),
+        (flat, spoilt(up, exp_avg=None), r"Differing optimizer state names.*blocks.0.up.bias"),
+        (orig, of_nine, "same shape as its parameter"),
+        (orig, {**full, "param_groups": fewer}, "in 2 groups when they were saved"),
+        (orig, away, r"'away'.*does not have"),
+    ):
         with pytest.raises(ValueError, match=text):
-            FSDP.optim_state_dict_to_load(model, optimizer, state)
-    # With parameters of their own a missing one has no entry.
-    loaded = FSDP.optim_state_dict_to_load(*orig, without(up))
-    assert len(loaded["state"]) == len(full["state"]) - 1
-    with pytest.raises(ValueError, match="same shape as its parameter"):
-        FSDP.optim_state_dict_to_load(*orig, cases[4][0])
-    # A whole unit may be missing.
-    names = [name for name in full["state"] if name.startswith("blocks.0.")]
-    state = {**full, "state": {key: each for key, each in full["state"].items() if key not in names}}
-    assert len(FSDP.optim_state_dict_to_load(model, optimizer, state)["state"]) == 4
-    groups = copy.deepcopy(full["param_groups"])
-    groups[1]["params"].append(groups[0]["params"].pop())
-    with pytest.raises(ValueError, match="in 2 groups when they were saved"):
-        FSDP.optim_state_dict_to_load(*orig, {**full, "param_groups": groups})
-    groups[1]["params"].append("away")
-    state = {"state": {**full["state"], "away": full["state"][up]}, "param_groups": groups}
-    with pytest.raises(ValueError, match=r"'away'.*does not have"):
-        FSDP.optim_state_dict_to_load(*orig, state)
+            FSDP.optim_state_dict_to_load(*into, state)
     with pytest.raises(ValueError, match="no parameter of the model"):
-        FSDP.optim_state_dict(nn.Linear(2, 2), optimizer)
+        FSDP.optim_state_dict(nn.Linear(2, 2), flat[1])
+    # With parameters of their own a missing one has no entry; else a whole unit may be missing.
+    assert len(FSDP.optim_state_dict_to_load(*orig, without(up))["state"]) == len(full["state"]) - 1
+    unit = [name for name in full["state"] if name.startswith("blocks.0.")]
+    assert len(FSDP.optim_state_dict_to_load(*flat, without(*unit))["state"]) == 4
     # Ranks that have stepped differently.
     model, optimizer = made("orig nested", adam, steps=BEFORE)
     if dist.get_rank() == 1:
@@ -671,8 +658,6 @@ class Partly(nn.Module):
 @on_processes(2)
 def test_what_others_look_after_is_left_to_them():
     """As torch's FSDP1: what the state knows nothing of is left out, and an entry for it can be added."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
-
     for orig, name in ((False, "shard_full_optim_state_dict"), (True, "flatten_sharded_optim_state_dict")):
         numbers = []
         for kind, more in ((Theirs, {"device_id": torch.device("cpu")}), (FSDP, {})):
@@ -706,28 +691,31 @@ def test_what_others_look_after_is_left_to_them():
         assert numbers[0] == numbers[1] == list(range(4 if orig else 3))
 
 
+def beside_torchs(kind, nested=False, **chosen):
+    """A model and its optimizer under torch's FSDP1 or ours; without scalars, which torch's refuses."""
+    net = seeded(Net)
+    for block in net.blocks:
+        block.gain = nn.Parameter(torch.tensor([1.5]))
+    if kind is Theirs:
+        chosen["device_id"] = torch.device("cpu")
+    if nested:
+        net.blocks = nn.ModuleList([kind(each, **chosen) for each in net.blocks])
+    model = kind(net, ignored_states=[*net.own.parameters(), *net.fixed.parameters()], **chosen)
+    return model, adam([each for each in model.parameters() if each.requires_grad])
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @on_processes(2)
 def test_states_go_to_torchs_fsdp1_and_come_back():
     """With flat parameters: without, torch's own on CPU gathers each key over the one before it."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
-
-    def made_by(kind, **chosen):
-        torch.manual_seed(0)
-        net = Net()
-        net.gain_free()
-        model = kind(net, ignored_states=[*net.own.parameters(), *net.fixed.parameters()], **chosen)
-        return model, adam([each for each in model.parameters() if each.requires_grad])
-
-    theirs, mine = made_by(Theirs, device_id=torch.device("cpu")), made_by(FSDP)
-    train(*theirs, BEFORE)
-    expected = Theirs.optim_state_dict(*theirs)
-    train(*mine, BEFORE)
-    state = FSDP.optim_state_dict(*mine)
+    theirs, mine = beside_torchs(Theirs), beside_torchs(FSDP)
+    for each in (theirs, mine):
+        train(*each, BEFORE)
+    expected, state = Theirs.optim_state_dict(*theirs), FSDP.optim_state_dict(*mine)
     assert_same_state(state, expected, exact=False)
     theirs[1].load_state_dict(Theirs.optim_state_dict_to_load(*theirs, state))
     assert_same_state(Theirs.optim_state_dict(*theirs), state)
     for given in (expected, Theirs.sharded_optim_state_dict(*theirs)):
-        model, optimizer = made_by(FSDP, use_orig_params=True)
+        model, optimizer = beside_torchs(FSDP, use_orig_params=True)
         FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
         assert_same_state(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
