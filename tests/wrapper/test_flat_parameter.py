@@ -154,7 +154,8 @@ DOUBLE = {
 }
 
 
-@on_threads(2, way=("flat_param", "flat_kept", "orig_params", "orig_copied"), how=DOUBLE)
+@pytest.mark.parametrize("how", DOUBLE)
+@on_threads(2, way=("flat_param", "flat_kept", "orig_params", "orig_copied"))
 def test_values_written_into_it_are_computed_with(way, how):
     plain, model = made(), sharded(way)
     for seed in range(2):

@@ -209,7 +209,7 @@ def step_alone(orig):
 def test_fake_collectives_move_nothing_and_wait_for_nobody(threads, monkeypatch, orig):
     monkeypatch.setenv("FSDP_USE_FAKE_ALL_GATHER", "1")
     monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
-    threads(2).run(step_alone, orig, timeout=20)
+    threads(2).run(step_alone, orig)
 
 
 def gradients_with_fake_reduction():
