@@ -538,7 +538,8 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_under_other_wrappings(
         world(num_ranks).run(load_from, str(tmp_path))
 
 
-@on_processes(2, use_orig=BOTH, at=("", "net."))
+@pytest.mark.parametrize("use_orig", BOTH)
+@on_processes(2, at=("", "net."))
 def test_torchs_checkpoint_functions_get_and_set_the_model(use_orig, at):
     """The wrapper, or a model around it."""
 

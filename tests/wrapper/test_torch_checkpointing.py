@@ -86,9 +86,10 @@ def is_flat(optimizer):
 # In memory
 
 
+@pytest.mark.parametrize(("flat", "other"), [FLAT, *((FLAT[at % 2], other) for at, other in enumerate(OTHERS))])
 @on_threads(2)
-def test_full_states_are_by_name_and_go_into_every_other_wrapping():
-    sources = {form: any_made(form, steps=BEFORE) for form in (*FLAT, *OTHERS)}
+def test_full_states_are_by_name_and_go_into_every_other_wrapping(flat, other):
+    sources = {form: any_made(form, steps=BEFORE) for form in ("plain", flat, other)}
     expected_values, expected = get_state_dict(*sources["plain"], options=FULL)
     losses = train(*any_made("plain", steps=BEFORE), AFTER)
     for form, (model, optimizer) in sources.items():
@@ -98,8 +99,7 @@ def test_full_states_are_by_name_and_go_into_every_other_wrapping():
         for each in state["state"].values():
             assert list(each) == list(next(iter(expected["state"].values()))), (form, list(each))
         assert is_flat(optimizer) == (form in (*FLAT, "mixed")), "it is as it was"
-    turns = [(FLAT[at % 2], other) for at, other in enumerate(OTHERS)]
-    for source, target in [FLAT, *turns, *((other, flat) for flat, other in turns)]:
+    for source, target in ((flat, other), (other, flat)):
         # What is not sharded is not copied: torch would let both sides train the same tensors.
         values, state = copy.deepcopy(get_state_dict(*sources[source], options=FULL))
         model, optimizer = any_made(target, seed=1)

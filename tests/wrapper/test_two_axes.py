@@ -201,34 +201,32 @@ def test_numbers_states_and_summoned_parameters_are_those_of_torchs_fsdp1(world,
 # State dicts
 
 
-def saved_in_every_kind(shape, orig):
-    """Each kind of a model, loaded into other ones of zeros, flat or not; the optimizer's state likewise."""
+def saved_in_every_kind(shape, orig, into_orig):
+    """Each kind of a model, loaded into another one of zeros, flat or not; the optimizer's state likewise."""
     model, rank, optimizer = net_on(shape, use_orig_params=orig)
     step(model, rank, optimizer)
     expected, found, states = model.state_dict(), {}, []
     kinds = {"full": (FULL, None), "runs": (SHARDED, None), "rows": (SHARDED, ROWS), "local": (LOCAL, None)}
-    for into_orig in (True, False):
-        other, _, its = net_on(shape, use_orig_params=into_orig)
-        for kind, (state_dict_type, config) in kinds.items():
-            if kind == "local" and into_orig != orig:
-                continue
-            with FSDP.summon_full_params(other):
-                zeroed(other)
-            with FSDP.state_dict_type(model, state_dict_type, config), FSDP.state_dict_type(other, state_dict_type):
-                found[kind] = model.state_dict()
-                other.load_state_dict(found[kind])
-            close(other.state_dict(), expected, f" as {kind}")
-        for kind in (FULL, SHARDED):
-            with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
-                state = FSDP.optim_state_dict(model, optimizer)
-                its.load_state_dict(FSDP.optim_state_dict_to_load(other, its, state))
-                loaded = FSDP.optim_state_dict(other, its)
-            close(moments(loaded["state"]), moments(state["state"]), f" as {kind.name}")
-            states.append(moments(state["state"]))
+    other, _, its = net_on(shape, use_orig_params=into_orig)
+    for kind, (state_dict_type, config) in kinds.items():
+        if kind == "local" and into_orig != orig:
+            continue
+        with FSDP.summon_full_params(other):
+            zeroed(other)
+        with FSDP.state_dict_type(model, state_dict_type, config), FSDP.state_dict_type(other, state_dict_type):
+            found[kind] = model.state_dict()
+            other.load_state_dict(found[kind])
+        close(other.state_dict(), expected, f" as {kind}")
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
+            state = FSDP.optim_state_dict(model, optimizer)
+            its.load_state_dict(FSDP.optim_state_dict_to_load(other, its, state))
+            loaded = FSDP.optim_state_dict(other, its)
+        close(moments(loaded["state"]), moments(state["state"]), f" as {kind.name}")
+        states.append(moments(state["state"]))
     with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
         of_first = model.state_dict()
-    for state in states:
-        close(state, states[0])
+    close(*states)
     with unsharded(model):
         assert all(isinstance(each, DTensor) for each in model.parameters()), "tensor parallel still"
         shown = {name: each.placements for name, each in model.named_parameters()}
@@ -242,14 +240,21 @@ def saved_in_every_kind(shape, orig):
 
 
 @pytest.mark.parametrize(
-    ("shape", "orig"),
-    [((2, 2), True), ((2, 2, 2), True), ((2, 2), False)],
-    ids=["orig", "orig with copies", "flat"],
+    ("shape", "orig", "into_orig"),
+    [
+        ((2, 2), True, True),
+        ((2, 2, 2), True, True),
+        ((2, 2), True, False),
+        ((2, 2), False, True),
+        ((2, 2), False, False),
+    ],
+    ids=["orig", "orig with copies", "orig into flat", "flat into orig", "flat"],
 )
-def test_every_kind_of_state_dict_is_saved_and_loaded(world, threads, shape, orig):
+def test_every_kind_of_state_dict_is_saved_and_loaded(world, threads, shape, orig, into_orig):
     params, state = one_process(size_of(shape[:-1]))
     # What DTensor remembers of one thread's mesh would be taken for a flat parameter's of another.
-    runs = (threads if orig else world)(size_of(shape)).run(saved_in_every_kind, shape, orig)
+    ranks = threads if orig and into_orig else world
+    runs = ranks(size_of(shape)).run(saved_in_every_kind, shape, orig, into_orig)
     for number, (its_params, of_first, layouts, its_state, shown) in enumerate(runs):
         close(its_params, params)
         close(its_state, state)
@@ -259,45 +264,49 @@ def test_every_kind_of_state_dict_is_saved_and_loaded(world, threads, shape, ori
         # The head has 23 rows: 12 and 11 on tp, which read from the left only if tp is there.
         assert layouts["rows"]["norm.weight"] == (*copies, "S(0)", "R")
         assert layouts["rows"]["blocks.0.mlp.down.weight"] == (*copies, "S(0)", "S(1)")
-        assert all("RaggedShard" in str(each) for kind in ("runs", "local") for each in layouts[kind].values())
+        ragged = [*layouts["runs"].values(), *layouts.get("local", {}).values()]
+        assert all("RaggedShard" in str(each) for each in ragged)
         assert shown["blocks.0.mlp.down.weight"] == (Shard(1),)
         assert shown["norm.weight"] == (Replicate(),)
 
 
-def moved_to_other_shapes(folder):
-    """From (dp, tp) to four ranks of dp, to one flat parameter, and into a plain model: as files, and full."""
+TARGETS = {"dp4": ((4,), True), "flat": ((4,), False), "dp2_tp2": ((2, 2), True)}
+
+
+def moved_to_other_shapes(folder, target):
+    """From (dp, tp) to four ranks of dp or to one flat parameter, as files and full; or full into a plain model."""
     model, rank, optimizer = net_on((2, 2))
     step(model, rank, optimizer)
     full = both_of(model, optimizer)
-    states = {}
-    for target, options in {"dp4": {}, "flat": {"use_orig_params": False}, "dp2_tp2": {}}.items():
-        shape = (2, 2) if target == "dp2_tp2" else (4,)
-        other, _, its = net_on(shape, **options)
-        zeroed(other)
-        for each in (model, other):
-            FSDP.set_state_dict_type(each, SHARDED)
-        if not (folder / ".metadata").exists():
-            dcp.save(both_of(model, optimizer), checkpoint_id=folder)
-        step(other, 0, its)  # so that there is state to be loaded into
-        state = both_of(other, its)
-        dcp.load(state, checkpoint_id=folder)
-        load(other, its, state["model"], state["optimizer"])
+    if target == "plain":
+        net = built(ODD)
+        its = optimizer_of(net)
+        load(net, its, full["model"], full["optimizer"])
+        return [(wholes(net), moments(FSDP.optim_state_dict(net, its)["state"]))]
+    shape, orig = TARGETS[target]
+    other, _, its = net_on(shape, use_orig_params=orig)
+    zeroed(other)
+    for each in (model, other):
+        FSDP.set_state_dict_type(each, SHARDED)
+    dcp.save(both_of(model, optimizer), checkpoint_id=folder)
+    step(other, 0, its)  # so that there is state to be loaded into
+    state = both_of(other, its)
+    dcp.load(state, checkpoint_id=folder)
+    found = []
+    for given, kind in ((state, SHARDED), (full, FULL)):
+        if kind == FULL:
+            zeroed(other)
+        FSDP.set_state_dict_type(other, kind)
+        load(other, its, given["model"], given["optimizer"])
         FSDP.set_state_dict_type(other, FULL)
-        read = other.state_dict(), moments(FSDP.optim_state_dict(other, its)["state"])
-        zeroed(other)
-        load(other, its, full["model"], full["optimizer"])
-        states[target] = read, (other.state_dict(), moments(FSDP.optim_state_dict(other, its)["state"]))
-    net = built(ODD)
-    its = optimizer_of(net)
-    load(net, its, full["model"], full["optimizer"])
-    states["plain"] = ((wholes(net), moments(FSDP.optim_state_dict(net, its)["state"])),)
-    return states
+        found.append((other.state_dict(), moments(FSDP.optim_state_dict(other, its)["state"])))
+    return found
 
 
-def test_a_checkpoint_goes_to_another_mesh_to_flat_parameters_and_to_a_plain_model(world, tmp_path):
+@pytest.mark.parametrize("target", [*TARGETS, "plain"])
+def test_a_checkpoint_goes_to_another_mesh_to_flat_parameters_and_to_a_plain_model(world, tmp_path, target):
     params, state = one_process(2)
-    for states in world(4).run(moved_to_other_shapes, tmp_path):
-        for target, ways in states.items():
-            for its_params, its_state in ways:
-                close(its_params, params, f" in {target}")
-                close(its_state, state, f" in {target}")
+    for ways in world(4).run(moved_to_other_shapes, tmp_path, target):
+        for its_params, its_state in ways:
+            close(its_params, params)
+            close(its_state, state)
