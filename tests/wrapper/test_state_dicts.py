@@ -47,6 +47,8 @@ from tests.support.sharding import sharded
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 KINDS = (FULL, LOCAL, SHARDED)
+ROWS = ShardedStateDictConfig(_use_dtensor=True)
+FOR_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 BOTH = (False, True)
 """`use_orig_params`: with a flat parameter, and without."""
 
@@ -149,18 +151,16 @@ def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context():
         assert get_state_dict_type(model) == local
         raise ZeroDivisionError
     assert get_state_dict_type(model) == of_shards
-    with pytest.raises(
-        WrapperStateError, match=r"Expected state_dict_config of type sherd.FullStateDictConfig but got"
+    two_forms = ShardedStateDictConfig(_use_dtensor=True, form=ShardedForm.SHARDED_TENSOR)
+    for kind, text, *wrong in (
+        (WrapperStateError, "Expected state_dict_config of type sherd.Full", FULL, ShardedStateDictConfig()),
+        (RuntimeError, "Expected optim_state_dict_config of .*Sharded", SHARDED, None, FullOptimStateDictConfig()),
+        (PolicyTypeError, "FULL", "FULL"),
+        (PolicyError, "two forms", SHARDED, two_forms),
+        (PolicyTypeError, "ShardedForm", SHARDED, ShardedStateDictConfig(form="rows")),
     ):
-        set_state_dict_type(model, FULL, ShardedStateDictConfig())
-    with pytest.raises(RuntimeError, match=r"Expected optim_state_dict_config of type .*ShardedOptimStateDictConfig"):
-        set_state_dict_type(model, SHARDED, None, FullOptimStateDictConfig())
-    with pytest.raises(PolicyTypeError, match="FULL"):
-        set_state_dict_type(model, "FULL")
-    with pytest.raises(PolicyError, match="two forms"):
-        set_state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True, form=ShardedForm.SHARDED_TENSOR))
-    with pytest.raises(PolicyTypeError, match="ShardedForm"):
-        set_state_dict_type(model, SHARDED, ShardedStateDictConfig(form="rows"))
+        with pytest.raises(kind, match=text):
+            set_state_dict_type(model, *wrong)
     set_state_dict_type(model.inner, FULL)
     with pytest.raises(AssertionError, match="must have the same state dict settings"):
         get_state_dict_type(model)
@@ -215,7 +215,7 @@ def test_with_copies_and_shards_each_set_of_shards_gives_the_whole(use_orig):
     assert_same(state_of(model, FULL, FullStateDictConfig(rank0_only=True)), expected if first else {})
     for kind in KINDS:
         assert_loads_back(use_orig, kind, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    rows = state_of(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
+    rows = state_of(model, SHARDED, ROWS)
     assert rows["inner.a.weight"].placements == (Replicate(), Shard(0))
     assert rows["inner.a.weight"].to_local().shape == ((3, 3) if first else (2, 3))
 
@@ -224,13 +224,12 @@ def test_with_copies_and_shards_each_set_of_shards_gives_the_whole(use_orig):
 def test_rank0_only_leaves_the_other_ranks_what_is_not_sharded(use_orig):
     expected = plain().state_dict()
     rank0 = dist.get_rank() == 0
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     model = Around(wrapped(use_orig, ignored=True))
-    found = state_of(model, FULL, config)
+    found = state_of(model, FULL, FOR_RANK_0)
     kept = ["net.left_out.weight", "head.weight", "head.bias"]
     assert list(found) == ([*(f"net.{name}" for name in expected), *kept[1:]] if rank0 else kept)
     no_shard = wrapped(use_orig, sharding_strategy=ShardingStrategy.NO_SHARD)
-    assert_same(state_of(no_shard, FULL, config), expected if rank0 else {})
+    assert_same(state_of(no_shard, FULL, FOR_RANK_0), expected if rank0 else {})
 
 
 class LiveBytes(TorchDispatchMode):
@@ -259,7 +258,7 @@ def test_a_full_state_dict_takes_one_unit_more_than_what_it_gives(use_orig):
     model = FullyShardedDataParallel(model, use_orig_params=use_orig, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model.state_dict()
     with LiveBytes() as live:
-        found = state_of(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
+        found = state_of(model, FULL, FOR_RANK_0)
     gets_it = dist.get_rank() == 0
     assert len(found) == (8 if gets_it else 0)
     least, most = (4.9, 5.02) if gets_it else (0.9, 1.02)
@@ -293,7 +292,7 @@ def sharded_dicts(use_orig):
     assert type(found["out.bias"]) is RaggedDTensor
     assert type(found["scale"]) is torch.Tensor
     assert state_of(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)).keys() == expected.keys()
-    rows = state_of(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
+    rows = state_of(model, SHARDED, ROWS)
     assert_same(rows, expected)
     on_host = ShardedStateDictConfig(offload_to_cpu=True, form=ShardedForm.SHARDED_TENSOR)
     tensors = state_of(model, SHARDED, on_host)
@@ -416,7 +415,7 @@ def test_either_front_end_and_the_plain_model_load_what_the_other_saves(use_orig
     model = wrapped(use_orig, seed=1)
     model.load_state_dict(composed.state_dict())
     assert_holds(model, expected)
-    for kind, config in ((FULL, None), (SHARDED, None), (SHARDED, ShardedStateDictConfig(_use_dtensor=True))):
+    for kind, config in ((FULL, None), (SHARDED, None), (SHARDED, ROWS)):
         other = plain(2)
         sherd.fully_shard(other.inner, placement=sherd.Blocks(1))
         sherd.fully_shard(other)
@@ -462,15 +461,16 @@ def test_state_dicts_at_odd_moments_are_right_or_refused(use_orig):
     def fail(*_):
         raise ZeroDivisionError
 
-    hooks = [model.module.bn.register_state_dict_pre_hook(fail)]
-    with pytest.raises(ZeroDivisionError):
-        model.state_dict()
-    hooks[0].remove()
-    assert_holds(model, expected)
-    hook = model.module.bn.register_load_state_dict_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        model.load_state_dict(expected)
-    hook.remove()
+    bn = model.module.bn
+    for register, act in (
+        (bn.register_state_dict_pre_hook, model.state_dict),
+        (bn.register_load_state_dict_pre_hook, lambda: model.load_state_dict(expected)),
+    ):
+        hook = register(fail)
+        with pytest.raises(ZeroDivisionError):
+            act()
+        hook.remove()
+        assert_holds(model, expected)
     model(torch.randn(4, 3))
     assert ("_flat_param" in dict(model.named_parameters())) != use_orig
     model.load_state_dict(expected)
