@@ -21,7 +21,7 @@ from sherd.errors import ModuleError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import WIDTH, Block, build, noise
-from tests.support.on_ranks import on_threads
+from tests.support.on_ranks import on_processes, on_threads
 from tests.support.sharding import replace
 from tests.support.training import Recipe, made, steps_sharded, train_plain
 from tests.wrapper.training import (
@@ -79,24 +79,21 @@ def test_all_ranks_take_the_values_of_rank_0(orig, strategy):
 # Ranks
 
 
-def groups_of_some():
+@on_threads(3)
+def test_some_ranks_train_by_themselves():
     """Two of three ranks train together, the third alone, each with the group it is in; then with a mesh of all."""
+    rank = dist.get_rank()
     pair, single = dist.new_group([0, 1]), dist.new_group([2])
-    group = single if dist.get_rank() == 2 else pair
+    group = single if rank == 2 else pair
     model = wrap_blocks(build("mlp"), process_group=group, device_id="cpu")
-    of_group = steps_wrapped(model, Recipe("mlp", steps=2, max_norm=1.0), dist.get_rank(group))
-    facts = (model.rank, model.world_size, model.process_group is group, model.compute_device.type)
-    mesh = init_device_mesh("cpu", (3,))
-    return of_group, facts, train_wrapped(Recipe("uneven", steps=2), device_mesh=mesh, device_id=torch.device("cpu"))
-
-
-def test_some_ranks_train_by_themselves(world):
-    runs = world(3).run(groups_of_some)
+    assert (model.rank, model.world_size) == [(0, 2), (1, 2), (0, 1)][rank]
+    assert model.process_group is group
+    assert model.compute_device.type == "cpu"
     recipe = Recipe("mlp", steps=2, max_norm=1.0)
-    for rank, plain in enumerate((*train_plain(recipe, 2), *train_plain(recipe, 1))):
-        assert_trained_as(runs[rank][0], plain)
-    assert [run[1] for run in runs] == [(0, 2, True, "cpu"), (1, 2, True, "cpu"), (0, 1, True, "cpu")]
-    assert_all_trained_plainly([run[2] for run in runs], Recipe("uneven", steps=2))
+    assert_trained_as(steps_wrapped(model, recipe, model.rank), train_plain(recipe, model.world_size)[model.rank])
+    recipe, mesh = Recipe("uneven", steps=2), init_device_mesh("cpu", (3,))
+    run = train_wrapped(recipe, device_mesh=mesh, device_id=torch.device("cpu"))
+    assert_trained_as(run, train_plain(recipe, 3)[rank])
 
 
 @BOTH_KINDS
@@ -110,28 +107,21 @@ def test_one_rank_trains_too(threads, orig):
 # Which modules
 
 
-def wrap_oddly():
+@on_processes(2)  # threads share the list of what was warned of
+def test_lists_empty_modules_and_wrappers_may_be_wrapped():
     """A module list around units, no parameters at all, and a wrapper around a wrapper: each runs forward."""
-    blocks = nn.ModuleList(FullyShardedDataParallel(each) for each in build("mlp").blocks)
+    plain, x = build("mlp"), noise(0, 0)
     with pytest.warns(UserWarning, match="a ModuleList was wrapped"):
-        listed = FullyShardedDataParallel(blocks)
-    through = noise(0, 0)
+        listed = FullyShardedDataParallel(nn.ModuleList(FullyShardedDataParallel(each) for each in build("mlp").blocks))
+    through = x
     for block in listed:
         through = block(through)
-    empty = FullyShardedDataParallel(nn.ReLU())
     twice = FullyShardedDataParallel(FullyShardedDataParallel(build("mlp")))
-    outputs = [through, empty(noise(0, 0)), twice(noise(0, 0))]
+    outputs = [through, FullyShardedDataParallel(nn.ReLU())(x), twice(x)]
+    torch.testing.assert_close(outputs, [plain.blocks[2](plain.blocks[1](plain.blocks[0](x))), x.relu(), plain(x)])
     sum(each.sum() for each in outputs).backward()
-    return outputs, list(twice.state_dict()), len(list(twice.parameters()))
-
-
-def test_lists_empty_modules_and_wrappers_may_be_wrapped(world):  # threads share the list of what was warned of
-    model, x = build("mlp"), noise(0, 0)
-    expected = [model.blocks[2](model.blocks[1](model.blocks[0](x))), x.relu(), model(x)]
-    for outputs, names, num_flat in world(2).run(wrap_oddly):
-        torch.testing.assert_close(outputs, [each.detach() for each in expected])
-        assert names == list(model.state_dict())
-        assert num_flat == 1
+    assert list(twice.state_dict()) == list(plain.state_dict())
+    assert len(list(twice.parameters())) == 1
 
 
 # Both front ends in one model
@@ -247,8 +237,10 @@ def test_a_wrapper_is_neither_copied_nor_pickled():
                 duplicate(each if duplicate is not copy.copy else model)
 
 
-def modules_left(policy, orig):
-    """The modules that are still there when a trained model was deleted, before any garbage collection."""
+@BOTH_KINDS
+@on_threads(1, policy=(ModuleWrapPolicy({Block}), functools.partial(size_based_auto_wrap_policy, min_num_params=100)))
+def test_a_deleted_model_is_gone_at_once(orig, policy):
+    """Before any garbage collection, after it was trained."""
     gc.collect()
     gc.disable()
     try:
@@ -258,15 +250,9 @@ def modules_left(policy, orig):
         whole_params(model)
         modules = {name: weakref.ref(each) for name, each in model.named_modules()}
         del model
-        return [name for name, ref in modules.items() if ref() is not None]
+        assert [name for name, ref in modules.items() if ref() is not None] == []
     finally:
         gc.enable()
-
-
-@BOTH_KINDS
-def test_a_deleted_model_is_gone_at_once(threads, orig):
-    for policy in (ModuleWrapPolicy({Block}), functools.partial(size_based_auto_wrap_policy, min_num_params=100)):
-        assert threads(1).run(modules_left, policy, orig) == [[]]
 
 
 # Compilation

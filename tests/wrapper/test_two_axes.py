@@ -116,7 +116,7 @@ def trained_with_choices(orig):
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_offload_synchronized_values_no_sync_scaling_and_clipping_hold_over_both_axes(threads, orig):
+def test_offload_synchronized_values_no_sync_scaling_and_clipping_hold_over_both_axes(world, threads, orig):
     net, norms = built(ODD), []
     optimizer = optimizer_of(net)
     for number in range(2):
@@ -124,7 +124,8 @@ def test_offload_synchronized_values_no_sync_scaling_and_clipping_hold_over_both
             for at in (number, number + 2):
                 (whole_loss_of(net, tokens(ODD, at, rank)) / 4).backward()
         norms.append(clip_and_step(net.parameters(), optimizer, 0.1))
-    for its_norms, its_params in threads(4).run(trained_with_choices, orig):
+    ranks = threads if orig else world  # see saved_in_every_kind
+    for its_norms, its_params in ranks(4).run(trained_with_choices, orig):
         assert its_norms == pytest.approx(norms, rel=1e-4)
         close(its_params, wholes(net))
 
@@ -219,7 +220,10 @@ def test_numbers_states_and_summoned_parameters_are_those_of_torchs_fsdp1(world,
 
 
 def saved_in_every_kind(shape, orig, into_orig):
-    """Each kind of a model, loaded into another one of zeros, flat or not; the optimizer's state likewise."""
+    """Each kind of a model, loaded into another one of zeros, flat or not; the optimizer's state likewise.
+
+    With flat parameters on processes: what DTensor remembers of one thread's mesh would be taken for another's.
+    """
     model, rank, optimizer = net_on(shape, use_orig_params=orig)
     step(model, rank, optimizer)
     expected, found, states = model.state_dict(), {}, []
@@ -269,7 +273,6 @@ def saved_in_every_kind(shape, orig, into_orig):
 )
 def test_every_kind_of_state_dict_is_saved_and_loaded(world, threads, shape, orig, into_orig):
     params, state = one_process(size_of(shape[:-1]))
-    # What DTensor remembers of one thread's mesh would be taken for a flat parameter's of another.
     ranks = threads if orig and into_orig else world
     runs = ranks(size_of(shape)).run(saved_in_every_kind, shape, orig, into_orig)
     for number, (its_params, of_first, layouts, its_state, shown) in enumerate(runs):
@@ -418,14 +421,14 @@ def narrow():
     return net
 
 
-def test_a_rank_without_any_element_of_a_flat_parameter_takes_part(threads):
+def test_a_rank_without_any_element_of_a_flat_parameter_takes_part(world):
     net = narrow()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     (sum(net(torch.full((2, 3), 1.0 + rank)).square().mean() for rank in range(2)) / 2).backward()
     norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()
     optimizer.step()
     params, state = state_of(net, optimizer)
-    for its_norm, its_params, its_state in threads(4).run(trained_with_empty_vectors):
+    for its_norm, its_params, its_state in world(4).run(trained_with_empty_vectors):
         assert its_norm == pytest.approx(norm, rel=1e-5)
         close(its_params, params)
         close(its_state, state)
