@@ -61,7 +61,7 @@ def _test_of(
     assert combinations, "nothing would be tried"
 
     @functools.wraps(body)
-    def test(**given: Any) -> None:
+    def case(**given: Any) -> None:
         __tracebackhide__ = True
         ranks = given.pop(fixture)
         for chosen in combinations:
@@ -74,5 +74,5 @@ def _test_of(
 
     asked = [name for name in inspect.signature(body).parameters if name not in listed]
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (fixture, *asked)]
-    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return test
+    case.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return case
