@@ -1,15 +1,17 @@
-"""What do the tests of unshard contexts, flat parameters and refusals shard, and in which ways?"""
+"""What the tests of unshard contexts, flat parameters and refusals shard, and the ways to shard it."""
 
 from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, ShardingStrategy, fully_shard
+from tests.support.comparing import assert_same
+from tests.support.meshes import mesh_of
 from tests.support.models import Block
+from tests.support.training import made as seeded
 
 WORDS, WIDTH = 11, 6
 
@@ -32,13 +34,44 @@ class Net(nn.Module):
 
 def made():
     """The net, with the same weights wherever it is made."""
-    torch.manual_seed(0)
-    return Net()
+    return seeded(Net)
 
 
-def words(seed=0):
-    """This rank's batch."""
-    return torch.randint(WORDS, (4, 3), generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+def words(seed=0, rank=None):
+    """The batch of a rank, of this one unless another is asked for."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randint(WORDS, (4, 3), generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def trained(model):
+    """The parameters that are not frozen."""
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def backward(model, seed=0):
+    model(words(seed)).square().mean().backward()
+
+
+def backward_plain(net, seed=0):
+    """The batches of all ranks, one after the other."""
+    ranks = dist.get_world_size()
+    for rank in range(ranks):
+        (net(words(seed, rank)).square().mean() / ranks).backward()
+
+
+def backwards(plain, model, seed=0):
+    """Of the sharded model, and of the plain one."""
+    backward(model, seed)
+    backward_plain(plain, seed)
+
+
+def steps(plain, model, optimizers, seeds):
+    """Steps of both, each with its optimizer."""
+    for seed in seeds:
+        backwards(plain, model, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def by_columns(parameter):
@@ -79,7 +112,7 @@ WAYS = (*COMPOSED, *WRAPPED)
 
 def _grid():
     ranks = dist.get_world_size()
-    return init_device_mesh("cpu", (max(1, ranks // 2), min(2, ranks)), mesh_dim_names=("copies", "pieces"))
+    return mesh_of((max(1, ranks // 2), min(2, ranks)))
 
 
 def sharded(way, net=None, **more):
@@ -116,8 +149,18 @@ def values(net):
     return {name: attrgetter(name)(net).detach().clone() for name in NAMES}
 
 
-def assert_equal(found, expected):
-    """The same names, and the same values to the bit."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=lambda said, name=name: f"{name}: {said}")
+def assert_close(model, plain):
+    """The sharded model has the values of the plain one but for the order of sums."""
+    found = wholes(model)
+    for name, value in values(plain).items():
+        torch.testing.assert_close(found[name], value, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def assert_holds(model, plain):
+    """The sharded model has the values of the plain one, to the bit."""
+    assert_same(wholes(model), values(plain))
+
+
+def assert_computes(model, plain, seed=0):
+    """The sharded model's output is the plain one's."""
+    torch.testing.assert_close(model(words(seed)), plain(words(seed)))

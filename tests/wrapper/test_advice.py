@@ -1,4 +1,4 @@
-"""Does the wrapper warn where torch's FSDP1 does, in the same category, and nowhere else?"""
+"""The wrapper warns where torch's FSDP1 does, in the same category, and nowhere else."""
 
 import warnings
 from contextlib import nullcontext, suppress
@@ -13,6 +13,7 @@ import sherd
 from sherd.api import advice
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.models import Block
+from tests.support.on_ranks import on_threads
 
 APIS = {"torch": fsdp, "sherd": sherd}
 
@@ -28,42 +29,18 @@ def trained(api, **options):
     return model
 
 
-def clips(api):
-    trained(api).clip_grad_norm_(1.0)
-
-
 def clips_nothing(api):
     model = trained(api)
     model.zero_grad()
     model.clip_grad_norm_(1.0)
 
 
-def wraps_a_list(api):
-    wrap(api, nn.ModuleList([Block()]))
-
-
-def wraps_a_dict(api):
-    wrap(api, nn.ModuleDict({"block": Block()}))
-
-
-def wraps_a_sequence(api):
-    wrap(api, nn.Sequential(Block()))
-
-
 def wraps_norms(api, policy=True, precision=True, norms=True):
     inner = nn.BatchNorm1d(8) if norms else nn.LayerNorm(8)
     mixed = api.MixedPrecision(param_dtype=torch.bfloat16) if precision else None
     policy_class = fsdp.wrap.ModuleWrapPolicy if api is fsdp else ModuleWrapPolicy
-    wrap(
-        api,
-        nn.Sequential(Block(), inner),
-        mixed_precision=mixed,
-        auto_wrap_policy=policy_class({Block}) if policy else None,
-    )
-
-
-def sets_the_type(api):
-    api.FullyShardedDataParallel.set_state_dict_type(trained(api), api.StateDictType.SHARDED_STATE_DICT)
+    policy = policy_class({Block}) if policy else None
+    wrap(api, nn.Sequential(Block(), inner), mixed_precision=mixed, auto_wrap_policy=policy)
 
 
 def sets_the_type_for_a_while(api):
@@ -93,46 +70,56 @@ def loads_in_the_old_way(api):
     full.scatter_full_optim_state_dict(state, model, optim=optimizer)
 
 
+FUTURE = [FutureWarning]
+USER = [UserWarning]
 CASES = {
-    "gradients are clipped": (clips, 2, []),
-    "no gradients are clipped": (clips_nothing, 2, [UserWarning]),
-    "a list is wrapped": (wraps_a_list, 2, [UserWarning]),
-    "a dict is wrapped": (wraps_a_dict, 2, [UserWarning]),
-    "a sequence is wrapped": (wraps_a_sequence, 2, []),
-    "norms, mixed precision, a policy": (wraps_norms, 2, [UserWarning]),
-    "norms, mixed precision": (partial(wraps_norms, policy=False), 2, []),
-    "norms, a policy": (partial(wraps_norms, precision=False), 2, []),
-    "other norms, mixed precision, a policy": (partial(wraps_norms, norms=False), 2, []),
-    "the kind of state dict is set": (sets_the_type, 2, [FutureWarning]),
-    "the kind of state dict is set for a while": (sets_the_type_for_a_while, 2, [FutureWarning]),
-    "one rank": (trained, 1, [UserWarning]),
-    "copies on every rank": (copies_everywhere, 2, [UserWarning]),
-    "a copy on rank 0": (partial(copies_everywhere, rank0_only=True), 2, []),
-    "an old name saves": (saves_in_the_old_way, 2, [FutureWarning]),
-    "another old name saves": (partial(saves_in_the_old_way, name="sharded_optim_state_dict"), 2, [FutureWarning]),
-    "an old name loads": (loads_in_the_old_way, 2, [FutureWarning, FutureWarning]),
-    "optim_input": (partial(saves_in_the_old_way, optim_input=True), 2, [FutureWarning, FutureWarning]),
+    "gradients are clipped": (lambda api: trained(api).clip_grad_norm_(1.0), []),
+    "no gradients are clipped": (clips_nothing, USER),
+    "a list is wrapped": (lambda api: wrap(api, nn.ModuleList([Block()])), USER),
+    "a dict is wrapped": (lambda api: wrap(api, nn.ModuleDict({"block": Block()})), USER),
+    "a sequence is wrapped": (lambda api: wrap(api, nn.Sequential(Block())), []),
+    "norms, mixed precision, a policy": (wraps_norms, USER),
+    "norms, mixed precision": (partial(wraps_norms, policy=False), []),
+    "norms, a policy": (partial(wraps_norms, precision=False), []),
+    "other norms, mixed precision, a policy": (partial(wraps_norms, norms=False), []),
+    "the kind of state dict is set": (
+        lambda api: api.FullyShardedDataParallel.set_state_dict_type(
+            trained(api), api.StateDictType.SHARDED_STATE_DICT
+        ),
+        FUTURE,
+    ),
+    "the kind of state dict is set for a while": (sets_the_type_for_a_while, FUTURE),
+    "copies on every rank": (copies_everywhere, USER),
+    "a copy on rank 0": (partial(copies_everywhere, rank0_only=True), []),
+    "an old name saves": (saves_in_the_old_way, FUTURE),
+    "another old name saves": (partial(saves_in_the_old_way, name="sharded_optim_state_dict"), FUTURE),
+    "an old name loads": (loads_in_the_old_way, FUTURE * 2),
+    "optim_input": (partial(saves_in_the_old_way, optim_input=True), FUTURE * 2),
 }
+OF_ONE_RANK = {"one rank": (trained, USER)}
 
 
-def warned(api, case):
-    action, _, _ = CASES[case]
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        action(APIS[api])
-    return [(each.category, str(each.message), each.filename) for each in found]
+def warned(api, cases):
+    """By the case: each warning's category and text, and the file that it names."""
+    said = {}
+    for case in cases:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            {**CASES, **OF_ONE_RANK}[case][0](APIS[api])
+        said[case] = [(each.category, str(each.message), each.filename) for each in found]
+    return said
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_wrapper_warns_where_fsdp1_does_in_the_same_category(world, case):
-    _, num_ranks, expected = CASES[case]
-    for theirs, ours in zip(
-        world(num_ranks).run(warned, "torch", case), world(num_ranks).run(warned, "sherd", case), strict=True
-    ):
-        kinds = {kind for kind, _, _ in theirs}  # it may say more, of what it calls itself
-        assert kinds >= set(expected) if expected else not kinds, theirs
-        assert [kind for kind, _, _ in ours] == expected, ours
-        assert all(name == __file__ for _, _, name in ours), "where the program calls, not where sherd does"
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (1, OF_ONE_RANK)], ids=["two ranks", "one"])
+def test_the_wrapper_warns_where_fsdp1_does_in_the_same_category(world, num_ranks, cases):
+    runs = (world(num_ranks).run(warned, api, list(cases)) for api in APIS)
+    for theirs, ours in zip(*runs, strict=True):
+        for case, (_, expected) in cases.items():
+            kinds = {kind for kind, _, _ in theirs[case]}  # it may say more, of what it calls itself
+            assert kinds >= set(expected) if expected else not kinds, (case, theirs[case])
+            assert [kind for kind, _, _ in ours[case]] == expected, (case, ours[case])
+            where = {name for _, _, name in ours[case]}
+            assert where <= {__file__}, (case, where, "where the program calls, not where sherd does")
 
 
 def test_a_module_left_on_the_cpu_beside_an_accelerator_is_named(recwarn):
@@ -146,17 +133,10 @@ def test_a_module_left_on_the_cpu_beside_an_accelerator_is_named(recwarn):
         advice.of_the_host(tensors, there)
 
 
-def wrapped_for(device_id):
+@on_threads(1)
+def test_it_is_asked_of_what_is_wrapped_without_a_device_id(monkeypatch):
     seen = []
-    original = advice.of_the_host
-    advice.of_the_host = lambda tensors, computes_on: seen.append((len(tensors), computes_on.type))
-    try:
+    monkeypatch.setattr(advice, "of_the_host", lambda tensors, device: seen.append((len(tensors), device.type)))
+    for device_id in (torch.device("cpu"), None):
         sherd.FullyShardedDataParallel(Block(), device_id=device_id)
-    finally:
-        advice.of_the_host = original
-    return seen
-
-
-def test_it_is_asked_of_what_is_wrapped_without_a_device_id(world):
-    assert world(1).run(wrapped_for, None) == [[(len(list(Block().parameters())), "cpu")]]
-    assert world(1).run(wrapped_for, torch.device("cpu")) == [[]]
+    assert seen == [(len(list(Block().parameters())), "cpu")]

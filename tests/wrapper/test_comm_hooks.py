@@ -1,24 +1,25 @@
-"""Do communication hooks reduce what the default would, see what they should, and does a grad scaler go with fp16?"""
+"""Communication hooks reduce what the default would and see what they should, and a grad scaler goes with fp16."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
-from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 from sherd import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy, comm_hooks
 from sherd._torch import local_tensor
 from sherd.comm.groups import one_rank_group
 from sherd.errors import PolicyError, PolicyTypeError, StateError
+from tests.support.comparing import assert_same, whole_params
+from tests.support.meshes import mesh_of
+from tests.support.models import noise
+from tests.support.on_ranks import on_threads
+from tests.support.training import made
+from tests.wrapper.training import BOTH_KINDS, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+STRATEGIES = pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+BOTH_ENDS = pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 
 
 class Net(nn.Module):
@@ -26,7 +27,6 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.inner = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5, bias=False))
         self.out = nn.Linear(5, 2)
         self.spare = nn.Parameter(torch.ones(3))
@@ -36,14 +36,13 @@ class Net(nn.Module):
 
 
 def wrapped(model=None, **options):
-    model = model if model is not None else Net()
+    model = made(Net) if model is None else model
     model.inner = FullyShardedDataParallel(model.inner, **options)
     return FullyShardedDataParallel(model, **options)
 
 
-def batch(seed=None):
-    generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
-    return torch.randn(4, 3, generator=generator)
+def batch():
+    return noise(0, dist.get_rank(), 4, 3)
 
 
 def backward(model, **kwargs):
@@ -58,20 +57,17 @@ def hook_for(hooks, strategy):
     return hooks.allreduce_hook if strategy is NO_SHARD else hooks.reduce_scatter_hook
 
 
-def same(found, expected, **tolerance):
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **tolerance)
-
-
 # The ready-made hooks
 
 HOOKS = {"ours": comm_hooks, "torch's": torchs}
 
 
-def reduced_by_hooks(strategy, use_orig_params):
+@BOTH_KINDS
+@STRATEGIES
+@on_threads(2)
+def test_the_default_hooks_reduce_as_the_default_does(strategy, orig):
     """Gradients of two backwards by the default reduction, by the plain hooks, and by those that compress."""
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    options = {"sharding_strategy": strategy, "use_orig_params": orig}
 
     def run(state=None, hook=None):
         model = wrapped(**options)
@@ -83,20 +79,14 @@ def reduced_by_hooks(strategy, use_orig_params):
 
     group, default = dist.group.WORLD, run()
     for hooks in HOOKS.values():
-        same(run(hooks.DefaultState(group), hook_for(hooks, strategy)), default, rtol=1e-6, atol=1e-6)
+        assert_same(run(hooks.DefaultState(group), hook_for(hooks, strategy)), default, rtol=1e-6, atol=1e-6)
     state = comm_hooks.LowPrecisionState(group)
     for hook, error in ((comm_hooks.fp16_compress_hook, 2e-3), (comm_hooks.bf16_compress_hook, 2e-2)):
         compressed = run(state, hook)
-        same(compressed, default, rtol=error, atol=error)
+        assert_same(compressed, default, rtol=error, atol=error)
         assert all(each.dtype == torch.float32 for each in compressed)
         if sum(each.numel() for each in default):
             assert any(not torch.equal(one, other) for one, other in zip(compressed, default, strict=True))
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_default_hooks_reduce_as_the_default_does(world, strategy, use_orig_params):
-    world(2).run(reduced_by_hooks, strategy, use_orig_params)
 
 
 def test_the_mean_is_divided_before_and_after_as_in_torch():
@@ -105,7 +95,8 @@ def test_the_mean_is_divided_before_and_after_as_in_torch():
         assert comm_hooks._power_of_two_near_the_root(num_ranks) == expected
 
 
-def states_are_torchs():
+@on_threads(2)
+def test_a_hooks_state_has_torchs_fields():
     ours, theirs = comm_hooks.DefaultState(dist.group.WORLD), torchs.DefaultState(dist.group.WORLD)
     for name in torchs.DefaultState.__slots__:
         assert getattr(ours, name) == getattr(theirs, name)
@@ -113,10 +104,6 @@ def states_are_torchs():
     for kind in (comm_hooks.DefaultState, comm_hooks.LowPrecisionState):
         with pytest.raises(PolicyError, match="explicit ProcessGroup"):
             kind(None)
-
-
-def test_a_hooks_state_has_torchs_fields(world):
-    world(2).run(states_are_torchs)
 
 
 # What a hook sees
@@ -139,7 +126,7 @@ class Seen:
 
 def own_grads(units):
     """What this rank's batch gives, by plain training: one flat gradient for each list of parameters."""
-    lone = Net()
+    lone = made(Net)
     lone(batch()).square().sum().backward()
     named = {name: each.grad.reshape(-1) for name, each in lone.named_parameters()}
     return [torch.cat([named[name] for name in unit]) for unit in units]
@@ -149,8 +136,11 @@ INNER = ("inner.0.weight", "inner.0.bias", "inner.1.weight")
 ROOT = ("spare", "out.weight", "out.bias")
 
 
-def calls_of_a_hook(strategy, use_orig_params):
-    model, seen = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params), Seen()
+@BOTH_KINDS
+@BOTH_ENDS
+@on_threads(2)
+def test_a_hook_sees_one_whole_gradient_a_unit_and_backward(strategy, orig):
+    model, seen = wrapped(sharding_strategy=strategy, use_orig_params=orig), Seen()
     model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), seen)
     with model.no_sync():
         backward(model)
@@ -158,21 +148,16 @@ def calls_of_a_hook(strategy, use_orig_params):
     backward(model)
     backward(model)
     assert len(seen.wholes) == 4, "once for each unit and backward that reduces"
-    return seen.wholes, seen.shards, own_grads([INNER, ROOT])
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_sees_one_whole_gradient_a_unit_and_backward(world, strategy, use_orig_params):
-    for wholes, shards, (inner, root) in world(2).run(calls_of_a_hook, strategy, use_orig_params):
-        assert [each.numel() for each in wholes] == [2 * shape.numel() for shape in shards] or strategy is NO_SHARD
-        for turn, whole in enumerate(wholes):
-            assert whole.ndim == 1
-            assert whole.dtype == torch.float32
-            # `spare` is the root's, and the last to have its gradient. The first turn has an earlier backward's too.
-            own = (inner, root)[turn % 2] * (2 if turn < 2 else 1)
-            assert whole.numel() > own.numel()  # there is padding, and it shows as zeros
-            torch.testing.assert_close(whole[whole != 0].sort().values, own.sort().values)
+    sizes = [each.numel() for each in seen.wholes]
+    assert sizes == [2 * shape.numel() for shape in seen.shards] or strategy is NO_SHARD
+    units = own_grads([INNER, ROOT])
+    for turn, whole in enumerate(seen.wholes):
+        assert whole.ndim == 1
+        assert whole.dtype == torch.float32
+        # `spare` is the root's, and the last to have its gradient. The first turn has an earlier backward's too.
+        own = units[turn % 2] * (2 if turn < 2 else 1)
+        assert whole.numel() > own.numel()  # there is padding, and it shows as zeros
+        torch.testing.assert_close(whole[whole != 0].sort().values, own.sort().values)
 
 
 def add_noise(state, grad, output=None):
@@ -182,9 +167,10 @@ def add_noise(state, grad, output=None):
     result.add_(state["noise"])
 
 
-def noisy(strategy, use_orig_params):
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    model, default = wrapped(**options), wrapped(**options)
+@BOTH_ENDS
+@on_threads(2)
+def test_what_a_hook_makes_of_a_gradient_arrives(strategy):
+    model, default = (wrapped(sharding_strategy=strategy, use_orig_params=True) for _ in range(2))
     model.register_comm_hook({"reduce": comm_hooks.DefaultState(dist.group.WORLD), "noise": 0.5}, add_noise)
     for each in (model, default):
         backward(each, spare=False)
@@ -193,11 +179,6 @@ def noisy(strategy, use_orig_params):
             assert found is None  # `spare`, of which no rank has a gradient: noise does not make one
         else:
             torch.testing.assert_close(found, expected + 0.5)
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_what_a_hook_makes_of_a_gradient_arrives(world, strategy):
-    world(2).run(noisy, strategy, use_orig_params=True)
 
 
 class Positions(nn.Module):
@@ -211,24 +192,20 @@ class Positions(nn.Module):
         return x + self.weight.view(8, 8)
 
 
-def input_gradient():
+@on_threads(2)
+def test_a_hook_that_writes_its_gradient_leaves_autograds_alone():
     model = FullyShardedDataParallel(Positions(), use_orig_params=True)
     model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook)
-    x = torch.ones(8, 8, requires_grad=True)
-    (model(x * 3) * torch.arange(64.0).view(8, 8)).sum().backward()
-    return x.grad, model.module.weight.grad.full_tensor()
+    x, factors = torch.ones(8, 8, requires_grad=True), torch.arange(64.0)
+    (model(x * 3) * factors.view(8, 8)).sum().backward()
+    torch.testing.assert_close(x.grad, 3 * factors.view(8, 8))
+    torch.testing.assert_close(model.module.weight.grad.full_tensor(), factors)
 
 
-def test_a_hook_that_writes_its_gradient_leaves_autograds_alone(world):
-    values = torch.arange(64.0)
-    for grad, reduced in world(2).run(input_gradient):
-        torch.testing.assert_close(grad, 3 * values.view(8, 8))
-        torch.testing.assert_close(reduced, values)
-
-
-def in_other_dtypes(strategy):
-    """The reduce dtype is what the hook gets; frozen parameters are none of its business."""
-    model, seen = Net(), Seen()
+@BOTH_ENDS
+@on_threads(2)
+def test_a_hook_gets_the_reduce_dtype_and_nothing_of_frozen_parameters(strategy):
+    model, seen = made(Net), Seen()
     model.out.requires_grad_(False)
     precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float16)
     model = wrapped(model, sharding_strategy=strategy, use_orig_params=True, mixed_precision=precision)
@@ -236,34 +213,25 @@ def in_other_dtypes(strategy):
     backward(model)
     assert {each.dtype for each in model.parameters() if each.grad is not None} == {torch.float32}
     assert model.module.out.weight.grad is None
-    return [each.dtype for each in seen.wholes], sum(each.count_nonzero().item() for each in seen.wholes)
+    assert [each.dtype for each in seen.wholes] == [torch.float16] * 2
+    assert sum(each.count_nonzero().item() for each in seen.wholes) <= 25 + 3
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_gets_the_reduce_dtype_and_nothing_of_frozen_parameters(world, strategy):
-    for dtypes, numel in world(2).run(in_other_dtypes, strategy):
-        assert dtypes == [torch.float16] * 2
-        assert numel <= 25 + 3
-
-
-def on_one_rank(strategy):
+@on_threads(2, strategy=(FULL_SHARD, NO_SHARD))
+def test_one_rank_has_hooks_too(strategy):
     model, seen = wrapped(sharding_strategy=strategy, process_group=one_rank_group()), Seen()
     model.register_comm_hook(comm_hooks.DefaultState(one_rank_group()), seen)
     backward(model)
     for found, expected in zip(local_grads(model), reversed(own_grads([INNER, ROOT])), strict=True):
         torch.testing.assert_close(found[found != 0].sort().values, expected.sort().values)
-    return len(seen.wholes), len(seen.shards)
-
-
-def test_one_rank_has_hooks_too(world):
-    assert world(2).run(on_one_rank, FULL_SHARD) == [(2, 2)] * 2
-    assert world(2).run(on_one_rank, NO_SHARD) == [(2, 0)] * 2
+    assert (len(seen.wholes), len(seen.shards)) == (2, 2 if strategy is FULL_SHARD else 0)
 
 
 # Mistakes
 
 
-def mistakes():
+@on_threads(4)
+def test_mistakes_are_named():
     state, hook = comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook
     model = wrapped()
     model(batch())
@@ -279,20 +247,9 @@ def mistakes():
     with pytest.raises(PolicyError, match=r"2 dtypes \(torch.float32, torch.float64\)"):
         FullyShardedDataParallel(mixed, use_orig_params=True).register_comm_hook(state, hook)
 
-
-def test_mistakes_are_named(world):
-    world(2).run(mistakes)
-
-
-def hooked_hybrid():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    hybrid = wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh_of((2, 2)))
     with pytest.raises(PolicyError, match="not supported for hybrid strategies"):
-        model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook)
-
-
-def test_hybrid_strategies_are_refused(threads):
-    threads(4).run(hooked_hybrid)
+        hybrid.register_comm_hook(state, hook)
 
 
 # A grad scaler around the wrapper
@@ -303,11 +260,10 @@ STEPS, BAD_STEP = 6, 2
 
 def scaled_batch(step, rank):
     """In one step, one rank has inputs that overflow float16 on the way back."""
-    inputs = batch(10 * step + rank)
-    return inputs * 1e4 if (step, rank) == (BAD_STEP, 1) else inputs
+    return noise(step, rank, 4, 3) * (1e4 if (step, rank) == (BAD_STEP, 1) else 1)
 
 
-def losses_and_scales(loss_of, parameters, scaler):
+def scales_of(loss_of, parameters, scaler):
     optimizer, seen = torch.optim.SGD(parameters, lr=0.05), []
     for step in range(STEPS):
         loss = loss_of(step)
@@ -324,7 +280,6 @@ class Half(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.inner = nn.Linear(3, 5)
         self.out = nn.Linear(5, 2)
 
@@ -332,30 +287,24 @@ class Half(nn.Module):
         return self.out(self.inner(x).relu())
 
 
-def train_in_half(use_orig_params):
+@BOTH_KINDS
+@on_threads(2)
+def test_a_scaler_trains_a_half_precision_wrapper_as_one_process(orig):
     rank = dist.get_rank()
     precision = MixedPrecision(torch.float16, cast_forward_inputs=True)
-    model = wrapped(Half(), use_orig_params=use_orig_params, mixed_precision=precision)
-    scales = losses_and_scales(
+    model = wrapped(made(Half), use_orig_params=orig, mixed_precision=precision)
+    scales = scales_of(
         lambda step: model(scaled_batch(step, rank)).float().square().mean(),
         model.parameters(),
         ShardedGradScaler("cpu", **SCALE),
     )
-    with FullyShardedDataParallel.summon_full_params(model):
-        found = {name: each.detach().clone() for name, each in model.named_parameters()}
-    lone = Half()
+    lone = made(Half)
 
     def loss_of(step):
         half = {name: each.half() for name, each in lone.named_parameters()}
         outputs = [functional_call(lone, half, scaled_batch(step, each).half()) for each in range(2)]
         return sum(each.float().square().mean() for each in outputs) / 2
 
-    expected_scales = losses_and_scales(loss_of, lone.parameters(), torch.amp.GradScaler("cpu", **SCALE))
+    expected_scales = scales_of(loss_of, lone.parameters(), torch.amp.GradScaler("cpu", **SCALE))
     assert scales == expected_scales == [64.0, 128.0, 64.0, 64.0, 128.0, 128.0]
-    for name, each in lone.named_parameters():
-        torch.testing.assert_close(found[name], each.detach(), rtol=5e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_a_scaler_trains_a_half_precision_wrapper_as_one_process(world, use_orig_params):
-    world(2).run(train_in_half, use_orig_params)
+    assert_same(whole_params(model), whole_params(lone), rtol=5e-3, atol=1e-3)

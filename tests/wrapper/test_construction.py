@@ -1,58 +1,47 @@
-"""What may be wrapped, on which ranks and from which values, and what does a wrapped module answer to?"""
+"""What may be wrapped, on which ranks and from which values, and what a wrapped module answers to."""
 
 import copy
 import functools
 import gc
 import pickle
 import weakref
+from dataclasses import replace as with_other
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from sherd import RaggedDTensor, fully_shard
 from sherd.api.module import FSDPModule
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.engine.state.flat import FlatParameter
-from sherd.errors import ModuleError, PolicyTypeError, WrapperStateError
+from sherd.errors import ModuleError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.support.comparing import assert_same, whole_params
 from tests.support.models import WIDTH, Block, build, noise
-from tests.support.ranks import RanksFailed
-from tests.support.training import Recipe, train_plain
+from tests.support.on_ranks import on_processes, on_threads
+from tests.support.sharding import replace
+from tests.support.training import Recipe, made, steps_sharded, train_plain
 from tests.wrapper.training import (
+    BOTH_KINDS,
     FULL_SHARD,
     NO_SHARD,
     SHARD_GRAD_OP,
     assert_all_trained_plainly,
     assert_trained_as,
-    plain_runs,
-    replace,
-    seeded,
     steps_wrapped,
     train_wrapped,
-    whole_values,
+    wrap_blocks,
 )
-
-BLOCKS = ModuleWrapPolicy({Block})
-both_kinds = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-
-
-def by_blocks(model, **options):
-    return FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, **options)
-
-
-def plain_values(name="mlp"):
-    return {name: each.detach() for name, each in build(name).named_parameters()}
-
 
 # Values
 
 
-def built_on_meta(how, orig):
-    """Wrapped on the meta device; what `param_init_fn` was called with, and the whole values then."""
+@BOTH_KINDS
+@on_threads(2)
+def test_a_function_gives_values_to_what_is_on_the_meta_device(orig):
     called = []
 
     def give(module):
@@ -61,67 +50,53 @@ def built_on_meta(how, orig):
         for each in module.parameters(recurse=False):
             nn.init.ones_(each)
 
-    model = by_blocks(
-        build("mlp", device="meta"), param_init_fn=give if how == "function" else None, use_orig_params=orig
-    )
-    return called, whole_values(model), steps_wrapped(model, Recipe("mlp", steps=1), 0).losses
+    model = wrap_blocks(build("mlp", device="meta"), param_init_fn=give, use_orig_params=orig)
+    # Each module once, the units' first.
+    assert sorted(called) == sorted(type(each).__name__ for each in build("mlp").modules())
+    assert all(torch.equal(each, torch.ones_like(each)) for each in whole_params(model).values())
+    steps_wrapped(model, Recipe("mlp", steps=1), 0)
 
 
-@both_kinds
-def test_a_function_gives_values_to_what_is_on_the_meta_device(threads, orig):
-    for called, values, losses in threads(2).run(built_on_meta, "function", orig):
-        # Each module once, the units' first.
-        assert sorted(called) == sorted(type(each).__name__ for each in build("mlp").modules())
-        assert all(torch.equal(each, torch.ones_like(each)) for each in values.values())
-        assert len(losses) == 1
+@on_threads(2)
+def test_reset_parameters_gives_values_to_what_is_on_the_meta_device():
+    values = whole_params(wrap_blocks(build("mlp", device="meta")))
+    assert {name: each.shape for name, each in values.items()} == {
+        name: each.shape for name, each in build("mlp").named_parameters()
+    }
+    assert 0 < values["blocks.1.up.weight"].abs().max() <= WIDTH**-0.5
 
 
-def test_reset_parameters_gives_values_to_what_is_on_the_meta_device(world):
-    runs = world(2).run(built_on_meta, "method", False)
-    for _, values, _ in runs:
-        assert {name: each.shape for name, each in values.items()} == {n: e.shape for n, e in plain_values().items()}
-        assert 0 < values["blocks.1.up.weight"].abs().max() <= WIDTH**-0.5
-
-
-def built_with_other_seeds(orig, strategy):
+@BOTH_KINDS
+@on_threads(2, strategy=(FULL_SHARD, NO_SHARD))
+def test_all_ranks_take_the_values_of_rank_0(orig, strategy):
     model = build("buffers", seed=dist.get_rank())
     model.layers[1].running_mean.fill_(dist.get_rank() + 1)
-    wrapped = by_blocks(model, sync_module_states=True, use_orig_params=orig, sharding_strategy=strategy)
-    return whole_values(wrapped), dict(wrapped.named_buffers())
-
-
-@both_kinds
-def test_all_ranks_take_the_values_of_rank_0(world, orig):
-    for strategy in (FULL_SHARD, NO_SHARD):
-        for values, buffers in world(2).run(built_with_other_seeds, orig, strategy):
-            torch.testing.assert_close(values, plain_values("buffers"), rtol=0, atol=0)
-            assert torch.equal(buffers["layers.1.running_mean"], torch.ones(WIDTH))
+    wrapped = wrap_blocks(model, sync_module_states=True, use_orig_params=orig, sharding_strategy=strategy)
+    assert_same(whole_params(wrapped), whole_params(build("buffers")))
+    assert torch.equal(dict(wrapped.named_buffers())["layers.1.running_mean"], torch.ones(WIDTH))
 
 
 # Ranks
 
 
-def groups_of_some():
+@on_threads(3)
+def test_some_ranks_train_by_themselves():
     """Two of three ranks train together, the third alone, each with the group it is in; then with a mesh of all."""
+    rank = dist.get_rank()
     pair, single = dist.new_group([0, 1]), dist.new_group([2])
-    group = single if dist.get_rank() == 2 else pair
-    model = by_blocks(build("mlp"), process_group=group, device_id="cpu")
-    of_group = steps_wrapped(model, Recipe("mlp", steps=2, max_norm=1.0), dist.get_rank(group))
-    facts = (model.rank, model.world_size, model.process_group is group, model.compute_device.type)
-    mesh = init_device_mesh("cpu", (3,))
-    return of_group, facts, train_wrapped(Recipe("uneven", steps=2), device_mesh=mesh, device_id=torch.device("cpu"))
-
-
-def test_some_ranks_train_by_themselves(world):
-    runs = world(3).run(groups_of_some)
+    group = single if rank == 2 else pair
+    model = wrap_blocks(build("mlp"), process_group=group, device_id="cpu")
+    assert (model.rank, model.world_size) == [(0, 2), (1, 2), (0, 1)][rank]
+    assert model.process_group is group
+    assert model.compute_device.type == "cpu"
     recipe = Recipe("mlp", steps=2, max_norm=1.0)
-    for rank, plain in enumerate((*plain_runs(recipe, 2), *plain_runs(recipe, 1))):
-        assert_trained_as(runs[rank][0], plain)
-    assert [run[1] for run in runs] == [(0, 2, True, "cpu"), (1, 2, True, "cpu"), (0, 1, True, "cpu")]
-    assert_all_trained_plainly([run[2] for run in runs], Recipe("uneven", steps=2))
+    assert_trained_as(steps_wrapped(model, recipe, model.rank), train_plain(recipe, model.world_size)[model.rank])
+    recipe, mesh = Recipe("uneven", steps=2), init_device_mesh("cpu", (3,))
+    run = train_wrapped(recipe, device_mesh=mesh, device_id=torch.device("cpu"))
+    assert_trained_as(run, train_plain(recipe, 3)[rank])
 
 
-@both_kinds
+@BOTH_KINDS
 def test_one_rank_trains_too(threads, orig):
     recipe = Recipe("nested", steps=2, max_norm=1.0)
     for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD):
@@ -132,55 +107,21 @@ def test_one_rank_trains_too(threads, orig):
 # Which modules
 
 
-def wrap_oddly():
+@on_processes(2)  # threads share the list of what was warned of
+def test_lists_empty_modules_and_wrappers_may_be_wrapped():
     """A module list around units, no parameters at all, and a wrapper around a wrapper: each runs forward."""
-    blocks = nn.ModuleList(FullyShardedDataParallel(each) for each in build("mlp").blocks)
+    plain, x = build("mlp"), noise(0, 0)
     with pytest.warns(UserWarning, match="a ModuleList was wrapped"):
-        listed = FullyShardedDataParallel(blocks)
-    through = noise(0, 0)
+        listed = FullyShardedDataParallel(nn.ModuleList(FullyShardedDataParallel(each) for each in build("mlp").blocks))
+    through = x
     for block in listed:
         through = block(through)
-    empty = FullyShardedDataParallel(nn.ReLU())
     twice = FullyShardedDataParallel(FullyShardedDataParallel(build("mlp")))
-    outputs = [through, empty(noise(0, 0)), twice(noise(0, 0))]
+    outputs = [through, FullyShardedDataParallel(nn.ReLU())(x), twice(x)]
+    torch.testing.assert_close(outputs, [plain.blocks[2](plain.blocks[1](plain.blocks[0](x))), x.relu(), plain(x)])
     sum(each.sum() for each in outputs).backward()
-    return outputs, list(twice.state_dict()), len(list(twice.parameters()))
-
-
-def test_lists_empty_modules_and_wrappers_may_be_wrapped(world):  # threads share the list of what was warned of
-    model, x = build("mlp"), noise(0, 0)
-    expected = [model.blocks[2](model.blocks[1](model.blocks[0](x))), x.relu(), model(x)]
-    for outputs, names, num_flat in world(2).run(wrap_oddly):
-        torch.testing.assert_close(outputs, [each.detach() for each in expected])
-        assert names == list(plain_values())
-        assert num_flat == 1
-
-
-def policy_over_wrapped():
-    model = build("mlp")
-    replace(model, model.blocks[0], FullyShardedDataParallel(model.blocks[0]))
-    return by_blocks(model)
-
-
-def test_a_policy_takes_no_module_that_is_wrapped_already(threads):
-    with pytest.raises(RanksFailed) as failed:
-        threads(2).run(policy_over_wrapped)
-    for kind, text in failed.value.errors.values():
-        assert kind == ModuleError.__name__
-        assert "blocks.0" in text
-
-
-def wrap_nothing():
-    return FullyShardedDataParallel(torch.ones(2))
-
-
-def test_only_modules_are_wrapped(threads):
-    with pytest.raises(RanksFailed) as failed:
-        threads(1).run(wrap_nothing)
-    assert failed.value.errors[0] == (
-        PolicyTypeError.__name__,
-        "FullyShardedDataParallel expects a module, got a Tensor",
-    )
+    assert list(twice.state_dict()) == list(plain.state_dict())
+    assert len(list(twice.parameters())) == 1
 
 
 # Both front ends in one model
@@ -201,29 +142,15 @@ def wrap_above_sharded(model, **options):
 
 
 def train_both_front_ends(recipe, wrap, orig):
-    model = wrap(build(recipe.model), use_orig_params=orig)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    losses, norms = [], []
-    for step in range(recipe.steps):
-        loss = model.loss(model(*model.make_inputs(step, dist.get_rank())))
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    norms = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
-    return losses, norms, whole_values(model)
+    run = steps_sharded(wrap(build(recipe.model), use_orig_params=orig), recipe, dist.get_rank())
+    return run if orig else with_other(run, grads=[])
 
 
-@both_kinds
+@BOTH_KINDS
 @pytest.mark.parametrize("wrap", [wrap_below_sharded, wrap_above_sharded])
 def test_wrappers_and_fully_shard_go_together(threads, wrap, orig):
     recipe = Recipe("mlp", "adamw", steps=2, max_norm=0.5)
-    runs = threads(2).run(train_both_front_ends, recipe, wrap, orig)
-    for (losses, norms, values), plain in zip(runs, train_plain(recipe, 2), strict=True):
-        torch.testing.assert_close(losses, plain.losses)
-        torch.testing.assert_close([each.item() for each in norms], plain.norms)
-        torch.testing.assert_close(values, plain.params, rtol=1e-5, atol=1e-6)
+    assert_all_trained_plainly(threads(2).run(train_both_front_ends, recipe, wrap, orig), recipe)
 
 
 # What a wrapper answers to
@@ -246,60 +173,43 @@ class Answers(nn.Module):
         return {"hidden": self.block(x) * factor * self.scale, **more}
 
 
-def look_around(orig):
-    model = by_blocks(seeded(Answers), use_orig_params=orig)
-    chain = FullyShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU()), use_orig_params=orig)
+@BOTH_KINDS
+@on_threads(2)
+def test_a_wrapper_answers_as_the_module_it_wraps(orig):
+    plain, wrapper = made(Answers), FullyShardedDataParallel
+    model = wrap_blocks(made(Answers), use_orig_params=orig)
+    chain = wrapper(nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU()), use_orig_params=orig)
     with pytest.raises(AttributeError, match="'Answers' object has no attribute 'nothing'"):
         model.nothing  # noqa: B018
     with pytest.raises((TypeError, AttributeError)):
         model[0]
-    return {
-        "attribute": (model.answer, model.told(1), model.scale.item()),
-        "module": (type(model.module), type(model.block), type(model.block.module), type(chain[0]), type(chain[1])),
-        "both": isinstance(model, FSDPModule),
-        "parameters": {name: type(each) for name, each in model.named_parameters()},
-        "prefixed": [name for name, _ in model.block.named_parameters(prefix="over")],
-        "buffers": [name for name, _ in model.named_buffers()],
-        "state": list(model.state_dict()),
-        "output": model(noise(0, 0), factor=2.0, extra="kept"),
-        "printed": repr(model),
-        "modules": [each is model for each in FullyShardedDataParallel.fsdp_modules(model)],
-        "roots": [each is model for each in FullyShardedDataParallel.fsdp_modules(model, root_only=True)],
-        "below": len(FullyShardedDataParallel.fsdp_modules(nn.ModuleList([model, chain]), root_only=True)),
-        "is_root": (model.check_is_root(), model.block.check_is_root()),
-    }
-
-
-@both_kinds
-def test_a_wrapper_answers_as_the_module_it_wraps(threads, orig):
-    plain = seeded(Answers)
+    assert (model.answer, model.told(1), model.scale.item()) == (42, 43, 1.0)
+    modules = (model.module, model.block, model.block.module, chain[0], chain[1])
+    assert [type(each) for each in modules] == [Answers, wrapper, Block, nn.Linear, nn.ReLU]
+    assert isinstance(model, FSDPModule)
     names = [name for name, _ in plain.named_parameters()]
-    for found in threads(2).run(look_around, orig):
-        wrapper = FullyShardedDataParallel
-        assert found["attribute"] == (42, 43, 1.0)
-        assert found["module"] == (Answers, wrapper, Block, nn.Linear, nn.ReLU)
-        assert found["both"]
-        assert found["parameters"] == (
-            dict.fromkeys(names, RaggedDTensor) if orig else {"block._flat_param": FlatParameter}
-        )
-        assert (
-            found["prefixed"] == ["over." + n.removeprefix("block.") for n in names] if orig else ["over._flat_param"]
-        )
-        assert found["buffers"] == ["scale"]
-        assert found["state"] == list(plain.state_dict())
-        torch.testing.assert_close(found["output"]["hidden"], plain(noise(0, 0), factor=2.0)["hidden"].detach())
-        assert found["output"]["extra"] == "kept"
-        assert found["printed"].startswith("FullyShardedDataParallel(")
-        assert "(block): FullyShardedDataParallel(" in found["printed"]
-        assert "(up): Linear(in_features=8, out_features=16, bias=True)" in found["printed"]
-        assert found["modules"] == [True, False]
-        assert found["roots"] == [True]
-        assert found["below"] == 2
-        assert found["is_root"] == (True, False)
+    kinds = dict.fromkeys(names, RaggedDTensor) if orig else {"block._flat_param": FlatParameter}
+    assert {name: type(each) for name, each in model.named_parameters()} == kinds
+    below = ["over." + name.removeprefix("block.") for name in names] if orig else ["over._flat_param"]
+    assert [name for name, _ in model.block.named_parameters(prefix="over")] == below
+    assert [name for name, _ in model.named_buffers()] == ["scale"]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    output = model(noise(0, 0), factor=2.0, extra="kept")
+    torch.testing.assert_close(output["hidden"], plain(noise(0, 0), factor=2.0)["hidden"])
+    assert output["extra"] == "kept"
+    assert repr(model).startswith("FullyShardedDataParallel(")
+    assert "(block): FullyShardedDataParallel(" in repr(model)
+    assert "(up): Linear(in_features=8, out_features=16, bias=True)" in repr(model)
+    assert [each is model for each in wrapper.fsdp_modules(model)] == [True, False]
+    assert [each is model for each in wrapper.fsdp_modules(model, root_only=True)] == [True]
+    assert len(wrapper.fsdp_modules(nn.ModuleList([model, chain]), root_only=True)) == 2
+    assert (model.check_is_root(), model.block.check_is_root()) == (True, False)
 
 
-def apply_everywhere(orig):
-    """Every linear module's weight is filled by `apply`; the shapes it saw."""
+@BOTH_KINDS
+@on_threads(2)
+def test_apply_shows_whole_parameters_and_keeps_what_it_changes(orig):
+    """Every linear module's weight is filled by `apply`."""
     seen = []
 
     def fill(module):
@@ -307,127 +217,42 @@ def apply_everywhere(orig):
             seen.append(tuple(module.weight.shape))
             nn.init.constant_(module.weight, 0.5)
 
-    model = by_blocks(build("mlp"), use_orig_params=orig)
-    same = model.apply(fill) is model
-    values = whole_values(model)
+    plain, model = build("mlp"), wrap_blocks(build("mlp"), use_orig_params=orig)
+    assert model.apply(fill) is model
+    assert sorted(seen) == sorted(tuple(each.weight.shape) for each in plain.modules() if hasattr(each, "weight"))
+    assert_same(whole_params(model), whole_params(plain.apply(fill)))
     with FullyShardedDataParallel.summon_full_params(model), pytest.raises(WrapperStateError, match=r"apply\(\)"):
         model.apply(fill)
-    return same, seen, values
-
-
-@both_kinds
-def test_apply_shows_whole_parameters_and_keeps_what_it_changes(threads, orig):
-    for same, seen, values in threads(2).run(apply_everywhere, orig):
-        plain = build("mlp")
-        assert same
-        assert sorted(seen) == sorted(tuple(each.weight.shape) for each in plain.modules() if hasattr(each, "weight"))
-        for name, each in plain.named_parameters():
-            expected = torch.full_like(each, 0.5) if name.endswith("weight") else each.detach()
-            assert torch.equal(values[name], expected), name
-
-
-def inner_calls(method):
-    model = by_blocks(build("mlp"))
-    model(noise(0, 0))
-    inner = model.blocks[1]
-    if method == "no_sync":
-        with inner.no_sync():
-            pass
-    else:
-        inner.clip_grad_norm_(1.0)
-
-
-@pytest.mark.parametrize("method", ["no_sync", "clip_grad_norm_"])
-def test_an_inner_unit_refuses_what_is_the_roots(threads, method):
-    with pytest.raises(RanksFailed) as failed:
-        threads(2).run(inner_calls, method)
-    for kind, text in failed.value.errors.values():
-        assert kind == WrapperStateError.__name__
-        assert f"`{method}()` on inner FSDP instances is not supported" in text
-        assert "blocks.1" in text
-
-
-# The optimizer
-
-
-def optimizer_built_before(orig):
-    model = build("mlp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = by_blocks(model, use_orig_params=orig)
-    wrapped.loss(wrapped(noise(0, dist.get_rank()))).backward()
-    optimizer.step()
-    return whole_values(wrapped)
-
-
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_an_optimizer_built_before_takes_over_what_its_parameters_became(threads, orig):
-    recipe = Recipe("mlp", optimizer="sgd", steps=1)
-    for values, plain in zip(threads(2).run(optimizer_built_before, orig), train_plain(recipe, 2), strict=True):
-        torch.testing.assert_close(values, plain.params, rtol=1e-5, atol=1e-6)
 
 
 # Copies
 
 
-def copies():
-    model = by_blocks(build("mlp"))
+@on_threads(2)
+def test_a_wrapper_is_neither_copied_nor_pickled():
+    model = wrap_blocks(build("mlp"))
     for each in (model, nn.Sequential(model)):
         for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(ModuleError, match=r"cannot be (deep-copied|pickled).*state_dict"):
                 duplicate(each if duplicate is not copy.copy else model)
 
 
-def test_a_wrapper_is_neither_copied_nor_pickled(threads):
-    threads(2).run(copies)
-
-
-def modules_left(policy, orig):
-    """The modules that are still there when a trained model was deleted, before any garbage collection."""
+@BOTH_KINDS
+@on_threads(1, policy=(ModuleWrapPolicy({Block}), functools.partial(size_based_auto_wrap_policy, min_num_params=100)))
+def test_a_deleted_model_is_gone_at_once(orig, policy):
+    """Before any garbage collection, after it was trained."""
     gc.collect()
     gc.disable()
     try:
         model = FullyShardedDataParallel(build("mlp"), auto_wrap_policy=policy, use_orig_params=orig)
         for _ in range(2):
             model.loss(model(noise(0, 0))).backward()
-        whole_values(model)
+        whole_params(model)
         modules = {name: weakref.ref(each) for name, each in model.named_modules()}
         del model
-        return [name for name, ref in modules.items() if ref() is not None]
+        assert [name for name, ref in modules.items() if ref() is not None] == []
     finally:
         gc.enable()
-
-
-@both_kinds
-def test_a_deleted_model_is_gone_at_once(threads, orig):
-    for policy in (BLOCKS, functools.partial(size_based_auto_wrap_policy, min_num_params=100)):
-        assert threads(1).run(modules_left, policy, orig) == [[]]
-
-
-def doubled(orig):
-    """Cast after wrapping, and again after the first step."""
-    model = by_blocks(build("mlp"), use_orig_params=orig)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for dtype in (torch.float64, torch.float32):
-        owned = [id(each) for each in model.parameters()]
-        model.to(dtype)
-        assert owned == [id(each) for each in model.parameters()]
-        model.loss(model(noise(0, dist.get_rank()).to(dtype))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_values(model)
-
-
-@both_kinds
-def test_a_wrapped_model_may_be_cast(threads, orig):
-    plain = build("mlp")
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        for rank in range(2):
-            (plain.loss(plain(noise(0, rank))) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for values in threads(2).run(doubled, orig):
-        torch.testing.assert_close(values, {name: each.detach() for name, each in plain.named_parameters()})
 
 
 # Compilation
@@ -437,10 +262,10 @@ def train_compiled(recipe, orig):
     model = build(recipe.model)
     for block in model.blocks:
         block.compile(fullgraph=True, backend="eager")
-    return steps_wrapped(by_blocks(model, use_orig_params=orig), recipe, dist.get_rank())
+    return steps_wrapped(wrap_blocks(model, use_orig_params=orig), recipe, dist.get_rank())
 
 
-@both_kinds
+@BOTH_KINDS
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_wrapped_blocks_may_be_compiled(world, orig):
     recipe = Recipe("mlp", steps=2)

@@ -1,4 +1,4 @@
-"""Does a model under `FullyShardedDataParallel` train as in one process, whatever its arguments are?"""
+"""A model under `FullyShardedDataParallel` trains as in one process, whatever its arguments are."""
 
 import copy
 import functools
@@ -18,15 +18,26 @@ from sherd.api.fsdp1 import BackwardPrefetch
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.parity.test_precision import train_plain_bfloat16
-from tests.support.comparing import whole_grads
+from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
 from tests.support.models import MODELS, WIDTH, Block, build, noise
 from tests.support.models.stacks import LowRank
-from tests.support.training import Recipe, make_optimizer, tolerance
+from tests.support.on_ranks import on_threads
+from tests.support.sharding import replace
+from tests.support.training import (
+    Recipe,
+    Run,
+    assert_trained,
+    made,
+    make_optimizer,
+    mean_square,
+    tolerance,
+    train_job,
+)
 from tests.wrapper.training import (
     BFLOAT16,
     BFLOAT16_REDUCED_IN_FLOAT32,
-    FULL_SHARD,
+    BOTH_KINDS,
     HYBRID_SHARD,
     HYBRID_SHARD_ZERO2,
     NO_SHARD,
@@ -34,11 +45,8 @@ from tests.wrapper.training import (
     SHARD_GRAD_OP,
     assert_all_trained_plainly,
     assert_trained_as,
-    plain_runs,
-    replace,
-    seeded,
     train_wrapped,
-    whole_values,
+    wrap_blocks,
     wrap_units,
 )
 
@@ -111,17 +119,17 @@ SETUPS = {
 }
 
 
-def test_prefetch_and_offload_change_no_number(world):
-    check_each(world(3), recipe_of("nested"), SETUPS)
+def test_prefetch_and_offload_change_no_number(threads):
+    check_each(threads(3), recipe_of("nested"), SETUPS)
 
 
 FEW = ["full_flat", "full_orig", "grad_op_orig_offloaded", "none_flat_offloaded"]
 
 
 @pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "synced_each_time"])
-def test_gradients_accumulate_with_and_without_reductions(world, no_sync):
+def test_gradients_accumulate_with_and_without_reductions(threads, no_sync):
     setups = {name: {**SETUPS[name], "no_sync": no_sync} for name in FEW}
-    check_each(world(2), recipe_of("tied_inside", micro_batches=3), setups)
+    check_each(threads(2), recipe_of("tied_inside", micro_batches=3), setups)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, float("inf"), 3])
@@ -130,26 +138,8 @@ def test_every_norm_is_that_of_the_whole_model(threads, norm_type):
     check_each(threads(3), Recipe("uneven", steps=1, max_norm=0.1, norm_type=norm_type), setups)
 
 
-def averaged_plainly(make, loss, num_ranks, steps=2):
-    """The parameters of `make()` after steps of SGD on the mean of all ranks' losses."""
-    model = seeded(make)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        for rank in range(num_ranks):
-            (loss(model, step, rank) / num_ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: each.detach() for name, each in model.named_parameters()}
-
-
-def averaged_wrapped(make, loss, wrap, orig, steps=2):
-    wrapped = wrap(seeded(make), use_orig_params=orig)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    for step in range(steps):
-        loss(wrapped, step, dist.get_rank()).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=bool(step))
-    return whole_values(wrapped)
+def train_as(job, make, wrap, orig):
+    return train_job(wrap(made(make), use_orig_params=orig), job)
 
 
 class ReadsParametersOddly(nn.Module):
@@ -171,7 +161,7 @@ class ReadsParametersOddly(nn.Module):
         return self.normed(x + self.shifts["a"] * self.shifts["b"])
 
 
-def loss_of_sequences(model, step, rank):
+def loss_of_sequences(model, rank, step):
     return model(noise(step, rank, 3, 5, WIDTH)).square().mean()
 
 
@@ -181,38 +171,10 @@ def wrap_odd(model, **options):
     )
 
 
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+@BOTH_KINDS
 def test_modules_that_read_their_parameters_oddly_train_as_in_one_process(threads, orig):
-    expected = averaged_plainly(ReadsParametersOddly, loss_of_sequences, 2)
-    for found in threads(2).run(averaged_wrapped, ReadsParametersOddly, loss_of_sequences, wrap_odd, orig):
-        torch.testing.assert_close(found, expected)
-
-
-class TakesOneOfTwo(nn.Module):
-    """Of two blocks in one unit each call uses one; a further layer is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.spare = nn.Linear(3, 3)
-
-    def forward(self, x, which):
-        return self.blocks[which](self.stem(x))
-
-
-def loss_of_another_block_on_each_rank(model, step, rank):
-    return model(noise(step, rank), rank).square().mean()
-
-
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_ranks_may_use_different_parameters_of_a_unit(threads, orig):
-    expected = averaged_plainly(TakesOneOfTwo, loss_of_another_block_on_each_rank, 2)
-    for strategy in (FULL_SHARD, NO_SHARD):
-        wrap = functools.partial(FullyShardedDataParallel, sharding_strategy=strategy)
-        runs = threads(2).run(averaged_wrapped, TakesOneOfTwo, loss_of_another_block_on_each_rank, wrap, orig)
-        for found in runs:
-            torch.testing.assert_close(found, expected)
+    found = threads(2).run(train_as, loss_of_sequences, ReadsParametersOddly, wrap_odd, orig)
+    assert_trained(found, ReadsParametersOddly, loss_of_sequences)
 
 
 class RunsOneModuleInTwoUnits(nn.Module):
@@ -228,24 +190,19 @@ class RunsOneModuleInTwoUnits(nn.Module):
         return self.head(torch.tanh(self.block(x)))
 
 
-def loss_of_noise(model, step, rank):
-    return model(noise(step, rank)).square().mean()
-
-
 def wrap_first_child(model, **options):
     model.block = FullyShardedDataParallel(model.block, **options)
     return FullyShardedDataParallel(model, **options)
 
 
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+@BOTH_KINDS
 def test_a_module_may_be_used_in_a_unit_and_beside_it(threads, orig):
-    expected = averaged_plainly(RunsOneModuleInTwoUnits, loss_of_noise, 2)
-    expected = {name: each for name, each in expected.items() if not name.startswith("head")}
-    for found in threads(2).run(averaged_wrapped, RunsOneModuleInTwoUnits, loss_of_noise, wrap_first_child, orig):
-        torch.testing.assert_close({name: found[name] for name in expected}, expected)
+    assert_trained(
+        threads(2).run(train_as, mean_square, RunsOneModuleInTwoUnits, wrap_first_child, orig), RunsOneModuleInTwoUnits
+    )
 
 
-def loss_after_evaluation_and_an_error(model, step, rank):
+def mean_square_after_evaluation_and_an_error(model, rank, step):
     model.eval()
     with torch.no_grad():
         model(noise(9, rank))
@@ -253,47 +210,31 @@ def loss_after_evaluation_and_an_error(model, step, rank):
         model(noise(9, rank))
     with pytest.raises(TypeError):
         model("not a tensor")
-    return model.train()(noise(step, rank)).square().mean()
+    return mean_square(model.train(), rank, step)
 
 
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+@BOTH_KINDS
 def test_evaluation_and_errors_between_steps_change_no_number(threads, orig):
     make = functools.partial(build, "mlp")
-
-    def expected_loss(model, step, rank):
-        return model(noise(step, rank)).square().mean()
-
-    expected = averaged_plainly(make, expected_loss, 2)
     wrap = functools.partial(wrap_units, sharding_strategy=SHARD_GRAD_OP)
-    for found in threads(2).run(averaged_wrapped, make, loss_after_evaluation_and_an_error, wrap, orig):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
-def test_flat_parameters_are_stepped_in_lists(threads, optimizer):
-    recipe = Recipe("mlp", optimizer=optimizer, steps=2)
-    check_each(threads(2), recipe, {name: SETUPS[name] for name in ("full_flat", "full_orig", "none_flat_offloaded")})
+    assert_trained(threads(2).run(train_as, mean_square_after_evaluation_and_an_error, make, wrap, orig), make)
 
 
 # Low precision
 
 
-def test_bfloat16_reduced_in_float32_is_a_cast_model_with_float32_masters(world):
+@pytest.mark.parametrize(
+    ("precision", "near"),
+    [(BFLOAT16_REDUCED_IN_FLOAT32, {}), (BFLOAT16, {"rtol": 2e-2, "atol": 1e-3})],
+    ids=["reduced_in_float32", "throughout"],
+)
+def test_bfloat16_is_a_cast_model_with_float32_masters(threads, precision, near):
     recipe = Recipe("mlp", steps=2)
-    setups = {name: {**SETUPS[name], "mixed_precision": BFLOAT16_REDUCED_IN_FLOAT32} for name in FEW}
-    runs = world(2).run(train_each, recipe, setups)
+    setups = {name: {**SETUPS[name], "mixed_precision": precision} for name in FEW}
+    runs = threads(2).run(train_each, recipe, setups)
     for rank, plain in enumerate(train_plain_bfloat16(recipe, 2)):
         for name in setups:
-            assert_trained_as(runs[rank][name], plain)
-
-
-def test_bfloat16_throughout_stays_near_float32_masters(world):
-    recipe = Recipe("mlp", steps=2)
-    setups = {name: {**SETUPS[name], "mixed_precision": BFLOAT16} for name in FEW}
-    runs = world(2).run(train_each, recipe, setups)
-    for rank, plain in enumerate(train_plain_bfloat16(recipe, 2)):
-        for name in setups:
-            assert_trained_as(runs[rank][name], plain, rtol=2e-2, atol=1e-3)
+            assert_trained_as(runs[rank][name], plain, **near)
 
 
 # Hybrid
@@ -325,14 +266,10 @@ def train_hybrid(recipe, no_sync):
     }
 
 
-def wrap_blocks(model, **options):
-    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-
-
 @pytest.mark.parametrize(("model", "micro_batches"), [("mlp", 2), ("uneven", 1)])
-def test_copies_of_shards_train_as_in_one_process(world, model, micro_batches):
+def test_copies_of_shards_train_as_in_one_process(threads, model, micro_batches):
     recipe = recipe_of(model, micro_batches=micro_batches)
-    runs = world(4).run(train_hybrid, recipe, micro_batches > 1)
+    runs = threads(4).run(train_hybrid, recipe, micro_batches > 1)
     for name in runs[0]:
         assert_all_trained_plainly([run[name] for run in runs], recipe)
 
@@ -413,35 +350,33 @@ def train_beside_ignored(recipe, how, orig):
     }[how]
     wrapped = wrap_blocks(model, use_orig_params=orig, **ignored)
     assert type(model.first.weight) is nn.Parameter
-    optimizer, rank = make_optimizer(recipe.optimizer, wrapped), dist.get_rank()
-    losses, norms = [], []
+    optimizer, rank, run = make_optimizer(recipe.optimizer, wrapped), dist.get_rank(), Run()
     for step in range(recipe.steps):
         loss = wrapped.loss(wrapped(*wrapped.make_inputs(step, rank)))
         loss.backward()
         for each in model.first.parameters():
             dist.all_reduce(each.grad)
             each.grad /= dist.get_world_size()
-        losses.append(loss.item())
-        norms.append(wrapped.clip_grad_norm_(recipe.max_norm).item())
+        run.losses.append(loss.item())
+        run.norms.append(wrapped.clip_grad_norm_(recipe.max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, whole_values(wrapped)
+    run.params = whole_params(wrapped)
+    return run
 
 
 @pytest.mark.parametrize(("how", "orig"), [("modules", False), ("states", True), ("modules_as_states", False)])
 def test_ignored_parameters_stay_plain_beside_the_sharded(threads, how, orig):
     recipe = recipe_of("mlp")
-    runs = threads(2).run(train_beside_ignored, recipe, how, orig)
-    for (losses, norms, params), plain in zip(runs, plain_runs(recipe, 2), strict=True):
-        torch.testing.assert_close(losses, plain.losses)
-        torch.testing.assert_close(norms, plain.norms)
-        torch.testing.assert_close(params, plain.params, rtol=1e-5, atol=1e-6)
+    assert_all_trained_plainly(threads(2).run(train_beside_ignored, recipe, how, orig), recipe)
 
 
-def ignore_around_a_unit(orig):
+@pytest.mark.parametrize("orig", [False, True])
+@on_threads(2)
+def test_units_below_ignored_modules_are_units_still(orig):
     """A unit below an ignored module stays one; what is around it is left alone."""
     for name in ("ignored_modules", "ignored_states"):
-        plain = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))))
+        plain = made(lambda: nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))))
         model = copy.deepcopy(plain)
         around = model[1]
         around[1] = FullyShardedDataParallel(around[1], use_orig_params=orig)
@@ -458,72 +393,33 @@ def ignore_around_a_unit(orig):
         torch.testing.assert_close(dict(wrapped.state_dict()), dict(plain.state_dict()))
 
 
-@pytest.mark.parametrize("orig", [False, True])
-def test_units_below_ignored_modules_are_units_still(threads, orig):
-    threads(2).run(ignore_around_a_unit, orig)
-
-
 # Other moments
 
 
-def accumulate_in_two_ways(orig):
+@BOTH_KINDS
+@on_threads(2)
+def test_backwards_may_reduce_or_not_in_any_order_and_take_two_forwards(orig):
     """Synced, then not, then synced: the gradients of three backwards; and of two forwards with one backward."""
-    model = wrap_blocks(build("mlp"), use_orig_params=orig)
-    rank = dist.get_rank()
+    plain, model = build("mlp"), wrap_blocks(build("mlp"), use_orig_params=orig)
 
     def loss(seed):
-        return model.loss(model(*model.make_inputs(seed, rank)))
+        return model.loss(model(*model.make_inputs(seed, dist.get_rank())))
+
+    def assert_steps_as_plain_after(*seeds):
+        for rank in range(dist.get_world_size()):
+            for seed in seeds:
+                (plain.loss(plain(*plain.make_inputs(seed, rank))) / dist.get_world_size()).backward()
+        norms = [model.clip_grad_norm_(1e9).item(), nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()]
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+        assert_same(norms[0], norms[1], rtol=1e-5, atol=1e-6)
+        assert_same(whole_params(model), whole_params(plain), rtol=1e-5, atol=1e-6)
 
     loss(0).backward()
     with model.no_sync():
         loss(1).backward()
     loss(2).backward()
-    three = norm_and_step(model)
+    assert_steps_as_plain_after(0, 1, 2)
     (loss(0) + loss(1)).backward()
-    return three, norm_and_step(model)
-
-
-def norm_and_step(model):
-    norm = model.clip_grad_norm_(1e9).item()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.zero_grad()
-    return norm, whole_values(model)
-
-
-def accumulate_plainly(num_ranks):
-    model = build("mlp")
-    found = []
-    for seeds in ((0, 1, 2), (0, 1)):
-        for rank in range(num_ranks):
-            for seed in seeds:
-                (model.loss(model(*model.make_inputs(seed, rank))) / num_ranks).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        model.zero_grad()
-        found.append((norm, {name: each.detach().clone() for name, each in model.named_parameters()}))
-    return tuple(found)
-
-
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_backwards_may_reduce_or_not_in_any_order_and_take_two_forwards(threads, orig):
-    for found in threads(2).run(accumulate_in_two_ways, orig):
-        torch.testing.assert_close(found, accumulate_plainly(2), rtol=1e-5, atol=1e-6)
-
-
-def gradients_of_frozen_and_unfrozen():
-    """A parameter frozen and unfrozen between steps, with original parameters."""
-    model = wrap_units(build("mlp"), use_orig_params=True)
-    found = []
-    for trained in (True, False, True):
-        model.first.weight.requires_grad_(trained)
-        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
-        found.append(whole_grads(model))
-        model.zero_grad()
-    return found
-
-
-def test_a_parameter_may_be_frozen_for_a_while(threads):
-    for first, frozen, last in threads(2).run(gradients_of_frozen_and_unfrozen):
-        assert frozen.pop("first.weight") is None
-        torch.testing.assert_close(first, last)
-        torch.testing.assert_close(frozen, {name: first[name] for name in frozen})
+    assert_steps_as_plain_after(0, 1)

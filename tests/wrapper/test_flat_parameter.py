@@ -1,4 +1,4 @@
-"""Is a flat parameter right whatever a user does to it, to its gradient and to the parameters it is made of?"""
+"""A flat parameter is right whatever a user does to it, to its gradient and to the parameters it is made of."""
 
 import copy
 import io
@@ -15,39 +15,27 @@ from torch.distributed.tensor import DTensor
 
 from sherd import FlatParameter, FullyShardedDataParallel, RaggedDTensor, ShardingStrategy, unsharded
 from sherd.errors import OptimizerError, PlacementError, SherdError, StateError
+from tests.support.comparing import assert_same, whole_grads
 from tests.support.models import Block
-from tests.wrapper.nets import NAMES, Net, assert_equal, made, own, sharded, values, wholes, words
+from tests.support.on_ranks import on_threads
+from tests.support.training import made as seeded
+from tests.wrapper.nets import (
+    assert_close,
+    assert_computes,
+    assert_holds,
+    backward,
+    backwards,
+    made,
+    own,
+    sharded,
+    steps,
+    trained,
+    wholes,
+    words,
+)
 
 FLAT = ("flat_param", "flat_kept", "flat_copied")
 ORIGINAL = ("orig_params", "orig_kept", "orig_copied")
-
-
-def batch_of(seed, rank):
-    return torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(100 * seed + rank))
-
-
-def loss_of(model, batch):
-    return model(batch).square().mean()
-
-
-def backward(model, seed):
-    loss_of(model, words(seed)).backward()
-
-
-def backward_plain(net, seed):
-    ranks = dist.get_world_size()
-    for rank in range(ranks):
-        (loss_of(net, batch_of(seed, rank)) / ranks).backward()
-
-
-def trained(model):
-    return [each for each in model.parameters() if each.requires_grad]
-
-
-def assert_close(model, plain):
-    found = wholes(model)
-    for name, value in values(plain).items():
-        torch.testing.assert_close(found[name], value, msg=lambda said, name=name: f"{name}: {said}")
 
 
 # What it is
@@ -73,13 +61,13 @@ def look_at_it(way):
         assert not any(each is not None for each in net._parameters.values())
     assert isinstance(model.block.up.weight, RaggedDTensor), "outside forward its shard is there"
     assert model.head.weight is model.embed.weight
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     return block.shard_metadata(), model._flat_param.to_local().tolist()
 
 
-def test_each_unit_has_one_vector_which_knows_what_it_is_made_of(world):
+def test_each_unit_has_one_vector_which_knows_what_it_is_made_of(threads):
     for way in FLAT:
-        ranks = world(2).run(look_at_it, way)
+        ranks = threads(2).run(look_at_it, way)
         copied = way == "flat_copied"
         assert (ranks[0] == ranks[1]) == copied
         for metadata, _ in ranks:
@@ -122,8 +110,7 @@ def test_ranks_hold_every_element_once_and_say_so_as_torch_does(world):
 
 
 def hold_nothing():
-    model = FullyShardedDataParallel(nn.Linear(1, 1))
-    flat = model._flat_param
+    flat = FullyShardedDataParallel(nn.Linear(1, 1))._flat_param
     assert flat.shape[0] >= 2
     return flat.shard_metadata().param_names, flat.to_local().numel()
 
@@ -134,15 +121,15 @@ def test_a_rank_may_hold_nothing(threads):
     assert ((), 0) in ranks
 
 
-def train_with_padding():
+@on_threads(2)
+def test_padding_has_no_part_in_norms_and_is_never_trained():
     plain, model = made(), sharded("flat_param")
     assert any(sum(each.numels) < each.numel() for each in model.parameters()), "there is padding"
     optimizers = [torch.optim.AdamW(trained(each), lr=0.1, weight_decay=0.5) for each in (plain, model)]
     for seed in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        backward(model, seed)
-        backward_plain(plain, seed)
+        backwards(plain, model, seed)
         for each in model.parameters():
             whole = each.detach().full_tensor()
             assert whole.count_nonzero() <= sum(each.numels)
@@ -155,46 +142,35 @@ def train_with_padding():
     assert_close(model, plain)
 
 
-def test_padding_has_no_part_in_norms_and_is_never_trained(threads):
-    threads(2).run(train_with_padding)
-
-
 # What a user writes into it
 
 
-@torch.no_grad()
-def doubled(model, how):
-    for flat in model.parameters():
-        if how == "in_place":
-            flat.mul_(2)
-        elif how == "data_in_place":
-            flat.data.mul_(2)
-        elif how == "data":
-            flat.data = flat.data * 2
-        elif how == "whole_data":
-            flat.data = flat.detach().full_tensor() * 2
-        else:
-            flat.data = flat.to_local() * 2
+DOUBLE = {
+    "in_place": lambda flat: flat.mul_(2),
+    "data_in_place": lambda flat: flat.data.mul_(2),
+    "data": lambda flat: setattr(flat, "data", flat.data * 2),
+    "whole_data": lambda flat: setattr(flat, "data", flat.detach().full_tensor() * 2),
+    "local_data": lambda flat: setattr(flat, "data", flat.to_local() * 2),
+}
 
 
-def double_it(way):
-    for how in ("in_place", "data_in_place", "data", "whole_data", "local_data"):
-        plain, model = made(), sharded(way)
-        for seed in range(2):
-            doubled(model, how)
+@pytest.mark.parametrize("how", DOUBLE)
+@on_threads(2, way=("flat_param", "flat_kept", "orig_params", "orig_copied"))
+def test_values_written_into_it_are_computed_with(way, how):
+    plain, model = made(), sharded(way)
+    for seed in range(2):
+        with torch.no_grad():
+            for each in model.parameters():
+                DOUBLE[how](each)
             for each in plain.parameters():
-                each.data.mul_(2)
-            torch.testing.assert_close(model(words(seed)), plain(words(seed)))
-            backward(model, seed)
-        assert_equal(wholes(model), values(plain))
+                each.mul_(2)
+        assert_computes(model, plain, seed)
+        backward(model, seed)
+    assert_holds(model, plain)
 
 
-def test_values_written_into_it_are_computed_with(threads):
-    for way in ("flat_param", "flat_kept", "orig_params", "orig_copied"):
-        threads(2).run(double_it, way)
-
-
-def replacements(way):
+@on_threads(2, way=(*FLAT, *ORIGINAL))
+def test_values_written_into_the_parameters_it_is_made_of_are_computed_with(way):
     """What a user may put in a parameter's place, or into its `.data`, between steps."""
     plain, model = made(), sharded(way)
     net = own(model)
@@ -207,20 +183,16 @@ def replacements(way):
         plain.block.up.bias.data.mul_(2)
         net.head.weight.data = torch.ones(11, 6)
         plain.head.weight.data = torch.ones(11, 6)
-        torch.testing.assert_close(model(words(seed)), plain(words(seed)))
+        assert_computes(model, plain, seed)
         backward(model, seed)
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     with pytest.raises(PlacementError, match=r"\.data = a tensor of shape \(7,\): this one is \(5, 6\)"):
         net.block.up.weight.data = torch.ones(7)
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
 
 
-def test_values_written_into_the_parameters_it_is_made_of_are_computed_with(threads):
-    for way in (*FLAT, *ORIGINAL):
-        threads(2).run(replacements, way)
-
-
-def put_parameters_in_place(way):
+@on_threads(2, way=(*FLAT, *ORIGINAL))
+def test_a_parameter_put_in_place_is_taken_up_at_the_next_forward(way):
     plain, model = made(), sharded(way)
     before = [id(each) for each in model.parameters()]
     for seed in range(2):
@@ -232,56 +204,51 @@ def put_parameters_in_place(way):
         plain.block.down.weight = nn.Parameter(whole)
         plain.block.up.bias.data.fill_(0.3)
         plain.head.weight.data = torch.ones(11, 6)
-        torch.testing.assert_close(model(words(seed)), plain(words(seed)))
+        assert_computes(model, plain, seed)
         backward(model, seed)
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     assert [id(each) for each in model.parameters()] == before, "the optimizer's are the model's still"
     own(model).block.up.weight = nn.Parameter(torch.ones(7))
     with pytest.raises(PlacementError, match=r"up.weight was replaced by a tensor of shape \(7,\); it is \(5, 6\)"):
         model(words())
 
 
-@pytest.mark.parametrize("way", ORIGINAL)
-def test_a_parameter_put_in_place_is_taken_up_at_the_next_forward(threads, way):
-    threads(2).run(put_parameters_in_place, way)
+@pytest.mark.parametrize("seen_by", ["forward", "context"])
+def test_the_check_for_replaced_parameters_can_be_switched_off(threads, monkeypatch, seen_by):
+    monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
+    threads(2).run(ignore_what_is_put_in_place, seen_by)
 
 
-@pytest.mark.parametrize("way", FLAT)
-def test_so_it_is_where_a_flat_parameter_stands_for_it(threads, way):
-    threads(2).run(put_parameters_in_place, way)
-
-
-def ignore_what_is_put_in_place(monkeypatch):
+def ignore_what_is_put_in_place(seen_by):
     plain, model = made(), sharded("orig_params")
     model.block.up.bias = nn.Parameter(torch.ones(5))
-    torch.testing.assert_close(model(words()), plain(words()))
-
-
-def test_the_check_for_replaced_parameters_can_be_switched_off(threads, monkeypatch):
-    monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
-    threads(2).run(ignore_what_is_put_in_place, monkeypatch)
+    if seen_by == "forward":
+        assert_computes(model, plain)
+        assert isinstance(model.block.up.bias, DTensor), "the shard is back in its place"
+    with unsharded(model, writeback=False):
+        assert_same(model.block.up.bias.detach(), plain.block.up.bias.detach())
+    assert_holds(model, plain)
 
 
 # Gradients
 
 
-def edit_gradients(way):
+@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
+@on_threads(2)
+def test_gradients_may_be_changed_replaced_dropped_and_zeroed(way):
     plain, model = made(), sharded(way)
     optimizers = [torch.optim.SGD(trained(each), lr=0.1, momentum=0.9) for each in (plain, model)]
     for seed in range(4):
-        backward(model, seed)
-        backward_plain(plain, seed)
-        if seed == 0:  # read and scaled in place
-            for each in (*trained(plain), *trained(model)):
-                each.grad.mul_(0.5)
-        elif seed == 1:  # another tensor
-            for each in (*trained(plain), *trained(model)):
-                each.grad = each.grad * 2
-        elif seed == 2:  # dropped
-            for each in (*trained(plain), *trained(model)):
+        backwards(plain, model, seed)
+        for each in (*trained(plain), *trained(model)):
+            if seed == 0:
+                each.grad.mul_(0.5)  # read and scaled in place
+            elif seed == 1:
+                each.grad = each.grad * 2  # another tensor
+            elif seed == 2:
                 each.grad = None
-            backward(model, 7)
-            backward_plain(plain, 7)
+        if seed == 2:
+            backwards(plain, model, 7)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=seed % 2 == 0)
@@ -290,32 +257,21 @@ def edit_gradients(way):
     assert_close(model, plain)
 
 
-@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
-def test_gradients_may_be_changed_replaced_dropped_and_zeroed(threads, way):
-    threads(2).run(edit_gradients, way)
-
-
-def drop_one_gradient():
+@on_threads(2)
+def test_a_gradient_dropped_for_one_parameter_starts_anew_and_the_others_add_up():
     plain, model = made(), sharded("orig_params")
     for seed in range(2):
-        backward(model, seed)
-        backward_plain(plain, seed)
+        backwards(plain, model, seed)
         if seed == 0:
             model.block.up.weight.grad = plain.block.up.weight.grad = None
             model.module.scale.grad = torch.zeros_like(model.scale)
             plain.scale.grad = torch.zeros(1)
-    for (name, each), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if each.requires_grad:
-            torch.testing.assert_close(
-                each.grad.full_tensor(), other.grad, msg=lambda said, name=name: f"{name}: {said}"
-            )
+    assert_same(whole_grads(model), whole_grads(plain), rtol=1.3e-6, atol=1e-5)
 
 
-def test_a_gradient_dropped_for_one_parameter_starts_anew_and_the_others_add_up(threads):
-    threads(2).run(drop_one_gradient)
-
-
-def toggle(way):
+@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
+@on_threads(2)
+def test_parameters_may_be_frozen_and_thawed_between_steps(way):
     plain, model = made(), sharded(way)
     optimizers = [torch.optim.SGD([*each.parameters()], lr=0.1) for each in (plain, model)]
     for seed in range(4):
@@ -325,8 +281,7 @@ def toggle(way):
             model.block._flat_param.requires_grad_(wanted)
         else:
             model.block.requires_grad_(wanted)
-        backward(model, seed)
-        backward_plain(plain, seed)
+        backwards(plain, model, seed)
         assert all((each.grad is None) != wanted for each in model.block.parameters())
         assert model._flat_param.grad is not None if "flat" in way else model.scale.grad is not None
         for optimizer in optimizers:
@@ -335,25 +290,15 @@ def toggle(way):
     assert_close(model, plain)
 
 
-@pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
-def test_parameters_may_be_frozen_and_thawed_between_steps(threads, way):
-    threads(2).run(toggle, way)
-
-
-def freeze_one():
+@on_threads(2)
+def test_one_of_many_may_be_frozen_for_a_step():
     plain, model = made(), sharded("orig_params")
     for seed, wanted in enumerate((False, True)):
         for each in (plain, model):
             each.block.up.weight.requires_grad_(wanted)
-        backward(model, seed)
-        backward_plain(plain, seed)
+        backwards(plain, model, seed)
         assert (model.block.up.weight.grad is None) != wanted
-    for each, other in zip(trained(model), trained(plain), strict=True):
-        torch.testing.assert_close(each.grad.full_tensor(), other.grad)
-
-
-def test_one_of_many_may_be_frozen_for_a_step(threads):
-    threads(2).run(freeze_one)
+    assert_same(whole_grads(model), whole_grads(plain), rtol=1.3e-6, atol=1e-5)
 
 
 class Branches(nn.Module):
@@ -364,113 +309,69 @@ class Branches(nn.Module):
         self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x, which):
-        for each in which:
-            x = getattr(self, each)(x)
-        return x
+        return getattr(self, which)(x)
 
 
-CHOICES = {"all_left": ("left", "left"), "differing": ("left", "right")}
-
-
-def leave_out(use_orig_params):
-    """Parameters that are unused on all ranks, or on one."""
-    for choice in CHOICES.values():
-        torch.manual_seed(0)
-        model = Branches()
-        plain = copy.deepcopy(model)
-        model = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
-        mine = choice[dist.get_rank()]
-        x = torch.ones(2, 3, requires_grad=True)
-        model(x, [mine] if mine else []).sum().backward()
-        for each in choice:
-            (plain(torch.ones(2, 3, requires_grad=True), [each] if each else []).sum() / 2).backward()
-        expected = {name: each.grad for name, each in plain.named_parameters()}
-        if use_orig_params:
-            for name, each in model.named_parameters():
-                assert (each.grad is None) == (expected[name] is None), (choice, name)
-                if each.grad is not None:
-                    torch.testing.assert_close(each.grad.full_tensor(), expected[name])
-            continue
-        # One vector has one gradient: zero where plain training has none.
+@on_threads(
+    2,
+    orig=(True, False),
+    strategy=(ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD),
+    chosen=(("left", "left"), ("left", "right")),
+)
+def test_parameters_may_be_unused_on_all_or_on_some_ranks(orig, strategy, chosen):
+    plain = seeded(Branches)
+    model = FullyShardedDataParallel(seeded(Branches), use_orig_params=orig, sharding_strategy=strategy)
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x, chosen[dist.get_rank()]).sum().backward()
+    for each in chosen:
+        (plain(x, each).sum() / 2).backward()
+    expected = whole_grads(plain)
+    if orig:
+        assert_same(whole_grads(model), expected, rtol=1e-5, atol=1e-6)
+    else:  # one vector has one gradient: zero where plain training has none
         with unsharded(model, with_grads=True, writeback=False):
             for name, each in model.named_parameters():
                 other = torch.zeros_like(each) if expected[name] is None else expected[name]
                 torch.testing.assert_close(each.grad, other)
 
 
-def test_parameters_unused_on_all_or_on_some_ranks(world):
-    for use_orig_params in (True, False):
-        world(2).run(leave_out, use_orig_params)
-
-
-def give_plain_gradients():
+@on_threads(2)
+def test_a_gradient_of_another_kind_is_refused_by_name():
     """Of another kind than the parameter: named, with the remedy, and on all ranks."""
     model = sharded("flat_param")
     model._flat_param.grad = torch.zeros(model._flat_param.shape)
     with pytest.raises(SherdError, match=r"embed.weight|scale.* its .grad is a Tensor, not a DTensor"):
-        backward(model, 0)
+        backward(model)
     model.zero_grad()
-    backward(model, 0)
-
-
-def test_a_gradient_of_another_kind_is_refused_by_name(world):
-    world(2).run(give_plain_gradients)
+    backward(model)
 
 
 # Optimizers
 
 OPTIMIZERS = {
     "sgd": lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False),
-    "adamw": lambda each: torch.optim.AdamW(each, lr=0.1),
     "sgd_foreach": lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, foreach=True),
-    "adamw_foreach": lambda each: torch.optim.AdamW(each, lr=0.1, foreach=True),
-    "adamw_fused": lambda each: torch.optim.AdamW(each, lr=0.1, fused=True),
+    "adamw": lambda each: torch.optim.AdamW(each, lr=0.1, eps=1e-2),
+    "adamw_foreach": lambda each: torch.optim.AdamW(each, lr=0.1, eps=1e-2, foreach=True),
+    "adamw_fused": lambda each: torch.optim.AdamW(each, lr=0.1, eps=1e-2, fused=True),
 }
 
 
-def optimize(way, name):
-    plain, model = made(), sharded(way)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_threads(2, way=("flat_param", "orig_params"), early=(False, True))
+def test_optimizers_built_before_or_after_wrapping_step_as_plain_ones(way, early, name):
+    """With a scheduler, but for one of them."""
+    plain, model = made(), made()
+    if not early:
+        model = sharded(way, model)
     optimizers = [OPTIMIZERS[name](trained(each)) for each in (plain, model)]
-    for seed in range(3):
-        backward(model, seed)
-        backward_plain(plain, seed)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    found = wholes(model)
-    for each, value in values(plain).items():
-        torch.testing.assert_close(found[each], value, rtol=1e-4, atol=1e-5)
-    saved = optimizers[1].state_dict()
-    again = OPTIMIZERS[name](trained(model))
-    again.load_state_dict(saved)
-    backward(model, 9)
-    again.step()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_the_original_parameters_as_plain_ones(threads, name):
-    threads(2).run(optimize, "orig_params", name)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_it_as_they_step_the_parameters(threads, name):
-    threads(2).run(optimize, "flat_param", name)
-
-
-def built_before(kind, scheduled):
-    """The optimizer, with a scheduler if so, of a plain model, which is wrapped then."""
-    plain, net = made(), made()
-    optimizers = [kind(trained(each)) for each in (plain, net)]
+    if early:
+        model = sharded(way, model)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda epoch: 0.5**epoch) for each in optimizers]
-    model = sharded("flat_param", net)
     for seed in range(3):
-        backward(model, seed)
-        backward_plain(plain, seed)
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduled:
-                scheduler.step()
+        steps(plain, model, optimizers, [seed])
+        for scheduler in schedulers if name != "adamw_foreach" else ():
+            scheduler.step()
     assert_close(model, plain)
     held = [parameter for group in optimizers[1].param_groups for parameter in group["params"]]
     assert {id(each) for each in held} == {id(each) for each in trained(model)}
@@ -478,22 +379,14 @@ def built_before(kind, scheduled):
     assert optimizers[1].param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizers[1])
     assert set(saved["state"]) == {name for name, each in plain.named_parameters() if each.requires_grad}
+    again = OPTIMIZERS[name](trained(model))
+    again.load_state_dict(optimizers[1].state_dict())
+    backward(model, 9)
+    again.step()
 
 
-EARLY = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=1e-2),
-    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=1e-2, foreach=True),
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=1e-2, fused=True),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-}
-
-
-@pytest.mark.parametrize("name", EARLY)
-def test_an_optimizer_built_before_wrapping_trains_the_flat_parameters(threads, name):
-    threads(2).run(built_before, EARLY[name], scheduled=name != "foreach")
-
-
-def in_groups_of_units():
+@on_threads(2)
+def test_an_early_optimizer_with_a_group_for_each_unit_keeps_its_groups():
     """One group for each unit, with other hyper-parameters, and names."""
     plain, net = made(), made()
     optimizers = []
@@ -505,23 +398,15 @@ def in_groups_of_units():
     model = sharded("flat_param", net)
     early = FullyShardedDataParallel.optim_state_dict(model, optimizers[1])
     assert [len(group["params"]) for group in early["param_groups"]] == [4, 3]
-    for seed in range(2):
-        backward(model, seed)
-        backward_plain(plain, seed)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    steps(plain, model, optimizers, range(2))
     assert_close(model, plain)
     groups = optimizers[1].param_groups
     assert [group["params"] for group in groups] == [[model.block._flat_param], [model._flat_param]]
     assert [len(group["param_names"]) for group in groups] == [1, 1]
 
 
-def test_an_early_optimizer_with_a_group_for_each_unit_keeps_its_groups(threads):
-    threads(2).run(in_groups_of_units)
-
-
-def cannot_be_adopted():
+@on_threads(2)
+def test_an_early_optimizer_that_cannot_step_a_flat_parameter_as_a_whole_is_told_so():
     def decayed(net):
         named = [(name, each) for name, each in net.named_parameters() if each.requires_grad]
         biases = [each for name, each in named if name.endswith("bias")]
@@ -537,7 +422,7 @@ def cannot_be_adopted():
         net = made()
         optimizer = torch.optim.SGD(chosen(net), lr=0.1)
         model = sharded("flat_param", net)
-        backward(model, 0)
+        backward(model)
         with pytest.raises(OptimizerError, match=text):
             optimizer.step()
     net = made()
@@ -551,19 +436,16 @@ def cannot_be_adopted():
     backward(net, 0)
     optimizer.step()
     model = sharded("flat_param", net)
-    backward(model, 0)
+    backward(model)
     with pytest.raises(OptimizerError, match=r"Adam holds state for .*set_optimizer_state_dict"):
         optimizer.step()
-
-
-def test_an_early_optimizer_that_cannot_step_a_flat_parameter_as_a_whole_is_told_so(threads):
-    threads(2).run(cannot_be_adopted)
 
 
 # Copies and conversions
 
 
-def copy_it():
+@on_threads(2)
+def test_a_copy_or_what_comes_out_of_a_file_is_a_vector_like_it():
     model = sharded("flat_param")
     flat = model._flat_param
     file = io.BytesIO()
@@ -580,43 +462,23 @@ def copy_it():
     assert flat.shard_metadata().param_names, "it knows still"
 
 
-def test_a_copy_or_what_comes_out_of_a_file_is_a_vector_like_it(threads):
-    threads(2).run(copy_it)
-
-
-def convert(way):
+@on_threads(2, way=("flat_param", "orig_params", "flat_copied"))
+def test_a_wrapped_model_may_be_converted(way):
     plain, model = made(), sharded(way)
-    backward(model, 0)
+    backward(model)
     model.zero_grad()
     kept = list(model.parameters())
+    optimizers = [torch.optim.SGD(trained(each), lr=0.1) for each in (plain, model)]
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float64):
         plain.to(dtype)
         assert model.to(dtype) is model
         assert all(new is old for new, old in zip(model.parameters(), kept, strict=True)), "the optimizer has them"
         assert {each.dtype for each in model.parameters()} == {dtype}
-        assert_equal(wholes(model), values(plain))
+        assert_holds(model, plain)
         if way == "flat_param":
             assert all(isinstance(each, FlatParameter) for each in kept)
             assert model.block._flat_param.shard_metadata().param_names
-    backward(model, 1)
-    torch.optim.SGD(trained(model), lr=0.1).step()
-    backward_plain(plain, 1)
-    torch.optim.SGD(trained(plain), lr=0.1).step()
-    assert_close(model, plain)
-
-
-def test_a_wrapped_model_may_be_converted(threads):
-    for way in ("flat_param", "orig_params", "flat_copied"):
-        threads(2).run(convert, way)
-
-
-def one_alone():
-    plain = Net()
-    model = sharded("flat_param", copy.deepcopy(plain), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    assert_equal(wholes(model), values(plain))
-    assert len(NAMES) == len(wholes(model))
-    torch.testing.assert_close(model(words()), plain(words()))
-
-
-def test_one_rank_alone_has_all_of_it(threads):
-    threads(1).run(one_alone)
+        if dtype is torch.float64:
+            steps(plain, model, optimizers, [1])
+            assert_close(model, plain)
+            plain.load_state_dict(wholes(model))

@@ -1,8 +1,9 @@
-"""Is what an optimizer keeps the same by name in every wrapping, and does it go from any into any other?"""
+"""What an optimizer keeps is the same by name in every wrapping, and goes from any into any other."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 from torch.distributed.tensor import DTensor
 
 import sherd
@@ -24,9 +26,13 @@ from sherd.api.state_dict_type import (
     StateDictType,
 )
 from sherd.checkpoint.rekeying import OptimStateKeyType
-from sherd.errors import OptimStateError
+from sherd.errors import OptimStateError, SherdError
+from tests.support.comparing import assert_refused, assert_same, whole
+from tests.support.meshes import mesh_of
 from tests.support.models import noise
+from tests.support.on_ranks import on_processes, on_threads
 from tests.support.suites import share
+from tests.support.training import made as seeded
 
 WIDTH = 5
 
@@ -53,11 +59,6 @@ class Net(nn.Module):
         self.own = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
-
-    def gain_free(self):
-        """Without scalars, which torch's FSDP1 refuses."""
-        for block in self.blocks:
-            block.gain = nn.Parameter(torch.tensor([1.5]))
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -145,26 +146,10 @@ def plain_state(kind, steps):
     return {"state": state, "param_groups": groups}
 
 
-def whole(value):
-    if isinstance(value, dict):
-        return {key: whole(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [whole(each) for each in value]
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
-
-
-def assert_same(found, expected, exact=True):
+def assert_same_state(found, expected, exact=True):
     """By names, in any order; exactly, or as near as sums in another order are."""
-    assert set(found["state"]) == set(expected["state"])
-    close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    for name, state in expected["state"].items():
-        assert set(found["state"][name]) == set(state), name
-        for key, value in state.items():
-            got = found["state"][name][key]
-            if isinstance(value, torch.Tensor):
-                torch.testing.assert_close(got, value, **close, msg=lambda m, n=name: f"{n}: {m}")
-            else:
-                assert got == value, (name, key)
+    how_close = {} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    assert_same(found["state"], expected["state"], **how_close)
     assert grouped(found) == grouped(expected)
 
 
@@ -177,16 +162,16 @@ def grouped(state):
 BEFORE, AFTER = range(2), range(2, 4)
 
 
-def save_all(kind, folder):
+def save_all(kind, forms, folder):
     """Full states in a file; sharded ones, with the models, in a distributed checkpoint; and the losses that follow."""
     full, sharded, losses = {}, {}, {}
     expected = plain_state(kind, BEFORE)
-    for form in FORMS:
+    for form in forms:
         model, optimizer = made(form, kind, steps=BEFORE)
         full[form] = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-        assert_same(full[form], expected, exact=False)
+        assert_same_state(full[form], expected, exact=False)
         states = FSDP.sharded_optim_state_dict(model, optimizer)
-        assert_same(whole(states), full[form])
+        assert_same_state(whole(states), full[form])
         for parameter, state in states["state"].items():
             for key, value in state.items():
                 assert isinstance(value, DTensor) == (key != "step" and not parameter.startswith("own."))
@@ -197,16 +182,16 @@ def save_all(kind, folder):
         torch.save((full, losses), f"{folder}/full.pt")
 
 
-def load_all(kind, folder, full_turns, turns):
+def load_all(kind, forms, folder, full_turns, turns):
     """In each turn every form takes another form's state: a full one in `full_turns`, sharded, with the model, in
     `turns`."""
     full, losses = torch.load(f"{folder}/full.pt", weights_only=False)
-    targets = {form: made(form, kind, seed=1, steps=range(1)) for form in FORMS}
+    targets = {form: made(form, kind, seed=1, steps=range(1)) for form in forms}
     for turn in full_turns:
-        pairs = {FORMS[(at + turn) % len(FORMS)]: form for at, form in enumerate(FORMS)}
+        pairs = {forms[(at + turn) % len(forms)]: form for at, form in enumerate(forms)}
         for saved, form in pairs.items():
             FSDP.optim_state_dict_to_load(*targets[form], full[saved], load_directly=True)
-            assert_same(FSDP.optim_state_dict(*targets[form]), full[saved])
+            assert_same_state(FSDP.optim_state_dict(*targets[form]), full[saved])
         if turn not in turns:
             continue
         states = {saved: sharded_state(*targets[form]) for saved, form in pairs.items()}
@@ -218,7 +203,7 @@ def load_all(kind, folder, full_turns, turns):
             model.load_state_dict(states[saved]["model"])
             loaded = FSDP.flatten_sharded_optim_state_dict(states[saved]["optim"], model, optimizer)
             optimizer.load_state_dict(loaded)
-            assert_same(FSDP.optim_state_dict(model, optimizer), full[saved])
+            assert_same_state(FSDP.optim_state_dict(model, optimizer), full[saved])
             torch.testing.assert_close(train(model, optimizer, AFTER), losses[saved], rtol=1e-4, atol=1e-5)
 
 
@@ -233,6 +218,17 @@ def spoil(states):
                 value.fill_(-77)
 
 
+def exchange(world, folder, kind, saving, loading, forms, full_turns, turns):
+    """On `saving` ranks and on `loading` ones."""
+    world(saving).run(save_all, kind, forms, str(folder), timeout=120)
+    world(loading).run(load_all, kind, forms, str(folder), full_turns, turns, timeout=120)
+
+
+def test_a_wrapping_loads_what_another_has_saved(world, tmp_path):
+    exchange(world, tmp_path, adam, 2, 3, ("rows", "flat nested"), (1,), (1,))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "saving", "loading", "full_turns", "turns"),
     # Each turn with one of the optimizers.
@@ -243,8 +239,7 @@ def spoil(states):
     ids=["adam", "momentum"],
 )
 def test_every_wrapping_loads_what_every_other_has_saved(world, tmp_path, kind, saving, loading, full_turns, turns):
-    world(saving).run(save_all, kind, str(tmp_path), timeout=120)
-    world(loading).run(load_all, kind, str(tmp_path), full_turns, turns, timeout=120)
+    exchange(world, tmp_path, kind, saving, loading, FORMS, full_turns, turns)
 
 
 # Any optimizer
@@ -283,78 +278,66 @@ OPTIMIZERS = {
 }
 
 
-def any_optimizer():
-    for turn, (name, kind) in enumerate(OPTIMIZERS.items()):
-        expected = plain_state(kind, BEFORE)
-        both = ("flat nested", "mixed")
-        for form in both if name in ("adamw", "odd") else (("flat nested", "orig nested")[turn % 2],):
-            model, optimizer = made(form, kind, steps=BEFORE)
-            state = FSDP.optim_state_dict(model, optimizer)
-            assert_same(state, expected, exact=False)
-            again, other = made(form, kind, seed=1, steps=range(1))
-            other.load_state_dict(FSDP.optim_state_dict_to_load(again, other, state))
-            assert_same(FSDP.optim_state_dict(again, other), state)
-            again.load_state_dict(model.state_dict())
-            steps = (train(*each, AFTER) for each in ((model, optimizer), (again, other)))
-            torch.testing.assert_close(*steps, msg=lambda m, name=name, form=form: f"{name}, {form}: {m}")
-
-
-def test_any_optimizer_keeps_what_it_keeps_in_one_process(world):
-    world(2).run(any_optimizer)
-
-
-def flattened():
-    expected = plain_state(adam, BEFORE)
-    for form in ("runs", "orig nested", "flat nested"):
-        model, optimizer = made(form, adam)
-        flatten_optimizer(optimizer)
-        train(model, optimizer, BEFORE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_threads(2)
+def test_any_optimizer_keeps_what_it_keeps_in_one_process(name):
+    kind = OPTIMIZERS[name]
+    for form in ("flat nested", "mixed" if name in ("adamw", "odd") else "orig nested"):
+        model, optimizer = made(form, kind, steps=BEFORE)
         state = FSDP.optim_state_dict(model, optimizer)
-        assert_same(state, expected, exact=False)
-        again, other = made(form, adam, seed=1)
-        flatten_optimizer(other)
-        FSDP.optim_state_dict_to_load(again, other, state, load_directly=True)
+        assert_same_state(state, plain_state(kind, BEFORE), exact=False)
+        again, other = made(form, kind, seed=1, steps=range(1))
+        other.load_state_dict(FSDP.optim_state_dict_to_load(again, other, state))
+        assert_same_state(FSDP.optim_state_dict(again, other), state)
         again.load_state_dict(model.state_dict())
-        torch.testing.assert_close(train(again, other, AFTER), train(model, optimizer, AFTER))
+        assert_same(train(again, other, AFTER), train(model, optimizer, AFTER), form, rtol=1e-6, atol=1e-6)
 
 
-def test_a_flattened_optimizer_has_the_same_state(world):
-    world(2).run(flattened)
+@on_threads(2, form=("runs", "orig nested", "flat nested"))
+def test_a_flattened_optimizer_has_the_same_state(form):
+    model, optimizer = made(form, adam)
+    flatten_optimizer(optimizer)
+    train(model, optimizer, BEFORE)
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert_same_state(state, plain_state(adam, BEFORE), exact=False)
+    again, other = made(form, adam, seed=1)
+    flatten_optimizer(other)
+    FSDP.optim_state_dict_to_load(again, other, state, load_directly=True)
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(train(again, other, AFTER), train(model, optimizer, AFTER))
 
 
-def parts_of_models():
-    for form in FORMS:
-        model, optimizer = made(form, adam)
-        assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
-        empty = FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
-        optimizer.load_state_dict(empty)
-        train(model, optimizer, BEFORE)
-        all_of_it = FSDP.optim_state_dict(model, optimizer)
-        within = FSDP.optim_state_dict(nn.ModuleDict({"net": model}), optimizer)
-        assert set(within["state"]) == {f"net.{name}" for name in all_of_it["state"]}
-        apart = [each for name, each in model.named_parameters() if name.startswith("own.")]
-        subset = adam([apart[0]])
-        loaded = FSDP.optim_state_dict_to_load(model, subset, all_of_it, load_directly=True)
-        assert loaded["param_groups"][0]["lr"] == 0.05
-        found = FSDP.optim_state_dict(model, subset)
-        assert list(found["state"]) == ["own.weight"] == found["param_groups"][0]["params"]
-        torch.testing.assert_close(found["state"]["own.weight"], all_of_it["state"]["own.weight"])
-        with sherd.unsharded(model):
-            assert_same(FSDP.optim_state_dict(model, optimizer), all_of_it)
-        states = FSDP.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
-        assert_same({**states, "param_groups": all_of_it["param_groups"]}, all_of_it)
-        assert list(states) == ["state"]
-        assert_loads_alike(
-            {**FSDP.optim_state_dict_to_load(model, optimizer, states), "param_groups": []},
-            {**FSDP.optim_state_dict_to_load(model, optimizer, all_of_it), "param_groups": []},
-        )
+@pytest.mark.parametrize("form", FORMS)
+@on_threads(2)
+def test_subsets_outer_models_and_optimizers_without_state(form):
+    model, optimizer = made(form, adam)
+    assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
+    empty = FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
+    optimizer.load_state_dict(empty)
+    train(model, optimizer, BEFORE)
+    all_of_it = FSDP.optim_state_dict(model, optimizer)
+    within = FSDP.optim_state_dict(nn.ModuleDict({"net": model}), optimizer)
+    assert set(within["state"]) == {f"net.{name}" for name in all_of_it["state"]}
+    apart = [each for name, each in model.named_parameters() if name.startswith("own.")]
+    subset = adam([apart[0]])
+    loaded = FSDP.optim_state_dict_to_load(model, subset, all_of_it, load_directly=True)
+    assert loaded["param_groups"][0]["lr"] == 0.05
+    found = FSDP.optim_state_dict(model, subset)
+    assert list(found["state"]) == ["own.weight"] == found["param_groups"][0]["params"]
+    torch.testing.assert_close(found["state"]["own.weight"], all_of_it["state"]["own.weight"])
+    with sherd.unsharded(model):
+        assert_same_state(FSDP.optim_state_dict(model, optimizer), all_of_it)
+    states = FSDP.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
+    assert_same_state({**states, "param_groups": all_of_it["param_groups"]}, all_of_it)
+    assert list(states) == ["state"]
+    assert_loads_alike(
+        {**FSDP.optim_state_dict_to_load(model, optimizer, states), "param_groups": []},
+        {**FSDP.optim_state_dict_to_load(model, optimizer, all_of_it), "param_groups": []},
+    )
 
 
-def test_subsets_outer_models_and_optimizers_without_state(world):
-    world(2).run(parts_of_models)
-
-
-def listed_otherwise_on_one_rank():
+@on_threads(2)
+def test_ranks_may_list_parameters_in_any_order():
     """The two blocks have the same shapes: their states would be mixed up without a word."""
     for saved, form in (("orig nested", "rows"), ("rows", "flat nested"), ("flat nested", "orig nested")):
         source = wrapped(saved)
@@ -365,24 +348,26 @@ def listed_otherwise_on_one_rank():
         listed = list(model.parameters())
         optimizer = adam(listed[::-1] if dist.get_rank() == 1 else listed)
         train(model, optimizer, BEFORE)
-        assert_same(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
+        assert_same_state(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
         for state in (FSDP.sharded_optim_state_dict(source, in_order), expected):
             spoil(optimizer.state)
             FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
-            assert_same(FSDP.optim_state_dict(model, optimizer), expected)
+            assert_same_state(FSDP.optim_state_dict(model, optimizer), expected)
         of_rank_0 = expected if dist.get_rank() == 0 else None
         optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(of_rank_0, model, optim=optimizer))
-        assert_same(FSDP.optim_state_dict(model, optimizer), expected)
-
-
-def test_ranks_may_list_parameters_in_any_order(world):
-    world(2).run(listed_otherwise_on_one_rank)
+        assert_same_state(FSDP.optim_state_dict(model, optimizer), expected)
 
 
 # Which ranks have it, and in which form
 
 
-def of_rank0():
+def assert_loads_alike(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert_same_state(whole(found), whole(expected))
+
+
+@on_threads(2)
+def test_rank_0_alone_may_have_the_state():
     rank = dist.get_rank()
     for form in ("flat nested", "orig as one", "rows"):
         model, optimizer = made(form, adam, steps=BEFORE)
@@ -405,34 +390,21 @@ def of_rank0():
             FSDP.scatter_full_optim_state_dict(parts if rank == 0 else None, model, optim=optimizer)
 
 
-def assert_loads_alike(found, expected):
-    assert found["param_groups"] == expected["param_groups"]
-    assert_same(whole(found), whole(expected))
-
-
-def test_rank_0_alone_may_have_the_state(world):
-    world(2).run(of_rank0)
-
-
-def nested_of_rank0():
-    """A tensor in a dict of the state, as an optimizer of a user's may keep it."""
+@on_threads(2)
+def test_a_tensor_inside_a_dict_of_the_state_reaches_the_other_ranks_too():
+    """As an optimizer of a user's may keep it."""
     model, optimizer = made("orig as one", adam, steps=BEFORE)
     full = FSDP.full_optim_state_dict(model, optimizer)
     for state in full.get("state", {}).values():
         state["kept"] = {"scale": torch.tensor([2.0, 3.0]), "rule": "max"}
     found = FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer)
-    return [state["kept"] for state in found["state"].values()]
+    assert found["state"]
+    for state in found["state"].values():
+        assert_same(state["kept"], {"scale": torch.tensor([2.0, 3.0]), "rule": "max"})
 
 
-def test_a_tensor_inside_a_dict_of_the_state_reaches_the_other_ranks_too(world):
-    for kept in world(2).run(nested_of_rank0):
-        assert kept
-        for each in kept:
-            assert each["rule"] == "max"
-            torch.testing.assert_close(each["scale"], torch.tensor([2.0, 3.0]))
-
-
-def forms_asked_for():
+@on_threads(2)
+def test_a_state_has_the_form_that_the_model_is_set_to():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     full = FSDP.optim_state_dict(model, optimizer)
     runs = FSDP.sharded_optim_state_dict(model, optimizer)
@@ -445,7 +417,7 @@ def forms_asked_for():
         value = found["state"]["blocks.0.up.weight"]["exp_avg"]
         assert type(value) is kind
         assert value.shape == (7, WIDTH)
-        assert_same(whole(found), full)
+        assert_same_state(whole(found), full)
         assert_loads_alike(
             FSDP.optim_state_dict_to_load(model, optimizer, found),
             FSDP.optim_state_dict_to_load(model, optimizer, full),
@@ -463,128 +435,107 @@ def forms_asked_for():
     assert not any((state["exp_avg"] == 5).all() for state in full["state"].values())
 
 
-def test_a_state_has_the_form_that_the_model_is_set_to(world):
-    world(2).run(forms_asked_for)
-
-
-def on_other_meshes():
-    expected = plain_state(adam, BEFORE)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for strategy in ("HYBRID_SHARD", "NO_SHARD"):
-        for orig in (True, False):
-            torch.manual_seed(0)
-            chosen = {"sharding_strategy": sherd.ShardingStrategy[strategy], "use_orig_params": orig}
-            chosen["device_mesh"] = mesh if strategy == "HYBRID_SHARD" else None
-            model = Net()
-            model.fixed = FSDP(model.fixed, **chosen)
-            model = FSDP(model, ignored_modules=[model.own], **chosen)
-            optimizer = optimizer_of(model, adam)
-            train(model, optimizer, BEFORE)
-            state = FSDP.optim_state_dict(model, optimizer)
-            assert_same(state, expected, exact=False)
-            again, other = made("flat nested", adam, seed=1)
-            for form in (state, FSDP.sharded_optim_state_dict(model, optimizer)):
-                FSDP.optim_state_dict_to_load(again, other, form, load_directly=True)
-                assert_same(FSDP.optim_state_dict(again, other), state)
-            theirs = FSDP.sharded_optim_state_dict(again, other)
-            FSDP.optim_state_dict_to_load(model, optimizer, theirs, load_directly=True)
-            assert_same(FSDP.optim_state_dict(model, optimizer), state)
-
-
-def test_every_strategy_exchanges_states_with_a_fully_sharded_model(world):
-    world(4).run(on_other_meshes)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+@on_threads(4, orig=(True, False))
+def test_every_strategy_exchanges_states_with_a_fully_sharded_model(strategy, orig):
+    mesh = mesh_of((2, 2)) if strategy == "HYBRID_SHARD" else None
+    chosen = {"sharding_strategy": sherd.ShardingStrategy[strategy], "device_mesh": mesh, "use_orig_params": orig}
+    model = seeded(Net)
+    model.fixed = FSDP(model.fixed, **chosen)
+    model = FSDP(model, ignored_modules=[model.own], **chosen)
+    optimizer = optimizer_of(model, adam)
+    train(model, optimizer, BEFORE)
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert_same_state(state, plain_state(adam, BEFORE), exact=False)
+    again, other = made("flat nested", adam, seed=1)
+    for form in (state, FSDP.sharded_optim_state_dict(model, optimizer)):
+        FSDP.optim_state_dict_to_load(again, other, form, load_directly=True)
+        assert_same_state(FSDP.optim_state_dict(again, other), state)
+    theirs = FSDP.sharded_optim_state_dict(again, other)
+    FSDP.optim_state_dict_to_load(model, optimizer, theirs, load_directly=True)
+    assert_same_state(FSDP.optim_state_dict(model, optimizer), state)
 
 
 # Keys, and what an optimizer was built from
 
 
-def in_order():
+@pytest.mark.parametrize("form", FORMS)
+@on_threads(2)
+def test_keys_are_in_the_order_in_which_the_optimizer_has_them(form):
     order = ["step", "exp_avg", "exp_avg_sq"]
-    for form in FORMS:
-        model, optimizer = made(form, adam, steps=BEFORE)
-        full, sharded = FSDP.optim_state_dict(model, optimizer), FSDP.sharded_optim_state_dict(model, optimizer)
-        turned = {name: dict(reversed(state.items())) for name, state in full["state"].items()}
-        for given in (full, sharded):
-            loaded = FSDP.optim_state_dict_to_load(*made(form, adam), given)
-            assert {name: list(state) for name, state in given["state"].items()} == dict.fromkeys(full["state"], order)
-            assert all(list(state) == order for state in loaded["state"].values()), form
-        # Whatever comes, one that has state keeps its own order.
-        FSDP.optim_state_dict_to_load(model, optimizer, {**full, "state": turned}, load_directly=True)
-        assert all(list(state) == order for state in optimizer.state.values()), form
-        assert_same(FSDP.optim_state_dict(model, optimizer), full)
+    model, optimizer = made(form, adam, steps=BEFORE)
+    full, parts = FSDP.optim_state_dict(model, optimizer), FSDP.sharded_optim_state_dict(model, optimizer)
+    turned = {name: dict(reversed(state.items())) for name, state in full["state"].items()}
+    for given in (full, parts):
+        loaded = FSDP.optim_state_dict_to_load(*made(form, adam), given)
+        assert {name: list(state) for name, state in given["state"].items()} == dict.fromkeys(full["state"], order)
+        assert all(list(state) == order for state in loaded["state"].values())
+    # Whatever comes, one that has state keeps its own order.
+    FSDP.optim_state_dict_to_load(model, optimizer, {**full, "state": turned}, load_directly=True)
+    assert all(list(state) == order for state in optimizer.state.values())
+    assert_same_state(FSDP.optim_state_dict(model, optimizer), full)
 
 
-def test_keys_are_in_the_order_in_which_the_optimizer_has_them(world):
-    world(2).run(in_order)
+@on_threads(2, form=("flat nested", "orig nested", "rows"))
+def test_an_optimizer_may_be_given_as_what_it_was_built_from(form):
+    model = wrapped(form)
+    optimizer = adam(model.parameters())
+    train(model, optimizer, BEFORE)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = FSDP.optim_state_dict_to_load(model, optimizer, full)
+    parameters = list(model.parameters())
+    for given in (None, parameters, (each for each in parameters), [{"params": parameters}]):
+        assert_loads_alike(FSDP.shard_full_optim_state_dict(full, model, given), expected)
+    groups = [{"params": parameters[:1], "lr": 0.5}, {"params": iter(parameters[1:])}]
+    full = {"state": full["state"]}
+    loaded = FSDP.shard_full_optim_state_dict(full, model, groups)
+    assert_same_state(whole({**loaded, "param_groups": []}), whole({**expected, "param_groups": []}))
+    rest = list(range(1, len(parameters)))
+    assert loaded["param_groups"] == [{"lr": 0.5, "params": [0]}, {"params": rest}]
+    kept = FSDP.optim_state_dict_to_load(model, optimizer, full)["param_groups"]
+    assert kept == optimizer.state_dict()["param_groups"]
+    for wrong, kind, *texts in (
+        ([], ValueError, "should not be empty"),
+        (3, TypeError, "but got 3"),
+        ([3], TypeError, "not of"),
+        ([{"lr": 1}], AssertionError, 'map "params"'),
+        ([torch.zeros(2)], ValueError, "parameter 0 in group 0 of optim_input", "(2,)"),
+    ):
+        assert_refused(
+            functools.partial(FSDP.shard_full_optim_state_dict, full, model, wrong), SherdError, kind, *texts
+        )
 
 
-def inputs():
-    for form in ("flat nested", "orig nested", "rows"):
-        model = wrapped(form)
-        optimizer = adam(model.parameters())
-        train(model, optimizer, BEFORE)
-        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-        expected = FSDP.optim_state_dict_to_load(model, optimizer, full)
-        parameters = list(model.parameters())
-        for given in (None, parameters, (each for each in parameters), [{"params": parameters}]):
-            assert_loads_alike(FSDP.shard_full_optim_state_dict(full, model, given), expected)
-        groups = [{"params": parameters[:1], "lr": 0.5}, {"params": iter(parameters[1:])}]
-        full = {"state": full["state"]}
-        loaded = FSDP.shard_full_optim_state_dict(full, model, groups)
-        assert_same(whole({**loaded, "param_groups": []}), whole({**expected, "param_groups": []}))
-        rest = list(range(1, len(parameters)))
-        assert loaded["param_groups"] == [{"lr": 0.5, "params": [0]}, {"params": rest}]
-        kept = FSDP.optim_state_dict_to_load(model, optimizer, full)["param_groups"]
-        assert kept == optimizer.state_dict()["param_groups"]
-        for wrong, kind, text in (
-            ([], ValueError, "should not be empty"),
-            (3, TypeError, "but got 3"),
-            ([3], TypeError, "not of"),
-            ([{"lr": 1}], AssertionError, 'map "params"'),
-            ([torch.zeros(2)], ValueError, r"parameter 0 in group 0 of optim_input.*\(2,\)"),
-        ):
-            with pytest.raises(kind, match=text) as caught:
-                FSDP.shard_full_optim_state_dict(full, model, wrong)
-            assert isinstance(caught.value, sherd.SherdError)
-
-
-def test_an_optimizer_may_be_given_as_what_it_was_built_from(world):
-    world(2).run(inputs)
-
-
-def named():
+@on_processes(2, form=("flat nested", "orig as one", "rows"))
+def test_optimizers_that_know_names_are_keyed_by_them(form):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what else torch imports
         from torch.distributed.optim import _NamedOptimizer
 
-    for form in ("flat nested", "orig as one", "rows"):
-        model, _ = made(form, adam)
-        names = dict(model.named_parameters())
-        trained = {name: each for name, each in names.items() if each.requires_grad}
-        keyed = _NamedOptimizer(trained.items(), torch.optim.Adam, lr=0.02, eps=1e-2)
-        keyed.zero_grad = model.zero_grad  # its own fails
-        train(model, keyed, BEFORE)
-        state = FSDP.optim_state_dict(model, keyed)
-        # From what it has returned, as from itself.
-        assert_same(FSDP.optim_state_dict(model, keyed, keyed.state_dict()), state)
-        loaded = FSDP.optim_state_dict_to_load(model, keyed, state, is_named_optimizer=True)
-        assert set(loaded["state"]) == set(trained)
-        assert "blocks.0._flat_param" in trained or form != "flat nested"
-        keyed.load_state_dict(loaded)
-        assert_same(FSDP.optim_state_dict(model, keyed), state)
-        # Names that torch's optimizers keep themselves.
-        plain = torch.optim.Adam(trained.items(), lr=0.02)
-        FSDP.optim_state_dict_to_load(model, plain, state, load_directly=True)
-        assert plain.param_groups[0]["param_names"] == list(trained)
-        assert "param_names" not in FSDP.optim_state_dict(model, plain)["param_groups"][0]
-        assert_same(FSDP.optim_state_dict(model, plain), state)
+    model, _ = made(form, adam)
+    names = dict(model.named_parameters())
+    trained = {name: each for name, each in names.items() if each.requires_grad}
+    keyed = _NamedOptimizer(trained.items(), torch.optim.Adam, lr=0.02, eps=1e-2)
+    keyed.zero_grad = model.zero_grad  # its own fails
+    train(model, keyed, BEFORE)
+    state = FSDP.optim_state_dict(model, keyed)
+    # From what it has returned, as from itself.
+    assert_same_state(FSDP.optim_state_dict(model, keyed, keyed.state_dict()), state)
+    loaded = FSDP.optim_state_dict_to_load(model, keyed, state, is_named_optimizer=True)
+    assert set(loaded["state"]) == set(trained)
+    assert "blocks.0._flat_param" in trained or form != "flat nested"
+    keyed.load_state_dict(loaded)
+    assert_same_state(FSDP.optim_state_dict(model, keyed), state)
+    # Names that torch's optimizers keep themselves.
+    plain = torch.optim.Adam(trained.items(), lr=0.02)
+    FSDP.optim_state_dict_to_load(model, plain, state, load_directly=True)
+    assert plain.param_groups[0]["param_names"] == list(trained)
+    assert "param_names" not in FSDP.optim_state_dict(model, plain)["param_groups"][0]
+    assert_same_state(FSDP.optim_state_dict(model, plain), state)
 
 
-def test_optimizers_that_know_names_are_keyed_by_them(world):
-    world(2).run(named)
-
-
-def rekeyed():
+@on_threads(2)
+def test_names_and_numbers_are_exchanged_on_the_plain_model():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     full = FSDP.optim_state_dict(model, optimizer)
     plain = wrapped("plain")
@@ -592,15 +543,15 @@ def rekeyed():
     ids = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=single)
     single.load_state_dict(ids)
     names = FSDP.rekey_optim_state_dict(single.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=single)
-    assert_same(names, full)
+    assert_same_state(names, full)
     assert names["param_groups"][0]["params"] == sorted(names["param_groups"][0]["params"])
     assert FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_NAME, plain) is full
     empty = {"state": {}, "param_groups": []}
     assert FSDP.rekey_optim_state_dict(empty, OptimStateKeyType.PARAM_ID, plain) is empty
     given = [{"params": group["params"]} for group in single.param_groups]
-    assert_same(FSDP.rekey_optim_state_dict(ids, OptimStateKeyType.PARAM_NAME, plain, given), full)
+    assert_same_state(FSDP.rekey_optim_state_dict(ids, OptimStateKeyType.PARAM_NAME, plain, given), full)
     orig = wrapped("orig nested")
-    assert_same(
+    assert_same_state(
         FSDP.rekey_optim_state_dict(ids, OptimStateKeyType.PARAM_NAME, orig, optim=optimizer_of(orig, adam)), full
     )
     mixed = {"state": {0: {}, "own.weight": {}}, "param_groups": []}
@@ -615,59 +566,47 @@ def rekeyed():
             FSDP.rekey_optim_state_dict(state, kind, of)
 
 
-def test_names_and_numbers_are_exchanged_on_the_plain_model(world):
-    world(2).run(rekeyed)
-
-
 # What does not fit
 
 
-def misfits():
-    model, optimizer = made("flat nested", adam, steps=BEFORE)
-    full = FSDP.optim_state_dict(model, optimizer)
-    orig = made("orig nested", adam)
+@on_threads(2)
+def test_what_does_not_fit_is_named():
+    flat, orig = made("flat nested", adam, steps=BEFORE), made("orig nested", adam)
+    full = FSDP.optim_state_dict(*flat)
 
     def spoilt(name, **changes):
-        state = {**full["state"][name], **changes}
-        return {
-            **full,
-            "state": {**full["state"], name: {key: each for key, each in state.items() if each is not None}},
-        }
+        state = {key: each for key, each in {**full["state"][name], **changes}.items() if each is not None}
+        return {**full, "state": {**full["state"], name: state}}
 
-    def without(name):
-        return {**full, "state": {key: each for key, each in full["state"].items() if key != name}}
+    def without(*names):
+        return {**full, "state": {key: each for key, each in full["state"].items() if key not in names}}
 
     up = "blocks.0.up.bias"
-    cases = [
-        ({"param_groups": []}, 'must have the keys "state"'),
-        (without(up), r"scalar state with the same value.*none for \['blocks.0.up.bias'\]"),
-        (spoilt(up, step=torch.tensor(9.0)), r"same value and dtype but got .*9.0.*for state step"),
-        (spoilt(up, exp_avg=torch.zeros(7, dtype=torch.float64)), r"same value and dtype but got .*float64.*exp_avg"),
-        (spoilt(up, exp_avg=torch.zeros(9)), r"same shape as its parameter: \(9,\) \(7,\).*blocks.0.up.bias"),
-        (spoilt(up, exp_avg=None), r"Differing optimizer state names.*blocks.0.up.bias"),
-    ]
-    for state, text in cases:
+    of_nine = spoilt(up, exp_avg=torch.zeros(9))
+    fewer = copy.deepcopy(full["param_groups"])
+    fewer[1]["params"].append(fewer[0]["params"].pop())
+    strange = copy.deepcopy(fewer)
+    strange[1]["params"].append("away")
+    away = {"state": {**full["state"], "away": full["state"][up]}, "param_groups": strange}
+    for into, state, text in (
+        (flat, {"param_groups": []}, 'must have the keys "state"'),
+        (flat, without(up), r"scalar state with the same value.*none for \['blocks.0.up.bias'\]"),
+        (flat, spoilt(up, step=torch.tensor(9.0)), r"same value and dtype but got .*9.0.*for state step"),
+        (flat, spoilt(up, exp_avg=torch.zeros(7).double()), r"same value and dtype but got .*float64.*exp_avg"),
+        (flat, of_nine, r"same shape as its parameter: \(9,\) \(7,\).*blocks.0.up.bias"),
+        (flat, spoilt(up, exp_avg=None), r"Differing optimizer state names.*blocks.0.up.bias"),
+        (orig, of_nine, "same shape as its parameter"),
+        (orig, {**full, "param_groups": fewer}, "in 2 groups when they were saved"),
+        (orig, away, r"'away'.*does not have"),
+    ):
         with pytest.raises(ValueError, match=text):
-            FSDP.optim_state_dict_to_load(model, optimizer, state)
-    # With parameters of their own a missing one has no entry.
-    loaded = FSDP.optim_state_dict_to_load(*orig, without(up))
-    assert len(loaded["state"]) == len(full["state"]) - 1
-    with pytest.raises(ValueError, match="same shape as its parameter"):
-        FSDP.optim_state_dict_to_load(*orig, cases[4][0])
-    # A whole unit may be missing.
-    names = [name for name in full["state"] if name.startswith("blocks.0.")]
-    state = {**full, "state": {key: each for key, each in full["state"].items() if key not in names}}
-    assert len(FSDP.optim_state_dict_to_load(model, optimizer, state)["state"]) == 4
-    groups = copy.deepcopy(full["param_groups"])
-    groups[1]["params"].append(groups[0]["params"].pop())
-    with pytest.raises(ValueError, match="in 2 groups when they were saved"):
-        FSDP.optim_state_dict_to_load(*orig, {**full, "param_groups": groups})
-    groups[1]["params"].append("away")
-    state = {"state": {**full["state"], "away": full["state"][up]}, "param_groups": groups}
-    with pytest.raises(ValueError, match=r"'away'.*does not have"):
-        FSDP.optim_state_dict_to_load(*orig, state)
+            FSDP.optim_state_dict_to_load(*into, state)
     with pytest.raises(ValueError, match="no parameter of the model"):
-        FSDP.optim_state_dict(nn.Linear(2, 2), optimizer)
+        FSDP.optim_state_dict(nn.Linear(2, 2), flat[1])
+    # With parameters of their own a missing one has no entry; else a whole unit may be missing.
+    assert len(FSDP.optim_state_dict_to_load(*orig, without(up))["state"]) == len(full["state"]) - 1
+    unit = [name for name in full["state"] if name.startswith("blocks.0.")]
+    assert len(FSDP.optim_state_dict_to_load(*flat, without(*unit))["state"]) == 4
     # Ranks that have stepped differently.
     model, optimizer = made("orig nested", adam, steps=BEFORE)
     if dist.get_rank() == 1:
@@ -686,11 +625,8 @@ def misfits():
         FSDP.optim_state_dict(model, optimizer)
 
 
-def test_what_does_not_fit_is_named(world):
-    world(2).run(misfits)
-
-
-def strangers():
+@on_processes(2)
+def test_what_a_user_keeps_among_the_states_goes_along():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     optimizer.state["mine"] = {"table": torch.ones(2)}
     with pytest.warns(UserWarning, match="Found a optim state, mine"):
@@ -698,10 +634,6 @@ def strangers():
     assert state["state"]["mine"]["table"].tolist() == [1, 1]
     loaded = FSDP.optim_state_dict_to_load(model, optimizer, state)
     assert loaded["state"]["mine"]["table"].tolist() == [1, 1]
-
-
-def test_what_a_user_keeps_among_the_states_goes_along(world):
-    world(2).run(strangers)
 
 
 # The oracle
@@ -722,10 +654,10 @@ class Partly(nn.Module):
         return self.others(x) if hasattr(self, "others") else x
 
 
-def looked_after_by_others():
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_processes(2)
+def test_what_others_look_after_is_left_to_them():
     """As torch's FSDP1: what the state knows nothing of is left out, and an entry for it can be added."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
-
     for orig, name in ((False, "shard_full_optim_state_dict"), (True, "flatten_sharded_optim_state_dict")):
         numbers = []
         for kind, more in ((Theirs, {"device_id": torch.device("cpu")}), (FSDP, {})):
@@ -759,36 +691,31 @@ def looked_after_by_others():
         assert numbers[0] == numbers[1] == list(range(4 if orig else 3))
 
 
+def beside_torchs(kind, nested=False, **chosen):
+    """A model and its optimizer under torch's FSDP1 or ours; without scalars, which torch's refuses."""
+    net = seeded(Net)
+    for block in net.blocks:
+        block.gain = nn.Parameter(torch.tensor([1.5]))
+    if kind is Theirs:
+        chosen["device_id"] = torch.device("cpu")
+    if nested:
+        net.blocks = nn.ModuleList([kind(each, **chosen) for each in net.blocks])
+    model = kind(net, ignored_states=[*net.own.parameters(), *net.fixed.parameters()], **chosen)
+    return model, adam([each for each in model.parameters() if each.requires_grad])
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_what_others_look_after_is_left_to_them(world):
-    world(2).run(looked_after_by_others)
-
-
-def against_torch():
+@on_processes(2)
+def test_states_go_to_torchs_fsdp1_and_come_back():
     """With flat parameters: without, torch's own on CPU gathers each key over the one before it."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
-
-    def made_by(kind, **chosen):
-        torch.manual_seed(0)
-        net = Net()
-        net.gain_free()
-        model = kind(net, ignored_states=[*net.own.parameters(), *net.fixed.parameters()], **chosen)
-        return model, adam([each for each in model.parameters() if each.requires_grad])
-
-    theirs, mine = made_by(Theirs, device_id=torch.device("cpu")), made_by(FSDP)
-    train(*theirs, BEFORE)
-    expected = Theirs.optim_state_dict(*theirs)
-    train(*mine, BEFORE)
-    state = FSDP.optim_state_dict(*mine)
-    assert_same(state, expected, exact=False)
+    theirs, mine = beside_torchs(Theirs), beside_torchs(FSDP)
+    for each in (theirs, mine):
+        train(*each, BEFORE)
+    expected, state = Theirs.optim_state_dict(*theirs), FSDP.optim_state_dict(*mine)
+    assert_same_state(state, expected, exact=False)
     theirs[1].load_state_dict(Theirs.optim_state_dict_to_load(*theirs, state))
-    assert_same(Theirs.optim_state_dict(*theirs), state)
+    assert_same_state(Theirs.optim_state_dict(*theirs), state)
     for given in (expected, Theirs.sharded_optim_state_dict(*theirs)):
-        model, optimizer = made_by(FSDP, use_orig_params=True)
+        model, optimizer = beside_torchs(FSDP, use_orig_params=True)
         FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
-        assert_same(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_states_go_to_torchs_fsdp1_and_come_back(world):
-    world(2).run(against_torch)
+        assert_same_state(FSDP.optim_state_dict(model, optimizer), expected, exact=False)

@@ -1,4 +1,4 @@
-"""Are the numbers those of torch's own FSDP1, for the same seeds, wherever that runs on the CPU?"""
+"""The numbers are those of torch's own FSDP1, for the same seeds, wherever that runs on the CPU."""
 
 import contextlib
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Do ranks that are about to start different collectives all learn so at debug level DETAIL, before bytes are mixed?"""
+"""Ranks that are about to start different collectives all learn so at debug level DETAIL, before bytes are mixed."""
 
 import contextlib
 import time
@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from sherd import MixedPrecision, ShardingStrategy
 from sherd._torch import named_group
 from sherd.comm.agreement import MOST_SHOWN
 from sherd.engine.run import guard
 from sherd.engine.run.order_check import PlannedCollective
 from sherd.errors import CommError
 from tests.support.ranks import RanksFailed
+from tests.support.sharding import sharded
+from tests.support.training import made
 
 
 @contextlib.contextmanager
@@ -33,7 +35,6 @@ class Branching(nn.Module):
 
     def __init__(self, out=4, bias=True, frozen=False):
         super().__init__()
-        torch.manual_seed(0)
         self.first = nn.Linear(4, 4)
         self.last = nn.Linear(4, out, bias=bias)
         self.last.requires_grad_(not frozen)
@@ -43,22 +44,10 @@ class Branching(nn.Module):
 
 
 def wrapped(model, **options):
-    model.first = FullyShardedDataParallel(model.first, **options)
-    model.last = FullyShardedDataParallel(model.last, **options)
-    return FullyShardedDataParallel(model, **options)
+    return sharded(model, "flat wrapper", **options)
 
 
-def fully_sharded(model):
-    for each in (model.first, model.last, model):
-        fully_shard(each)
-    return model
-
-
-FRONT_ENDS = {
-    "wrapper": wrapped,
-    "wrapper with original parameters": lambda model: wrapped(model, use_orig_params=True),
-    "fully_shard": fully_sharded,
-}
+FRONT_ENDS = ("flat wrapper", "wrapper", "shard")
 BLOCKS = ("first", "last")
 
 
@@ -73,31 +62,37 @@ def error_of(run):
     return raised.value.args[0]
 
 
+def told(world, make_ranks_differ, *args):
+    """What both of two ranks are told."""
+    said = world(2).run(make_ranks_differ, *args)
+    assert said[0] == said[1]
+    return said[0]
+
+
 # Ranks that differ
 
 
 def branch_on_the_rank(front_end, steps_before):
     rank = dist.get_rank()
     with detail():
-        model = FRONT_ENDS[front_end](Branching())
+        model = sharded(made(Branching), front_end)
         for _ in range(steps_before):
             step(model, "first")
         return error_of(lambda: step(model, BLOCKS[rank]))
 
 
-@pytest.mark.parametrize(("front_end", "steps_before"), [(each, 0) for each in FRONT_ENDS] + [("wrapper", 2)])
+@pytest.mark.parametrize(("front_end", "steps_before"), [(each, 0) for each in FRONT_ENDS] + [("flat wrapper", 2)])
 def test_a_forward_that_branches_on_the_rank_is_named_on_all_ranks(world, front_end, steps_before):
-    said = world(2).run(branch_on_the_rank, front_end, steps_before)
-    assert said[0] == said[1]
-    assert "rank 0 gathers unit first (first.weight 4x4 float32, first.bias 4 float32);" in said[0]
-    assert "rank 1 gathers unit last (last.weight 4x4 float32, last.bias 4 float32)." in said[0]
-    assert "same order" in said[0]
+    said = told(world, branch_on_the_rank, front_end, steps_before)
+    assert "rank 0 gathers unit first (first.weight 4x4 float32, first.bias 4 float32);" in said
+    assert "rank 1 gathers unit last (last.weight 4x4 float32, last.bias 4 float32)." in said
+    assert "same order" in said
 
 
 def one_rank_does_not_reduce():
     rank = dist.get_rank()
     with detail():
-        model = wrapped(Branching())
+        model = wrapped(made(Branching))
 
         def two_steps():
             for _ in range(2):
@@ -108,53 +103,58 @@ def one_rank_does_not_reduce():
 
 
 def test_a_reduction_that_meets_a_gather_is_named(world):
-    said = world(2).run(one_rank_does_not_reduce)
-    assert said[0] == said[1]
-    assert "rank 0 reduces the gradients of unit last" in said[0]
-    assert "rank 1 gathers unit" in said[0]
+    said = told(world, one_rank_does_not_reduce)
+    assert "rank 0 reduces the gradients of unit last" in said
+    assert "rank 1 gathers unit" in said
+
+
+DIFFERENCES = {
+    "shape": (
+        lambda rank: {"out": 4 + rank},
+        "(last.weight 4x4 float32, last.bias 4 float32)",
+        "(last.weight 5x4 float32, last.bias 5 float32)",
+    ),
+    "list": (lambda rank: {"bias": rank == 0}, "(last.bias 4 float32)", "(last.weight 4x4 float32)"),
+    "frozen": (
+        lambda rank: {"frozen": rank == 1},
+        "(last.weight 4x4 float32, last",
+        "(last.weight 4x4 float32 frozen, last",
+    ),
+}
 
 
 def made_differently(what):
-    rank = dist.get_rank()
-    kwargs = {"shape": {"out": 4 + rank}, "list": {"bias": rank == 0}, "frozen": {"frozen": rank == 1}}.get(what, {})
+    options, _, _ = DIFFERENCES[what]
     with detail():
-        model = wrapped(Branching(**kwargs), use_orig_params=True)
+        model = wrapped(Branching(**options(dist.get_rank())), use_orig_params=True)
         return error_of(lambda: step(model, "last"))
 
 
-@pytest.mark.parametrize(
-    ("what", "first", "second"),
-    [
-        ("shape", "(last.weight 4x4 float32, last.bias 4 float32)", "(last.weight 5x4 float32, last.bias 5 float32)"),
-        ("list", "(last.bias 4 float32)", "(last.weight 4x4 float32)"),
-        ("frozen", "(last.weight 4x4 float32, last", "(last.weight 4x4 float32 frozen, last"),
-    ],
-)
-def test_units_that_were_made_differently_are_told_by_what_differs(world, what, first, second):
-    said = world(2).run(made_differently, what)
-    assert said[0] == said[1]
-    assert f"rank 0 gathers unit last {first}" in said[0]
-    assert f"rank 1 gathers unit last {second}" in said[0]
+def test_units_that_were_made_differently_are_told_by_what_differs(world):
+    for what, (_, first, second) in DIFFERENCES.items():
+        said = told(world, made_differently, what)
+        assert f"rank 0 gathers unit last {first}" in said, what
+        assert f"rank 1 gathers unit last {second}" in said, what
 
 
 def one_rank_evaluates():
     with detail(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        model = wrapped(Branching(), mixed_precision=MixedPrecision(torch.bfloat16)).train(dist.get_rank() == 0)
+        model = wrapped(made(Branching), mixed_precision=MixedPrecision(torch.bfloat16)).train(dist.get_rank() == 0)
         return error_of(lambda: model(torch.ones(2, 4), "first"))
 
 
 def test_full_precision_in_eval_on_one_rank_is_named(world):
-    said = world(2).run(one_rank_evaluates)
-    assert "rank 0 gathers unit first (" in said[0]
-    assert "rank 1 gathers unit first in full precision (" in said[0]
+    said = told(world, one_rank_evaluates)
+    assert "rank 0 gathers unit first (" in said
+    assert "rank 1 gathers unit first in full precision (" in said
 
 
 def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
         soon = named_group("one_rank_stays_away", range(2), timedelta(seconds=1))
         patch.setattr(guard.Guard, "_group", lambda _: soon)
-        model = wrapped(Branching())
+        model = wrapped(made(Branching))
         model(torch.ones(2, 4), "first")
         if dist.get_rank() == 1:
             time.sleep(2)  # in a loop that has ended earlier
@@ -162,6 +162,7 @@ def one_rank_stays_away():
             model(torch.ones(2, 4), "first")
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_to_no_collective_is_an_error_after_the_timeout(world):
     with pytest.raises(RanksFailed) as failed:  # so that the next test has other processes
         world(2).run(one_rank_stays_away)
@@ -177,9 +178,9 @@ def test_a_rank_that_comes_to_no_collective_is_an_error_after_the_timeout(world)
 
 def train_both(level):
     grads = []
-    for front_end in FRONT_ENDS.values():
+    for front_end in FRONT_ENDS:
         with detail(level):
-            model = front_end(Branching())
+            model = sharded(made(Branching), front_end)
             for block in (*BLOCKS, "first"):
                 step(model, block)
         grads.append([each.grad.full_tensor().reshape(-1) for each in model.parameters() if each.grad is not None])
@@ -196,7 +197,7 @@ def test_ranks_that_agree_train_as_they_do_unchecked(world):
 
 def different_blocks_unsharded():
     with detail():
-        model = wrapped(Branching(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = wrapped(made(Branching), sharding_strategy=ShardingStrategy.NO_SHARD)
         rank = dist.get_rank()
         with torch.no_grad():
             model(torch.ones(2, 4), BLOCKS[rank])  # nothing is sent
@@ -204,14 +205,14 @@ def different_blocks_unsharded():
 
 
 def test_without_shards_only_reductions_are_compared(world):
-    said = world(2).run(different_blocks_unsharded)
-    assert "rank 0 reduces the gradients of unit first" in said[0]
-    assert "rank 1 reduces the gradients of unit last" in said[0]
+    said = told(world, different_blocks_unsharded)
+    assert "rank 0 reduces the gradients of unit first" in said
+    assert "rank 1 reduces the gradients of unit last" in said
 
 
 def comparisons_of_a_settled_step(level):
     with detail(level), pytest.MonkeyPatch.context() as patch:
-        model = fully_sharded(Branching())
+        model = sharded(made(Branching))
         for _ in range(3):
             step(model, "first")
         compared = []

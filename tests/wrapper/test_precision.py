@@ -1,19 +1,20 @@
-"""Which dtype does each tensor have under a wrapper's `MixedPrecision`, and what do FSDP1's switches switch?"""
+"""The dtype that each tensor has under a wrapper's `MixedPrecision`, and what FSDP1's switches switch."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import sherd
 from sherd.api.fsdp1 import MixedPrecision
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.tensor.ragged import local_part
 from sherd.wrap import ModuleWrapPolicy
-from tests.support.models import WIDTH, Block, build, noise
-from tests.wrapper.training import FULL_SHARD, whole_values, wrap_units
+from tests.support.comparing import assert_same, whole_grads
+from tests.support.models import WIDTH, build, noise
+from tests.support.on_ranks import on_processes, on_threads
+from tests.wrapper.training import BOTH_KINDS, wrap_blocks, wrap_units
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -46,27 +47,15 @@ class Outer(nn.Module):
         return self.head(hidden.to(self.head.weight.dtype)) + more["y"][0].sum().to(hidden.dtype)
 
 
-def dtypes_seen(precisions, orig, strategy=FULL_SHARD):
-    """Under each of `precisions`: in forward by place, of the output, then of a parameter and its gradient."""
-    found = []
-    for precision in precisions:
-        model = FullyShardedDataParallel(
-            Outer(),
-            auto_wrap_policy=ModuleWrapPolicy({Inner}),
-            sharding_strategy=strategy,
-            mixed_precision=MixedPrecision(**precision),
-            use_orig_params=orig,
-        )
-        seen = {}
-        x = torch.ones(3, WIDTH)
-        output = model(x, seen, more={"y": [torch.ones(1)]}, number=torch.tensor(1))
-        output.float().square().sum().backward()
-        parameter = next(model.parameters())
-        buffers = dict(model.named_buffers())
-        seen |= {"output": output.dtype, "parameter": parameter.dtype, "gradient": parameter.grad.dtype}
-        seen |= {"count": buffers["inner.count"].dtype, "buffer_after": buffers["inner.scale"].dtype}
-        found.append(seen)
-    return found
+def outer(**options):
+    return FullyShardedDataParallel(Outer(), auto_wrap_policy=ModuleWrapPolicy({Inner}), **options)
+
+
+def run_outer(model):
+    """The dtypes in forward by place, and the output."""
+    seen = {}
+    output = model(torch.ones(3, WIDTH), seen, more={"y": [torch.ones(1)]}, number=torch.tensor(1))
+    return seen, output
 
 
 CASTS = [
@@ -78,18 +67,20 @@ CASTS = [
 ]
 
 
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_inputs_buffers_and_weights_have_the_dtypes_that_were_chosen(threads, orig):
-    precisions = [precision for precision, _, _ in CASTS]
-    for found in threads(2).run(dtypes_seen, precisions, orig):
-        for seen, (precision, root, child) in zip(found, CASTS, strict=True):
-            compute = precision.get("param_dtype", FP32)
-            buffer = precision.get("buffer_dtype", FP32)
-            assert (seen["root"], seen["nested"], seen["child"]) == (root, root, child), precision
-            assert seen["number"] == seen["count"] == torch.int64, precision
-            assert seen["child_weight"] == compute, precision
-            assert seen["buffer"] == seen["buffer_after"] == buffer, precision
-            assert seen["parameter"] == seen["gradient"] == FP32, precision
+@BOTH_KINDS
+@on_threads(2, case=CASTS)
+def test_inputs_buffers_and_weights_have_the_dtypes_that_were_chosen(orig, case):
+    precision, root, child = case
+    model = outer(mixed_precision=MixedPrecision(**precision), use_orig_params=orig)
+    seen, output = run_outer(model)
+    output.float().square().sum().backward()
+    parameter, buffers = next(model.parameters()), dict(model.named_buffers())
+    compute, buffer = precision.get("param_dtype", FP32), precision.get("buffer_dtype", FP32)
+    assert (seen["root"], seen["nested"], seen["child"]) == (root, root, child)
+    assert seen["number"] == buffers["inner.count"].dtype == torch.int64
+    assert seen["child_weight"] == compute
+    assert seen["buffer"] == buffers["inner.scale"].dtype == buffer
+    assert parameter.dtype == parameter.grad.dtype == FP32
 
 
 LOW = [
@@ -123,67 +114,42 @@ def dtypes_of_gradients(api, strategy, orig):
     return dtypes, sums
 
 
-def low_precision_as_torchs():
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        for orig in (True, False):
-            (theirs, their_sums), (ours, sums) = (
-                dtypes_of_gradients(api, strategy, orig) for api in (torch_fsdp, sherd)
-            )
-            assert ours == theirs, (strategy, orig)
-            assert sums == their_sums, (strategy, orig)
-    return ours
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_gradients_that_are_kept_in_low_precision_are_in_that_of_torchs_fsdp1(world):
-    world(2).run(low_precision_as_torchs)
+@on_processes(2, strategy=("FULL_SHARD", "NO_SHARD"), orig=(True, False))
+def test_gradients_that_are_kept_in_low_precision_are_in_that_of_torchs_fsdp1(strategy, orig):
+    theirs, ours = (dtypes_of_gradients(api, strategy, orig) for api in (torch_fsdp, sherd))
+    assert ours == theirs
+
+
+@on_threads(2)
+def test_gradients_given_in_an_unshard_context_are_kept_in_low_precision_too():
+    """To a model that has had none yet."""
+    precision = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
+    model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), use_orig_params=True, mixed_precision=precision)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    assert {each.grad.dtype for each in model.parameters()} == {BF16}
+    ones = {"weight": torch.ones(WIDTH, WIDTH, dtype=BF16), "bias": torch.ones(WIDTH, dtype=BF16)}
+    assert_same(whole_grads(model), ones)
 
 
 # Norms in full precision
 
 
-def gradients_given_in_a_context():
-    """In `summon_full_params`, to a model that has had none yet; as they are inside and outside."""
-    model = FullyShardedDataParallel(
-        nn.Linear(WIDTH, WIDTH),
-        use_orig_params=True,
-        mixed_precision=MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True),
-    )
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    return {each.grad.dtype for each in model.parameters()}, [each.grad.full_tensor() for each in model.parameters()]
-
-
-def test_gradients_given_in_an_unshard_context_are_kept_in_low_precision_too(threads):
-    for dtypes, gradients in threads(2).run(gradients_given_in_a_context):
-        assert dtypes == {BF16}
-        torch.testing.assert_close(gradients, [torch.ones(WIDTH, WIDTH, dtype=BF16), torch.ones(WIDTH, dtype=BF16)])
-
-
-def train_beside_norms():
-    """The norm's input, weight and output dtypes; the same of the layer after it."""
-    model = FullyShardedDataParallel(
-        build("buffers"),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
-    )
-    norm = model.layers[1]
-    seen = {}
+@pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
+@on_threads(2)
+def test_batch_norms_compute_in_full_precision_in_a_unit_of_their_own():
+    model = wrap_blocks(build("buffers"), mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16))
+    norm, seen = model.layers[1], {}
     norm.module.register_forward_hook(
         lambda module, args, output: seen.update(weight=module.weight.dtype, mean=module.running_mean.dtype)
     )
     norm.register_forward_hook(lambda _, args, output: seen.update(given=args[0].dtype, returned=output.dtype))
     model.loss(model(noise(0, dist.get_rank()))).backward()
-    return isinstance(norm, FullyShardedDataParallel), norm.mixed_precision, seen
-
-
-@pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
-def test_batch_norms_compute_in_full_precision_in_a_unit_of_their_own(threads):
-    for is_unit, precision, seen in threads(2).run(train_beside_norms):
-        assert is_unit
-        assert precision is None or precision.param_dtype is None
-        assert seen == {"weight": FP32, "mean": FP32, "given": BF16, "returned": BF16}
+    assert isinstance(norm, FullyShardedDataParallel)
+    assert norm.mixed_precision is None or norm.mixed_precision.param_dtype is None
+    assert seen == {"weight": FP32, "mean": FP32, "given": BF16, "returned": BF16}
 
 
 # Switches of the environment
@@ -204,7 +170,7 @@ def outputs_in_train_and_eval(orig):
     return found
 
 
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+@BOTH_KINDS
 def test_evaluation_may_be_in_full_precision(threads, monkeypatch, orig):
     plain = build("mlp")(noise(0, 0)).detach()
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
@@ -218,23 +184,15 @@ def test_evaluation_may_be_in_full_precision(threads, monkeypatch, orig):
 
 
 def buffers_in_train_and_eval():
-    model = FullyShardedDataParallel(
-        Outer(),
-        auto_wrap_policy=ModuleWrapPolicy({Inner}),
-        mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
-    )
-    found = []
-    for mode in (True, False, True):
-        seen = {}
-        model.train(mode)(torch.ones(3, WIDTH), seen, more={"y": [torch.ones(1)]}, number=torch.tensor(1))
-        found.append((seen["root"], seen["child_weight"], seen["buffer"]))
-    return found
+    model = outer(mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16))
+    for mode, dtype in ((True, BF16), (False, FP32), (True, BF16)):
+        seen, _ = run_outer(model.train(mode))
+        assert (seen["root"], seen["child_weight"], seen["buffer"]) == (dtype,) * 3
 
 
 def test_buffers_too_are_in_full_precision_in_evaluation(threads, monkeypatch):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    for found in threads(2).run(buffers_in_train_and_eval):
-        assert found == [(BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, BF16, BF16)]
+    threads(2).run(buffers_in_train_and_eval)
 
 
 def step_alone(orig):
@@ -245,14 +203,13 @@ def step_alone(orig):
         model.loss(model(noise(step, 0))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return True
 
 
-@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+@BOTH_KINDS
 def test_fake_collectives_move_nothing_and_wait_for_nobody(threads, monkeypatch, orig):
     monkeypatch.setenv("FSDP_USE_FAKE_ALL_GATHER", "1")
     monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
-    assert threads(2).run(step_alone, orig, timeout=20) == [True, True]
+    threads(2).run(step_alone, orig)
 
 
 def gradients_with_fake_reduction():
@@ -266,35 +223,3 @@ def test_a_fake_reduction_leaves_gradients_in_the_shards(threads, monkeypatch):
     monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
     for found, expected in zip(threads(2).run(gradients_with_fake_reduction), true, strict=True):
         assert [each.shape for each in found] == [each.shape for each in expected]
-
-
-def replaced_weight():
-    """A weight put in the place of the shard, whole; what the model then computes and holds."""
-    model = wrap_units(build("whole_in_one_unit"), use_orig_params=True)
-    model.last.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    with torch.no_grad():
-        output = model(noise(0, 0))
-    assert isinstance(model.last.weight, DTensor), "the shard is back in its place"
-    return output, whole_values(model)["last.weight"]
-
-
-def replaced_weight_as_lent():
-    """The same, looked at in an unshard context, before any forward."""
-    model = wrap_units(build("whole_in_one_unit"), use_orig_params=True)
-    model.last.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    return whole_values(model)["last.weight"]
-
-
-def test_replaced_values_are_noticed_unless_that_is_switched_off(threads, monkeypatch):
-    plain = build("whole_in_one_unit")
-    for weight in threads(2).run(replaced_weight_as_lent):
-        assert not weight.any()
-    for output, weight in threads(2).run(replaced_weight):
-        assert not output.any()
-        assert not weight.any()
-    monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
-    for output, weight in threads(2).run(replaced_weight):
-        torch.testing.assert_close(output, plain(noise(0, 0)).detach())
-        assert torch.equal(weight, plain.last.weight.detach())
-    for weight in threads(2).run(replaced_weight_as_lent):
-        assert torch.equal(weight, plain.last.weight.detach())

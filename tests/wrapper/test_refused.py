@@ -1,4 +1,4 @@
-"""Does bad use raise what FSDP1 raises, with a text that names what and what to do, on all ranks, and harm nothing?"""
+"""Bad use raises what FSDP1 raises, with a text that names what and what to do, on all ranks, and harms nothing."""
 
 import functools
 import pickle
@@ -21,119 +21,106 @@ from sherd import (
     fully_shard,
     unsharded,
 )
-from sherd.errors import PolicyError, UnsupportedError
+from sherd.errors import ModuleError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy
+from tests.support.comparing import assert_refused, assert_same
 from tests.support.models import Block
-from tests.wrapper.nets import assert_equal, made, own, sharded, values, wholes, words
-from tests.wrapper.training import seeded
+from tests.support.on_ranks import on_processes, on_threads
+from tests.support.training import made as seeded
+from tests.wrapper.nets import assert_computes, assert_holds, made, sharded, values, words
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
 def raises(action, kind, *said):
     """It raises a `SherdError` that is `kind` too, and says all of `said`."""
-    with pytest.raises(kind) as raised:
-        action()
-    assert isinstance(raised.value, SherdError)
-    for each in said:
-        assert each in str(raised.value), f"{each!r} is not in: {raised.value}"
+    assert_refused(action, SherdError, kind, *said)
 
 
-def group():
-    return dist.group.WORLD
+def refuses_to_wrap(module, kind, *said, **arguments):
+    raises(functools.partial(FullyShardedDataParallel, module, **arguments), kind, *said)
 
 
-CONSTRUCTIONS = {
-    "group_and_mesh": (
-        lambda: {"process_group": group(), "device_mesh": init_device_mesh("cpu", (2,))},
-        ValueError,
-        ("Cannot pass both process_group and device_mesh at the same time",),
-    ),
-    "hybrid_by_hand": (
-        lambda: {"sharding_strategy": HYBRID},
-        ValueError,
-        ("Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group",),
-    ),
-    "hybrid_one_group": (
-        lambda: {"sharding_strategy": HYBRID, "process_group": group()},
-        ValueError,
-        ("Expected process_group to be passed in as either None or Tuple", "(shard group, replicate group)"),
-    ),
-    "hybrid_list": (
-        lambda: {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "process_group": [group(), group()]},
-        ValueError,
-        ("_HYBRID_SHARD_ZERO2", "but got <class 'list'>"),
-    ),
-    "hybrid_one_axis": (
-        lambda: {"sharding_strategy": HYBRID, "device_mesh": init_device_mesh("cpu", (2,))},
-        ValueError,
-        ("Expected device_mesh to have ndim=2 but got 1", "(replicate, shard)"),
-    ),
-    "pair": (
-        lambda: {"process_group": (group(), group())},
-        ValueError,
-        ("FULL_SHARD expects one process group", "HYBRID_SHARD"),
-    ),
-    "number_as_group": (lambda: {"process_group": 3}, ValueError, ("expects one process group, got 3",)),
-    "strategy_by_name": (
-        lambda: {"sharding_strategy": "FULL_SHARD"},
-        TypeError,
-        ("sharding_strategy='FULL_SHARD'", "expected sherd's ShardingStrategy or Placements, got a builtins.str"),
-    ),
-    "offload_true": (lambda: {"cpu_offload": True}, TypeError, ("cpu_offload=True", "CPUOffload")),
-    "dtype": (
-        lambda: {"mixed_precision": torch.bfloat16},
-        TypeError,
-        ("mixed_precision=torch.bfloat16", "MixedPrecision"),
-    ),
-    "torchs_own": (
-        lambda: {"sharding_strategy": torch.distributed.fsdp.ShardingStrategy.FULL_SHARD},
-        TypeError,
-        ("expected sherd's ShardingStrategy or Placements, got a torch.distributed.fsdp.api.ShardingStrategy",),
-    ),
-    "no_policy": (lambda: {"auto_wrap_policy": 3}, TypeError, ("expected a policy, got 3",)),
-    "classes_as_policy": (lambda: {"auto_wrap_policy": {Block}}, TypeError, ("ModuleWrapPolicy({Block})",)),
-    "both_ignored": (
-        lambda: {"ignored_modules": [], "ignored_states": []},
-        ValueError,
-        ("Cannot pass both ignored_modules and ignored_states at the same time",),
-    ),
-    "ignored_parameter_as_module": (
-        lambda: {"ignored_modules": [nn.Parameter(torch.ones(1))]},
-        ValueError,
-        ("ignored_modules expects nn.Module list elements but got types", "Parameter"),
-    ),
-    "ignored_no_list": (lambda: {"ignored_modules": nn.Linear(2, 2)}, TypeError, ("ignored_modules=Linear",)),
-    "ignored_mixture": (
-        lambda: {"ignored_states": [nn.Parameter(torch.ones(1)), nn.Linear(2, 2)]},
-        ValueError,
-        ("expects all nn.Parameter or all nn.Module list elements but got types", "linear.Linear", "Parameter"),
-    ),
-    "ignored_unit": (
-        lambda: {"ignored_modules": [FullyShardedDataParallel(nn.Linear(2, 2))]},
-        ValueError,
-        ("`ignored_modules` should not include FSDP modules", "FullyShardedDataParallel"),
-    ),
-    "init_that_is_none": (lambda: {"param_init_fn": 3}, ValueError, ("param_init_fn=3", "to be callable")),
-    "prefetch": (lambda: {"backward_prefetch": True}, TypeError, ("backward_prefetch=True",)),
-    "flag": (lambda: {"use_orig_params": None}, TypeError, ("use_orig_params=None", "expected sherd's bool")),
-    "no_device": (lambda: {"device_id": torch.float32}, TypeError, ("device_id=torch.float32",)),
-}
-"""By name: wrong arguments, what they raise, and what is said."""
+def wrong_arguments():
+    """On a rank, by name: wrong arguments, what they raise, and what is said."""
+    group, line = dist.group.WORLD, init_device_mesh("cpu", (2,))
+    parameter, torchs = nn.Parameter(torch.ones(1)), torch.distributed.fsdp.ShardingStrategy
+    zero2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+    both = "Cannot pass both process_group and device_mesh at the same time"
+    explicit = "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group"
+    a_pair = ("Expected process_group to be passed in as either None or Tuple", "(shard group, replicate group)")
+    a_strategy = "expected sherd's ShardingStrategy or Placements, got a "
+    modules = ("ignored_modules expects nn.Module list elements but got types", "Parameter")
+    either = "expects all nn.Parameter or all nn.Module list elements but got types"
+    return {
+        "group_and_mesh": ({"process_group": group, "device_mesh": line}, ValueError, both),
+        "hybrid_by_hand": ({"sharding_strategy": HYBRID}, ValueError, explicit),
+        "hybrid_one_group": ({"sharding_strategy": HYBRID, "process_group": group}, ValueError, *a_pair),
+        "hybrid_list": (
+            {"sharding_strategy": zero2, "process_group": [group, group]},
+            ValueError,
+            "_HYBRID_SHARD_ZERO2",
+            "but got <class 'list'>",
+        ),
+        "hybrid_one_axis": (
+            {"sharding_strategy": HYBRID, "device_mesh": line},
+            ValueError,
+            "Expected device_mesh to have ndim=2 but got 1",
+            "(replicate, shard)",
+        ),
+        "pair": ({"process_group": (group, group)}, ValueError, "FULL_SHARD expects one process group", "HYBRID_SHARD"),
+        "number_as_group": ({"process_group": 3}, ValueError, "expects one process group, got 3"),
+        "strategy_by_name": (
+            {"sharding_strategy": "FULL_SHARD"},
+            TypeError,
+            "sharding_strategy='FULL_SHARD'",
+            a_strategy + "builtins.str",
+        ),
+        "torchs_own": (
+            {"sharding_strategy": torchs.FULL_SHARD},
+            TypeError,
+            a_strategy + "torch.distributed.fsdp.api.ShardingStrategy",
+        ),
+        "offload_true": ({"cpu_offload": True}, TypeError, "cpu_offload=True", "CPUOffload"),
+        "dtype": ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision=torch.bfloat16", "MixedPrecision"),
+        "no_policy": ({"auto_wrap_policy": 3}, TypeError, "expected a policy, got 3"),
+        "classes_as_policy": ({"auto_wrap_policy": {Block}}, TypeError, "ModuleWrapPolicy({Block})"),
+        "both_ignored": (
+            {"ignored_modules": [], "ignored_states": []},
+            ValueError,
+            "Cannot pass both ignored_modules and ignored_states at the same time",
+        ),
+        "ignored_parameter_as_module": ({"ignored_modules": [parameter]}, ValueError, *modules),
+        "ignored_no_list": ({"ignored_modules": nn.Linear(2, 2)}, TypeError, "ignored_modules=Linear"),
+        "ignored_mixture": (
+            {"ignored_states": [parameter, nn.Linear(2, 2)]},
+            ValueError,
+            either,
+            "linear.Linear",
+            "Parameter",
+        ),
+        "ignored_unit": (
+            {"ignored_modules": [FullyShardedDataParallel(nn.Linear(2, 2))]},
+            ValueError,
+            "`ignored_modules` should not include FSDP modules",
+            "FullyShardedDataParallel",
+        ),
+        "init_that_is_none": ({"param_init_fn": 3}, ValueError, "param_init_fn=3", "to be callable"),
+        "prefetch": ({"backward_prefetch": True}, TypeError, "backward_prefetch=True"),
+        "flag": ({"use_orig_params": None}, TypeError, "use_orig_params=None", "expected sherd's bool"),
+        "no_device": ({"device_id": torch.float32}, TypeError, "device_id=torch.float32"),
+    }
 
 
-def construct_wrongly():
-    for name, (arguments, kind, said) in CONSTRUCTIONS.items():
+@on_threads(2)
+def test_arguments_that_do_not_fit_are_named_and_leave_the_module_as_it_was():
+    for name, (arguments, kind, *said) in wrong_arguments().items():
         net = made()
-        raises(functools.partial(FullyShardedDataParallel, net, **arguments()), kind, *said)
+        refuses_to_wrap(net, kind, *said, **arguments)
         assert all(type(each) is nn.Parameter for each in net.parameters()), name
-        assert_equal(values(net), values(made()))
-    model = sharded("flat_param", net)
-    torch.testing.assert_close(model(words()), made()(words()))
-
-
-def test_arguments_that_do_not_fit_are_named_and_leave_the_module_as_it_was(world):
-    world(2).run(construct_wrongly)
+        assert_same(values(net), values(made()), name)
+    assert_computes(sharded("flat_param", net), made())
+    refuses_to_wrap(torch.ones(2), TypeError, "FullyShardedDataParallel expects a module, got a Tensor")
 
 
 class Whole(nn.Module):
@@ -162,80 +149,48 @@ def wide():
     return {"extra": nn.Linear(2, 2, dtype=torch.float64)}
 
 
+INTEGERS, UNIFORM = "Cannot flatten integer dtype tensors: counts", "Must flatten tensors with uniform "
 MODULES = {
-    "integers_flat": (
-        numbers,
-        False,
-        ("Cannot flatten integer dtype tensors: counts is torch.int64", "ignored_states"),
-    ),
-    "integers_named": (numbers, True, ("Cannot flatten integer dtype tensors: counts", "buffer")),
-    "frozen_flat": (
-        frozen,
-        False,
-        ("Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`", "extra.weight has False"),
-    ),
-    "dtypes_flat": (
-        wide,
-        False,
-        (
-            "Must flatten tensors with uniform dtype",
-            "block.up.weight has torch.float32",
-            "extra.weight has torch.float64",
-        ),
-    ),
+    "integers_flat": (numbers, False, INTEGERS + " is torch.int64", "ignored_states"),
+    "integers_named": (numbers, True, INTEGERS, "buffer"),
+    "frozen": (frozen, False, UNIFORM + "`requires_grad` when `use_orig_params=False`", "extra.weight has False"),
+    "dtypes": (wide, False, UNIFORM + "dtype", "block.up.weight has torch.float32", "extra.weight has torch.float64"),
 }
 
 
-def wrap_what_cannot_be():
-    for name, (more, orig, said) in MODULES.items():
-        net = Whole(**more())
-        raises(functools.partial(FullyShardedDataParallel, net, use_orig_params=orig), ValueError, *said)
-        assert all(type(each) is nn.Parameter for each in net.parameters()), name
-        ignored = [each for key, each in net.named_parameters() if key.startswith(("extra", "counts"))]
-        FullyShardedDataParallel(net, ignored_states=ignored)(torch.ones(2, 4)).sum().backward()
+@on_threads(2, case=MODULES)
+def test_parameters_that_cannot_be_one_vector_are_named(case):
+    more, orig, *said = MODULES[case]
+    net = Whole(**more())
+    refuses_to_wrap(net, ValueError, *said, use_orig_params=orig)
+    assert all(type(each) is nn.Parameter for each in net.parameters())
+    ignored = [each for key, each in net.named_parameters() if key.startswith(("extra", "counts"))]
+    FullyShardedDataParallel(net, ignored_states=ignored)(torch.ones(2, 4)).sum().backward()
 
 
-def test_parameters_that_cannot_be_one_vector_are_named(world):
-    world(2).run(wrap_what_cannot_be)
-
-
-def wrap_twice():
+@on_threads(2)
+def test_what_is_wrapped_already_is_named():
     net = Whole()
     net.block = FullyShardedDataParallel(net.block)
-    raises(
-        functools.partial(FullyShardedDataParallel, net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
-        ValueError,
-        "FSDP auto wrapping requires modules to not already have FSDP applied but found block in Whole",
-    )
+    applied = "FSDP auto wrapping requires modules to not already have FSDP applied but found block in Whole"
+    refuses_to_wrap(net, ModuleError, applied, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model = FullyShardedDataParallel(net)  # by hand they nest
     model(torch.ones(2, 4)).sum().backward()
     holder = nn.Linear(2, 2)
     holder.flat = model._flat_param
-    raises(functools.partial(FullyShardedDataParallel, holder), ValueError, "Cannot flatten a `FlatParameter`", "flat")
+    refuses_to_wrap(holder, ValueError, "Cannot flatten a `FlatParameter`", "flat")
     assert type(holder.weight) is nn.Parameter
     model(torch.ones(2, 4)).sum().backward()
-    counted = Whole(**numbers())
-    raises(
-        functools.partial(FullyShardedDataParallel, counted, auto_wrap_policy=ModuleWrapPolicy({Block})),
-        ValueError,
-        "Cannot flatten integer dtype tensors: counts",
-    )
-    assert type(counted.block) is Block, "nothing was wrapped"
-    mixed = Whole(**frozen())
+    counted, mixed = Whole(**numbers()), Whole(**frozen())
     mixed.block.up.requires_grad_(False)
-    raises(
-        functools.partial(FullyShardedDataParallel, mixed, auto_wrap_policy=ModuleWrapPolicy({Block})),
-        ValueError,
-        "block has both parameters with requires_grad=True and False",
-    )
-    assert type(mixed.block) is Block, "nothing was wrapped"
+    both = "block has both parameters with requires_grad=True and False"
+    for whole, said in ((counted, INTEGERS), (mixed, both)):
+        refuses_to_wrap(whole, ValueError, said, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert type(whole.block) is Block, "nothing was wrapped"
 
 
-def test_what_is_wrapped_already_is_named(world):
-    world(2).run(wrap_twice)
-
-
-def move_copy_or_ask_the_wrong_instance(way):
+@on_threads(2, way=("flat_param", "orig_params"))
+def test_methods_of_the_wrong_instance_or_at_the_wrong_moment_say_which(way):
     model, plain = sharded(way), made()
     assert model.check_is_root()
     for method in ("no_sync", "clip_grad_norm_", "register_comm_hook"):
@@ -246,8 +201,8 @@ def move_copy_or_ask_the_wrong_instance(way):
             if method == "no_sync":
                 made.__enter__()
 
-        for kind in (RuntimeError, AssertionError):
-            raises(functools.partial(call, model.block), kind, f"{method}()", "root", "block")
+        for kind in (WrapperStateError, AssertionError):
+            raises(functools.partial(call, model.block), kind, f"`{method}()` on inner FSDP", "root", "block")
         with unsharded(model):
             for kind in (ValueError, RuntimeError):
                 raises(functools.partial(call, model), kind, f"{method}() inside an unshard context; leave it first")
@@ -262,13 +217,8 @@ def move_copy_or_ask_the_wrong_instance(way):
         model[0]
     with pytest.raises(TypeError):
         model[0] = None
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
     model(words()).sum().backward()
-
-
-def test_methods_of_the_wrong_instance_or_at_the_wrong_moment_say_which(world):
-    for way in ("flat_param", "orig_params"):
-        world(2).run(move_copy_or_ask_the_wrong_instance, way)
 
 
 SUMMONS = (
@@ -286,12 +236,13 @@ SUMMONS = (
 """The way a net is wrapped, arguments of a context, and what is said."""
 
 
-def summon_wrongly():
+@on_threads(2)
+def test_contexts_refuse_what_fsdp1_refuses():
     for way, arguments, said in SUMMONS:
         model = sharded(way)
         context = FullyShardedDataParallel.summon_full_params(model, **arguments)
         raises(context.__enter__, NotImplementedError, *said)
-        assert_equal(wholes(model), values(made()))
+        assert_holds(model, made())
         model(words()).sum().backward()
     model = sharded("orig_params")
     for name in ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"):
@@ -300,30 +251,11 @@ def summon_wrongly():
     raises(unsharded(3).__enter__, TypeError, "unsharded expects a module, got a int")
     for arguments in ({"rank0_only": True}, {"with_grads": True, "offload_to_cpu": True}):
         raises(unsharded(fully_shard(nn.Linear(2, 2)), **arguments).__enter__, NotImplementedError, "not supported")
-    torch.testing.assert_close(model(words()), made()(words()))
+    assert_computes(model, made())
 
 
-def test_contexts_refuse_what_fsdp1_refuses(world):
-    world(2).run(summon_wrongly)
-
-
-def run_inside():
-    """A unit's forward while its parameters are lent; then all is as before."""
-    for way in ("rows", "flat_param", "orig_params"):
-        model, plain = sharded(way), made()
-        for _ in range(2):
-            with unsharded(model):
-                raises(functools.partial(model, words()), RuntimeError, "inside an unshard context", "recurse=False")
-                raises(functools.partial(own(model).block, torch.ones(2, 6)), RuntimeError, "leave the context first")
-            torch.testing.assert_close(model(words()), plain(words()))
-            model(words()).sum().backward()
-
-
-def test_a_lent_unit_does_not_run(world):
-    world(2).run(run_inside)
-
-
-def step_in_backward():
+@on_processes(2)
+def test_optimizers_that_nothing_would_step_are_refused():
     """FSDP1 does, where it has the parameters' own names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch still calls there
@@ -337,11 +269,8 @@ def step_in_backward():
             )
 
 
-def test_optimizers_that_nothing_would_step_are_refused(world):
-    world(2).run(step_in_backward)
-
-
-def keep_offload_and_precision_objects():
+@on_threads(2)
+def test_offload_of_copies_and_empty_choices_are_taken_as_fsdp1_takes_them():
     """What may look wrong and is not."""
     for options in (
         {"cpu_offload": CPUOffload(offload_params=True), "sharding_strategy": ShardingStrategy.NO_SHARD},
@@ -350,11 +279,7 @@ def keep_offload_and_precision_objects():
         {"backward_prefetch": None},
     ):
         model = sharded("flat_param", **options)
-        torch.testing.assert_close(model(words()), made()(words()))
-
-
-def test_offload_of_copies_and_empty_choices_are_taken_as_fsdp1_takes_them(threads):
-    threads(2).run(keep_offload_and_precision_objects)
+        assert_computes(model, made())
 
 
 class Nest(nn.Module):
@@ -368,7 +293,18 @@ class Nest(nn.Module):
         return self.outer(self.inner(x))
 
 
-def values_for_nested_wrappers(use_orig_params):
+@on_threads(4)
+def test_a_flat_parameter_that_nothing_shards_over_two_axes_is_refused():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    copies = Placements((Replicate(),) * 2, (Replicate(),) * 2, (Replicate(),) * 2)
+    with pytest.raises(PolicyError, match="no axis for a flat parameter to lie on; pass use_orig_params=True"):
+        FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies)
+    FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies, use_orig_params=True)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_threads(2)
+def test_values_for_one_call_of_nested_wrappers_are_refused_by_name(use_orig_params):
     """Refused by name, and the model is what it was; its own parameters pass."""
     plain, model, x = seeded(Nest), seeded(Nest), torch.ones(2, 4)
     model.inner = FullyShardedDataParallel(model.inner, use_orig_params=use_orig_params)
@@ -385,24 +321,8 @@ def values_for_nested_wrappers(use_orig_params):
     torch.testing.assert_close(torch.func.functional_call(model, own, (x,)), plain(x))
 
 
-def flat_without_an_axis():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    copies = Placements((Replicate(),) * 2, (Replicate(),) * 2, (Replicate(),) * 2)
-    with pytest.raises(PolicyError, match="no axis for a flat parameter to lie on; pass use_orig_params=True"):
-        FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies)
-    FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies, use_orig_params=True)
-
-
-def test_a_flat_parameter_that_nothing_shards_over_two_axes_is_refused(threads):
-    threads(4).run(flat_without_an_axis)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_values_for_one_call_of_nested_wrappers_are_refused_by_name(threads, use_orig_params):
-    threads(2).run(values_for_nested_wrappers, use_orig_params)
-
-
-def parameters_set_through_the_wrapper():
+@on_threads(2)
+def test_a_parameter_set_on_a_wrapper_replaces_the_wrapped_modules():
     """On the wrapped module, as they are read from there."""
     model = FullyShardedDataParallel(seeded(Nest), use_orig_params=True)
     inner = FullyShardedDataParallel(seeded(lambda: nn.Linear(4, 4)), use_orig_params=True)
@@ -410,7 +330,3 @@ def parameters_set_through_the_wrapper():
     torch.testing.assert_close(inner(torch.ones(2, 4)) - inner(torch.zeros(2, 4)), torch.ones(2, 4))
     model.other = nn.Parameter(torch.ones(1))
     assert "other" in model._parameters
-
-
-def test_a_parameter_set_on_a_wrapper_replaces_the_wrapped_modules(threads):
-    threads(2).run(parameters_set_through_the_wrapper)

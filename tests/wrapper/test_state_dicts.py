@@ -1,4 +1,4 @@
-"""Do a wrapped model's state dicts say what the plain model's say, and load wherever they may come to?"""
+"""A wrapped model's state dicts say what the plain model's say, and load wherever they may come to."""
 
 import contextlib
 import copy
@@ -14,11 +14,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,9 +39,16 @@ from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.errors import PolicyError, PolicyTypeError, StateError, WrapperStateError
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.wrap import ModuleWrapPolicy
+from tests.support.comparing import whole
+from tests.support.meshes import mesh_of
+from tests.support.models import build
+from tests.support.on_ranks import on_processes, on_threads
+from tests.support.sharding import sharded
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 KINDS = (FULL, LOCAL, SHARDED)
+ROWS = ShardedStateDictConfig(_use_dtensor=True)
+FOR_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 BOTH = (False, True)
 """`use_orig_params`: with a flat parameter, and without."""
 
@@ -82,8 +86,8 @@ def plain(seed=0):
     model = Net()
     with torch.no_grad():
         for each in model.parameters():
-            each.copy_(torch.randn_like(each))
-        model.bn.running_mean.copy_(torch.randn(2))
+            each.normal_()
+        model.bn.running_mean.normal_()
     return model
 
 
@@ -105,16 +109,12 @@ class Around(nn.Module):
         self.head = nn.Linear(2, 2)
 
 
-def whole(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def assert_same(found, expected, case=""):
     """The same names in the same order, the same values bit for bit, the same dtypes."""
     assert list(found) == list(expected), case
     for name, value in expected.items():
         mine = whole(found[name])
-        assert type(mine) in (torch.Tensor, nn.Parameter), (case, name, type(mine))
+        assert type(mine) is torch.Tensor, (case, name, type(mine))
         assert mine.dtype == value.dtype, (case, name)
         assert torch.equal(mine.cpu(), value), (case, name)
 
@@ -136,32 +136,31 @@ def state_of(model, kind, *configs):
 # Which kind
 
 
-def settings_set_and_read():
+@on_threads(1)
+def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context():
     model = wrapped(True)
     fresh = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert get_state_dict_type(model) == fresh
     assert get_state_dict_type(nn.Linear(1, 1)) is None
     assert set_state_dict_type(nn.Linear(1, 1), FULL) == StateDictSettings(None, None, None)
     assert set_state_dict_type(model, SHARDED) == fresh
-    sharded = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-    assert get_state_dict_type(Around(model)) == sharded
+    of_shards = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    assert get_state_dict_type(Around(model)) == of_shards
     local = StateDictSettings(LOCAL, LocalStateDictConfig(True), LocalOptimStateDictConfig())
     with contextlib.suppress(ZeroDivisionError), model.state_dict_type(model, LOCAL, LocalStateDictConfig(True)):
         assert get_state_dict_type(model) == local
         raise ZeroDivisionError
-    assert get_state_dict_type(model) == sharded
-    with pytest.raises(
-        WrapperStateError, match=r"Expected state_dict_config of type sherd.FullStateDictConfig but got"
+    assert get_state_dict_type(model) == of_shards
+    two_forms = ShardedStateDictConfig(_use_dtensor=True, form=ShardedForm.SHARDED_TENSOR)
+    for kind, text, *wrong in (
+        (WrapperStateError, "Expected state_dict_config of type sherd.Full", FULL, ShardedStateDictConfig()),
+        (RuntimeError, "Expected optim_state_dict_config of .*Sharded", SHARDED, None, FullOptimStateDictConfig()),
+        (PolicyTypeError, "FULL", "FULL"),
+        (PolicyError, "two forms", SHARDED, two_forms),
+        (PolicyTypeError, "ShardedForm", SHARDED, ShardedStateDictConfig(form="rows")),
     ):
-        set_state_dict_type(model, FULL, ShardedStateDictConfig())
-    with pytest.raises(RuntimeError, match=r"Expected optim_state_dict_config of type .*ShardedOptimStateDictConfig"):
-        set_state_dict_type(model, SHARDED, None, FullOptimStateDictConfig())
-    with pytest.raises(PolicyTypeError, match="FULL"):
-        set_state_dict_type(model, "FULL")
-    with pytest.raises(PolicyError, match="two forms"):
-        set_state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True, form=ShardedForm.SHARDED_TENSOR))
-    with pytest.raises(PolicyTypeError, match="ShardedForm"):
-        set_state_dict_type(model, SHARDED, ShardedStateDictConfig(form="rows"))
+        with pytest.raises(kind, match=text):
+            set_state_dict_type(model, *wrong)
     set_state_dict_type(model.inner, FULL)
     with pytest.raises(AssertionError, match="must have the same state dict settings"):
         get_state_dict_type(model)
@@ -170,81 +169,67 @@ def settings_set_and_read():
     assert get_state_dict_type(model.inner) == fresh
 
 
-def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context(world):
-    world(1).run(settings_set_and_read)
-
-
 # Full
 
 
-def full_dicts():
+def full_dicts(use_orig):
     expected = plain().state_dict()
-    for use_orig in BOTH:
-        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-            for nested in BOTH:
-                case = (use_orig, strategy, nested)
-                model = wrapped(use_orig, nested=nested, sharding_strategy=strategy)
-                found = model.state_dict()
-                assert_same(found, expected, case)
-                assert_holds(model, expected, case)
-                for value in found.values():
-                    assert not value.requires_grad
-                with torch.no_grad():
-                    for each in model.parameters():
-                        each.zero_()
-                assert_same({**found, "scale": expected["scale"]}, expected, case)
-                assert found["out.weight"].untyped_storage().nbytes() == 40, "memory of its own, and no more"
-                assert found["again.weight"] is found["out.weight"]
-        around = Around(wrapped(use_orig))
-        names = [*(f"net.{name}" for name in expected), "head.weight", "head.bias"]
-        assert list(around.state_dict()) == names
-        assert list(around.state_dict(prefix="x.")) == [f"x.{name}" for name in names]
-        fresh = Around(plain(1))
-        fresh.load_state_dict(around.state_dict())
-        assert_same(fresh.net.state_dict(), expected)
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        for nested in BOTH:
+            case = (strategy, nested)
+            model = wrapped(use_orig, nested=nested, sharding_strategy=strategy)
+            found = model.state_dict()
+            assert_same(found, expected, case)
+            assert_holds(model, expected, case)
+            assert not any(value.requires_grad for value in found.values())
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.zero_()
+            assert_same({**found, "scale": expected["scale"]}, expected, case)
+            assert found["out.weight"].untyped_storage().nbytes() == 40, "memory of its own, and no more"
+            assert found["again.weight"] is found["out.weight"]
+    around = Around(wrapped(use_orig))
+    names = [*(f"net.{name}" for name in expected), "head.weight", "head.bias"]
+    assert list(around.state_dict()) == names
+    assert list(around.state_dict(prefix="x.")) == [f"x.{name}" for name in names]
+    fresh = Around(plain(1))
+    fresh.load_state_dict(around.state_dict())
+    assert_same(fresh.net.state_dict(), expected)
     metadata = wrapped(True).state_dict()._metadata
     assert metadata["bn"] == metadata["_checkpoint_wrapped_module.bn"] == {"version": 2}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_full_state_dict_is_the_plain_models_in_memory_of_its_own(world, num_ranks):
-    world(num_ranks).run(full_dicts)
+@pytest.mark.parametrize("use_orig", BOTH)
+def test_a_full_state_dict_is_the_plain_models_in_memory_of_its_own(threads, num_ranks, use_orig):
+    threads(num_ranks).run(full_dicts, use_orig)
 
 
-def full_hybrid():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+@on_threads(4, use_orig=BOTH)
+def test_with_copies_and_shards_each_set_of_shards_gives_the_whole(use_orig):
+    mesh = mesh_of((2, 2))
     expected = plain().state_dict()
-    for use_orig in BOTH:
-        model = wrapped(use_orig, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-        assert_same(model.state_dict(), expected)
-        first = mesh.get_local_rank("shard") == 0
-        assert_same(state_of(model, FULL, FullStateDictConfig(rank0_only=True)), expected if first else {})
-        for kind in KINDS:
-            assert_loads_back(use_orig, kind, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-        rows = state_of(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
-        assert rows["inner.a.weight"].placements == (Replicate(), Shard(0))
-        assert rows["inner.a.weight"].to_local().shape == ((3, 3) if first else (2, 3))
+    model = wrapped(use_orig, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    assert_same(model.state_dict(), expected)
+    first = mesh.get_local_rank("shard") == 0
+    assert_same(state_of(model, FULL, FullStateDictConfig(rank0_only=True)), expected if first else {})
+    for kind in KINDS:
+        assert_loads_back(use_orig, kind, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    rows = state_of(model, SHARDED, ROWS)
+    assert rows["inner.a.weight"].placements == (Replicate(), Shard(0))
+    assert rows["inner.a.weight"].to_local().shape == ((3, 3) if first else (2, 3))
 
 
-def test_with_copies_and_shards_each_set_of_shards_gives_the_whole(world):
-    world(4).run(full_hybrid)
-
-
-def full_on_rank0():
+@on_threads(2, use_orig=BOTH)
+def test_rank0_only_leaves_the_other_ranks_what_is_not_sharded(use_orig):
     expected = plain().state_dict()
     rank0 = dist.get_rank() == 0
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    for use_orig in BOTH:
-        model = Around(wrapped(use_orig, ignored=True))
-        found = state_of(model, FULL, config)
-        kept = ["net.left_out.weight", "head.weight", "head.bias"]
-        assert list(found) == ([*(f"net.{name}" for name in expected), *kept[1:]] if rank0 else kept)
-        no_shard = wrapped(use_orig, sharding_strategy=ShardingStrategy.NO_SHARD)
-        assert_same(state_of(no_shard, FULL, config), expected if rank0 else {})
-
-
-def test_rank0_only_leaves_the_other_ranks_what_is_not_sharded(world):
-    world(2).run(full_on_rank0)
+    model = Around(wrapped(use_orig, ignored=True))
+    found = state_of(model, FULL, FOR_RANK_0)
+    kept = ["net.left_out.weight", "head.weight", "head.bias"]
+    assert list(found) == ([*(f"net.{name}" for name in expected), *kept[1:]] if rank0 else kept)
+    no_shard = wrapped(use_orig, sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert_same(state_of(no_shard, FULL, FOR_RANK_0), expected if rank0 else {})
 
 
 class LiveBytes(TorchDispatchMode):
@@ -267,81 +252,73 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def peaks(use_orig):
+@on_processes(2, use_orig=BOTH)
+def test_a_full_state_dict_takes_one_unit_more_than_what_it_gives(use_orig):
     model = nn.Sequential(*(nn.Linear(63, 64) for _ in range(4)))
     model = FullyShardedDataParallel(model, use_orig_params=use_orig, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model.state_dict()
     with LiveBytes() as live:
-        found = state_of(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
-    assert len(found) == (8 if dist.get_rank() == 0 else 0)
-    return live.peak / (64 * 64 * 4)
-
-
-@pytest.mark.parametrize("use_orig", BOTH)
-def test_a_full_state_dict_takes_one_unit_more_than_what_it_gives(world, use_orig):
-    first, second = world(2).run(peaks, use_orig)
-    assert 4.9 < first < 5.02, "in units"
-    assert 0.9 < second < 1.02
-
-
-def buffers_in_low_precision():
-    expected = plain().state_dict()
-    for use_orig in BOTH:
-        model = wrapped(use_orig, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
-        assert model.module.scale.dtype == torch.float16
-        for kind in (FULL, SHARDED):
-            assert state_of(model, kind)["scale"].dtype == torch.float32
-            assert state_of(model, kind)["bn.num_batches_tracked"].dtype == torch.int64
-        assert state_of(model, LOCAL)["scale"].dtype == torch.float16
-        model.load_state_dict({**expected, "scale": torch.tensor([3.0, 4.0])})
-        assert model.module.scale.dtype == torch.float16
-        assert model.state_dict()["scale"].tolist() == [3, 4]
+        found = state_of(model, FULL, FOR_RANK_0)
+    gets_it = dist.get_rank() == 0
+    assert len(found) == (8 if gets_it else 0)
+    least, most = (4.9, 5.02) if gets_it else (0.9, 1.02)
+    assert least < live.peak / (64 * 64 * 4) < most, "in units"
 
 
 @pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy were both given")
-def test_buffers_are_saved_in_the_dtype_that_the_user_gave_them(world):
-    world(1).run(buffers_in_low_precision)
+@on_threads(1, use_orig=BOTH)
+def test_buffers_are_saved_in_the_dtype_that_the_user_gave_them(use_orig):
+    expected = plain().state_dict()
+    model = wrapped(use_orig, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
+    assert model.module.scale.dtype == torch.float16
+    for kind in (FULL, SHARDED):
+        assert state_of(model, kind)["scale"].dtype == torch.float32
+        assert state_of(model, kind)["bn.num_batches_tracked"].dtype == torch.int64
+    assert state_of(model, LOCAL)["scale"].dtype == torch.float16
+    model.load_state_dict({**expected, "scale": torch.tensor([3.0, 4.0])})
+    assert model.module.scale.dtype == torch.float16
+    assert model.state_dict()["scale"].tolist() == [3, 4]
 
 
 # Sharded, local
 
 
-def sharded_dicts():
+def sharded_dicts(use_orig):
     expected = plain().state_dict()
     rank = dist.get_rank()
-    for use_orig in BOTH:
-        model = wrapped(use_orig)
-        found = state_of(model, SHARDED)
-        assert_same(found, expected)
-        assert type(found["out.bias"]) is RaggedDTensor
-        assert type(found["scale"]) is torch.Tensor
-        assert state_of(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)).keys() == expected.keys()
-        rows = state_of(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
-        assert_same(rows, expected)
-        on_host = ShardedStateDictConfig(offload_to_cpu=True, form=ShardedForm.SHARDED_TENSOR)
-        tensors = state_of(model, SHARDED, on_host)
-        assert list(tensors) == list(expected)
-        for name, value in expected.items():
-            if name in dict(plain().named_parameters(remove_duplicate=False)):
-                chunks = value.chunk(dist.get_world_size())
-                mine = chunks[rank] if rank < len(chunks) else value[:0]
-                assert type(rows[name]) is DTensor
-                assert torch.equal(rows[name].to_local(), mine)
-                assert isinstance(tensors[name], ShardedTensor)
-                shards = tensors[name].local_shards()
-                assert torch.equal(shards[0].tensor if shards else value[:0], mine)
-        for dicts in (found, rows, tensors):
-            for other in BOTH:
-                into = wrapped(other, seed=1, nested=other)
-                given = dict(dicts)
-                into.load_state_dict(dicts)
-                assert all(dicts[name] is given[name] for name in given), "what is given stays as it is"
-                assert_holds(into, expected)
+    model = wrapped(use_orig)
+    found = state_of(model, SHARDED)
+    assert_same(found, expected)
+    assert type(found["out.bias"]) is RaggedDTensor
+    assert type(found["scale"]) is torch.Tensor
+    assert state_of(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)).keys() == expected.keys()
+    rows = state_of(model, SHARDED, ROWS)
+    assert_same(rows, expected)
+    on_host = ShardedStateDictConfig(offload_to_cpu=True, form=ShardedForm.SHARDED_TENSOR)
+    tensors = state_of(model, SHARDED, on_host)
+    assert list(tensors) == list(expected)
+    for name, value in expected.items():
+        if name in dict(plain().named_parameters(remove_duplicate=False)):
+            chunks = value.chunk(dist.get_world_size())
+            mine = chunks[rank] if rank < len(chunks) else value[:0]
+            assert type(rows[name]) is DTensor
+            assert torch.equal(rows[name].to_local(), mine)
+            assert isinstance(tensors[name], ShardedTensor)
+            shards = tensors[name].local_shards()
+            assert torch.equal(shards[0].tensor if shards else value[:0], mine)
+    for dicts in (found, rows, tensors):
+        for other in BOTH:
+            into = wrapped(other, seed=1, nested=other)
+            given = dict(dicts)
+            into.load_state_dict(dicts)
+            assert all(dicts[name] is given[name] for name in given), "what is given stays as it is"
+            assert_holds(into, expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_sharded_state_dict_has_each_parameter_under_its_name_in_the_form_asked_for(world, num_ranks):
-    world(num_ranks).run(sharded_dicts)
+@pytest.mark.parametrize("use_orig", BOTH)
+def test_a_sharded_state_dict_has_each_parameter_under_its_name_in_the_form_asked_for(threads, num_ranks, use_orig):
+    threads(num_ranks).run(sharded_dicts, use_orig)
 
 
 def assert_loads_back(use_orig, kind, **more):
@@ -353,7 +330,8 @@ def assert_loads_back(use_orig, kind, **more):
     assert_holds(model, expected, (use_orig, kind))
 
 
-def local_dicts():
+@on_processes(2)
+def test_a_local_state_dict_is_what_the_optimizer_sees_and_loads_back():
     expected = plain().state_dict()
     model = wrapped(False)
     found = state_of(model, LOCAL)
@@ -387,172 +365,140 @@ def local_dicts():
         assert not any(isinstance(value, DTensor) for value in found.values())
 
 
-def test_a_local_state_dict_is_what_the_optimizer_sees_and_loads_back(world):
-    world(2).run(local_dicts)
-
-
 # Loading
 
 
-def loads_that_do_not_fit():
+@on_threads(2, use_orig=BOTH)
+def test_what_does_not_fit_is_named_as_in_the_users_model(use_orig):
     expected = plain().state_dict()
-    for use_orig in BOTH:
-        for model in (wrapped(use_orig), Around(wrapped(use_orig))):
-            at = "" if isinstance(model, FullyShardedDataParallel) else "net."
-            good = model.state_dict()
-            bad = dict(good)
-            del bad[at + "inner.a.bias"], bad[at + "bn.running_var"]
-            bad[at + "inner.zzz"] = torch.ones(1)
-            given = dict(bad)
-            with pytest.raises(RuntimeError) as raised:
-                model.load_state_dict(bad)
-            assert f'Missing key(s) in state_dict: "{at}inner.a.bias", "{at}bn.running_var"' in str(raised.value)
-            assert f'Unexpected key(s) in state_dict: "{at}inner.zzz"' in str(raised.value)
-            assert list(bad) == list(given)
-            assert all(bad[name] is given[name] for name in given)
-            keys = model.load_state_dict(bad, strict=False)
-            assert keys.missing_keys == [at + "inner.a.bias", at + "bn.running_var"]
-            assert keys.unexpected_keys == [at + "inner.zzz"]
-            with pytest.raises(RuntimeError) as raised:
-                model.load_state_dict({**good, at + "out.bias": torch.ones(7)})
-            assert f"size mismatch for {at}out.bias: copying a param with shape torch.Size([7])" in str(raised.value)
-            assert "_checkpoint_wrapped_module" not in str(raised.value)
-            model.load_state_dict(good)
-            assert_holds(getattr(model, "net", model), expected)
-        module = model.net.module.out
-        if not use_orig:
-            with pytest.raises(StateError, match=r"state_dict\(\) of a Linear inside wrapped unit .* on the wrapper"):
-                module.state_dict()
-            with pytest.raises(StateError, match=r"load_state_dict\(\) of a Linear inside"):
-                module.load_state_dict({"weight": torch.ones(2, 5), "bias": torch.ones(2)})
-        given = plain(2).state_dict()
-        model.net.load_state_dict(given, assign=True)
-        assert_holds(model.net, given)
-        x = torch.randn(4, 3)
-        torch.testing.assert_close(model.net(x), plain(2)(x))  # the optimizer's memory is what is gathered
+    for model in (wrapped(use_orig), Around(wrapped(use_orig))):
+        at = "" if isinstance(model, FullyShardedDataParallel) else "net."
+        good = model.state_dict()
+        bad = dict(good)
+        del bad[at + "inner.a.bias"], bad[at + "bn.running_var"]
+        bad[at + "inner.zzz"] = torch.ones(1)
+        given = dict(bad)
+        with pytest.raises(RuntimeError) as raised:
+            model.load_state_dict(bad)
+        assert f'Missing key(s) in state_dict: "{at}inner.a.bias", "{at}bn.running_var"' in str(raised.value)
+        assert f'Unexpected key(s) in state_dict: "{at}inner.zzz"' in str(raised.value)
+        assert list(bad) == list(given)
+        assert all(bad[name] is given[name] for name in given)
+        keys = model.load_state_dict(bad, strict=False)
+        assert keys.missing_keys == [at + "inner.a.bias", at + "bn.running_var"]
+        assert keys.unexpected_keys == [at + "inner.zzz"]
+        with pytest.raises(RuntimeError) as raised:
+            model.load_state_dict({**good, at + "out.bias": torch.ones(7)})
+        assert f"size mismatch for {at}out.bias: copying a param with shape torch.Size([7])" in str(raised.value)
+        assert "_checkpoint_wrapped_module" not in str(raised.value)
+        model.load_state_dict(good)
+        assert_holds(getattr(model, "net", model), expected)
+    module = model.net.module.out
+    if not use_orig:
+        with pytest.raises(StateError, match=r"state_dict\(\) of a Linear inside wrapped unit .* on the wrapper"):
+            module.state_dict()
+        with pytest.raises(StateError, match=r"load_state_dict\(\) of a Linear inside"):
+            module.load_state_dict({"weight": torch.ones(2, 5), "bias": torch.ones(2)})
+    given = plain(2).state_dict()
+    model.net.load_state_dict(given, assign=True)
+    assert_holds(model.net, given)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(model.net(x), plain(2)(x))  # the optimizer's memory is what is gathered
 
 
-def test_what_does_not_fit_is_named_as_in_the_users_model(world):
-    world(2).run(loads_that_do_not_fit)
-
-
-def through_both_front_ends():
+@on_threads(2, use_orig=BOTH)
+def test_either_front_end_and_the_plain_model_load_what_the_other_saves(use_orig):
     expected = plain().state_dict()
-    sharded = plain()
-    for each in (sharded.inner, sharded):
+    composed = plain()
+    for each in (composed.inner, composed):
         sherd.fully_shard(each)
-    for use_orig in BOTH:
-        model = wrapped(use_orig, seed=1)
-        model.load_state_dict(sharded.state_dict())
-        assert_holds(model, expected)
-        for kind, config in ((FULL, None), (SHARDED, None), (SHARDED, ShardedStateDictConfig(_use_dtensor=True))):
-            other = plain(2)
-            sherd.fully_shard(other.inner, placement=sherd.Blocks(1))
-            sherd.fully_shard(other)
-            other.load_state_dict(state_of(model, kind, config))
-            assert_same(other.state_dict(), expected)
-        into = plain(3)
-        into.load_state_dict(model.state_dict())
-        assert_same(into.state_dict(), expected)
-        # Written shards are what the next forward gathers, also where whole ones are kept.
-        kept = wrapped(use_orig, seed=1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-        x = torch.randn(4, 3)
-        loss = kept(x).sum()
-        kept.load_state_dict(expected)
-        del loss
-        torch.testing.assert_close(kept(x), plain()(x))
-
-
-def test_either_front_end_and_the_plain_model_load_what_the_other_saves(world):
-    world(2).run(through_both_front_ends)
+    model = wrapped(use_orig, seed=1)
+    model.load_state_dict(composed.state_dict())
+    assert_holds(model, expected)
+    for kind, config in ((FULL, None), (SHARDED, None), (SHARDED, ROWS)):
+        other = plain(2)
+        sherd.fully_shard(other.inner, placement=sherd.Blocks(1))
+        sherd.fully_shard(other)
+        other.load_state_dict(state_of(model, kind, config))
+        assert_same(other.state_dict(), expected)
+    into = plain(3)
+    into.load_state_dict(model.state_dict())
+    assert_same(into.state_dict(), expected)
+    # Written shards are what the next forward gathers, also where whole ones are kept.
+    kept = wrapped(use_orig, seed=1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    x = torch.randn(4, 3)
+    loss = kept(x).sum()
+    kept.load_state_dict(expected)
+    del loss
+    torch.testing.assert_close(kept(x), plain()(x))
 
 
 # At odd moments
 
 
-def at_odd_moments():
+@on_threads(2, use_orig=BOTH)
+def test_state_dicts_at_odd_moments_are_right_or_refused(use_orig):
     expected = plain().state_dict()
-    for use_orig in BOTH:
-        model = wrapped(use_orig)
-        seen = []
+    model = wrapped(use_orig)
+    seen = []
 
-        def look(module, args, model=model, seen=seen):
-            for act in (model.state_dict, lambda: model.load_state_dict(expected)):
-                try:
-                    act()
-                except StateError as error:
-                    seen.append(str(error))
+    def look(module, args):
+        for act in (model.state_dict, lambda: model.load_state_dict(expected)):
+            try:
+                act()
+            except StateError as error:
+                seen.append(str(error))
 
-        handle = model.module.out.register_forward_pre_hook(look)
-        loss = model(torch.randn(4, 3)).sum()
-        handle.remove()
-        assert len(seen) == 2, seen
-        model.state_dict()
-        loss.backward()
-        model.load_state_dict(expected)
-        assert_holds(model, expected)
+    handle = model.module.out.register_forward_pre_hook(look)
+    loss = model(torch.randn(4, 3)).sum()
+    handle.remove()
+    assert len(seen) == 2, seen
+    model.state_dict()
+    loss.backward()
+    model.load_state_dict(expected)
+    assert_holds(model, expected)
 
-        def fail(*_):
-            raise ZeroDivisionError
+    def fail(*_):
+        raise ZeroDivisionError
 
-        hooks = [model.module.bn.register_state_dict_pre_hook(fail)]
+    bn = model.module.bn
+    for register, act in (
+        (bn.register_state_dict_pre_hook, model.state_dict),
+        (bn.register_load_state_dict_pre_hook, lambda: model.load_state_dict(expected)),
+    ):
+        hook = register(fail)
         with pytest.raises(ZeroDivisionError):
-            model.state_dict()
-        hooks[0].remove()
-        assert_holds(model, expected)
-        hook = model.module.bn.register_load_state_dict_pre_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            model.load_state_dict(expected)
+            act()
         hook.remove()
-        model(torch.randn(4, 3))
-        assert ("_flat_param" in dict(model.named_parameters())) != use_orig
-        model.load_state_dict(expected)
         assert_holds(model, expected)
+    model(torch.randn(4, 3))
+    assert ("_flat_param" in dict(model.named_parameters())) != use_orig
+    model.load_state_dict(expected)
+    assert_holds(model, expected)
 
-        with unsharded(model):
-            model.module.out.bias.data.fill_(7)
-            assert model.state_dict()["out.bias"].tolist() == [7, 7]
-            assert whole(state_of(model, SHARDED)["out.bias"]).tolist() == [7, 7]
-            model.load_state_dict({**expected, "out.bias": torch.tensor([8.0, 9.0])})
-            assert "out.bias" in dict(model.named_parameters())
-        assert model.state_dict()["out.bias"].tolist() == [8, 9]
-        with unsharded(model, writeback=False, rank0_only=True):
-            found = model.state_dict()
-            assert list(found) == (list(expected) if dist.get_rank() == 0 else [])
-            if dist.get_rank() == 0:
-                assert model.state_dict().keys() == found.keys(), "rank 0 may ask alone"
-
-
-def test_state_dicts_at_odd_moments_are_right_or_refused(world):
-    world(2).run(at_odd_moments)
-
-
-class Twins(nn.Module):
-    """Two units that share a weight."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
+    with unsharded(model):
+        model.module.out.bias.data.fill_(7)
+        assert model.state_dict()["out.bias"].tolist() == [7, 7]
+        assert whole(state_of(model, SHARDED)["out.bias"]).tolist() == [7, 7]
+        model.load_state_dict({**expected, "out.bias": torch.tensor([8.0, 9.0])})
+        assert "out.bias" in dict(model.named_parameters())
+    assert model.state_dict()["out.bias"].tolist() == [8, 9]
+    with unsharded(model, writeback=False, rank0_only=True):
+        found = model.state_dict()
+        assert list(found) == (list(expected) if dist.get_rank() == 0 else [])
+        if dist.get_rank() == 0:
+            assert model.state_dict().keys() == found.keys(), "rank 0 may ask alone"
 
 
-def tied_across_units():
-    expected = Twins().state_dict()
-    for use_orig in BOTH:
-        model = Twins()
-        for name in ("first", "second"):
-            setattr(model, name, FullyShardedDataParallel(getattr(model, name), use_orig_params=use_orig))
-        model = FullyShardedDataParallel(model, use_orig_params=use_orig)
-        assert_same(model.state_dict(), expected)
-        assert_same(state_of(model, SHARDED), expected)
-        assert_same(model.second.state_dict(), {"weight": expected["second.weight"], "bias": expected["second.bias"]})
-        model.load_state_dict({name: value + 1 for name, value in expected.items()})
-        assert_same(model.state_dict(), {name: value + 1 for name, value in expected.items()})
-
-
-def test_a_weight_tied_across_units_is_saved_under_both_names(world):
-    world(2).run(tied_across_units)
+@on_threads(2, front=("flat wrapper", "wrapper"))
+def test_a_weight_tied_across_units_is_saved_under_both_names(front):
+    expected, model = build("tied_across").state_dict(), sharded(build("tied_across"), front)
+    assert_same(model.state_dict(), expected)
+    assert_same(state_of(model, SHARDED), expected)
+    assert_same(model.head.state_dict(), {"weight": expected["head.weight"]})
+    added = {name: value + 1 for name, value in expected.items()}
+    model.load_state_dict(added)
+    assert_same(model.state_dict(), added)
 
 
 # Checkpoints
@@ -592,94 +538,47 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_under_other_wrappings(
         world(num_ranks).run(load_from, str(tmp_path))
 
 
-def through_torchs_functions():
+@pytest.mark.parametrize("use_orig", BOTH)
+@on_processes(2, at=("", "net."))
+def test_torchs_checkpoint_functions_get_and_set_the_model(use_orig, at):
+    """The wrapper, or a model around it."""
+
+    def make(seed):
+        net = wrapped(use_orig, seed)
+        return net, Around(net) if at else net
+
     expected = plain().state_dict()
+    model = make(0)[1]
+    values = get_model_state_dict(model)
+    assert isinstance(values[at + "out.bias"], RaggedDTensor)
+    assert_same({name[len(at) :]: v for name, v in values.items() if "head" not in name}, expected)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert type(full[at + "out.bias"]) is torch.Tensor
     rank0 = dist.get_rank() == 0
-    for use_orig in BOTH:
-        for make in (wrapped, lambda *args, **kwargs: Around(wrapped(*args, **kwargs))):
-            model = make(use_orig)
-            net = getattr(model, "net", model)
-            at = "" if net is model else "net."
-            values = get_model_state_dict(model)
-            assert isinstance(values[at + "out.bias"], RaggedDTensor)
-            assert_same({name[len(at) :]: v for name, v in values.items() if "head" not in name}, expected)
-            full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            assert type(full[at + "out.bias"]) is torch.Tensor
-            on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            assert bool(get_model_state_dict(model, options=on_host)) == rank0
-            cases = {
-                "default": (values, StateDictOptions()),
-                "full": (full, StateDictOptions(full_state_dict=True)),
-                "full, not strict": (
-                    {**full, "zzz": torch.ones(1)},
-                    StateDictOptions(full_state_dict=True, strict=False),
-                ),
-                "from rank 0": (
-                    full if rank0 else {},
-                    StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-                ),
-                "from rank 0, not strict": (
-                    full if rank0 else {},
-                    StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
-                ),
-            }
-            for case, (given, options) in cases.items():
-                into = make(use_orig, seed=1)
-                set_model_state_dict(into, dict(given), options=options)
-                assert_holds(getattr(into, "net", into), expected, (use_orig, case))
+    on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    assert bool(get_model_state_dict(model, options=on_host)) == rank0
+    sent, whole_ones = full if rank0 else {}, {"full_state_dict": True}
+    cases = {
+        "default": (values, {}),
+        "full": (full, whole_ones),
+        "full, not strict": ({**full, "zzz": torch.ones(1)}, {**whole_ones, "strict": False}),
+        "from rank 0": (sent, {**whole_ones, "broadcast_from_rank0": True}),
+        "from rank 0, not strict": (sent, {**whole_ones, "broadcast_from_rank0": True, "strict": False}),
+    }
+    for case, (given, options) in cases.items():
+        net, into = make(1)
+        set_model_state_dict(into, dict(given), options=StateDictOptions(**options))
+        assert_holds(net, expected, case)
 
 
-def test_torchs_checkpoint_functions_get_and_set_the_model(world):
-    world(2).run(through_torchs_functions)
-
-
-def train(model, optimizer, steps=2):
-    torch.manual_seed(7)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(4, 3)).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def goes_on(folder):
-    for use_orig in BOTH:
-        model = wrapped(use_orig)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        train(model, optimizer)
-        values, states = get_state_dict(model, optimizer)
-        dcp.save({"model": values, "optimizer": states}, checkpoint_id=f"{folder}/{use_orig}")
-        names = set(states["state"])
-        assert "inner.a.weight" in names
-        assert "_flat_param" not in names
-        after = train(model, optimizer)
-        into = wrapped(use_orig, seed=1)
-        optimizer = torch.optim.Adam(into.parameters(), lr=0.1)
-        values, states = get_state_dict(into, optimizer)
-        dcp.load({"model": values, "optimizer": states}, checkpoint_id=f"{folder}/{use_orig}")
-        set_state_dict(into, optimizer, model_state_dict=values, optim_state_dict=states)
-        assert train(into, optimizer) == after
-
-
-def test_training_goes_on_from_what_torchs_functions_saved(world, tmp_path):
-    world(2).run(goes_on, str(tmp_path))
-
-
-def written_by_pickle(folder):
+@on_threads(2, use_orig=BOTH)
+def test_every_kind_goes_through_a_file(tmp_path, use_orig):
     expected = plain().state_dict()
-    for use_orig in BOTH:
-        model = wrapped(use_orig)
-        for kind in KINDS:
-            path = f"{folder}/{use_orig}-{kind.name}-{dist.get_rank()}"
-            torch.save(state_of(model, kind), path)
-            into = wrapped(use_orig, seed=1)
-            into.load_state_dict(torch.load(path, weights_only=True))
-            assert_holds(into, expected, (use_orig, kind))
-        assert pickle.loads(pickle.dumps(get_state_dict_type(model))) == get_state_dict_type(model)
-
-
-def test_every_kind_goes_through_a_file(world, tmp_path):
-    world(2).run(written_by_pickle, str(tmp_path))
+    model = wrapped(use_orig)
+    for kind in KINDS:
+        path = tmp_path / f"{use_orig}-{kind.name}-{dist.get_rank()}"
+        torch.save(state_of(model, kind), path)
+        into = wrapped(use_orig, seed=1)
+        into.load_state_dict(torch.load(path, weights_only=True))
+        assert_holds(into, expected, (use_orig, kind))
+    assert pickle.loads(pickle.dumps(get_state_dict_type(model))) == get_state_dict_type(model)

@@ -24,23 +24,30 @@ from sherd import FlatParameter, flatten_optimizer
 from sherd import FullyShardedDataParallel as FSDP
 from sherd.errors import OptimStateError
 from sherd.tensor.ragged import RaggedDTensor
+from tests.support.comparing import assert_same, whole
+from tests.support.on_ranks import on_processes, on_threads
+from tests.support.training import made as seeded
 from tests.wrapper.test_optim_state import (
     AFTER,
     BEFORE,
     Net,
     adam,
-    assert_same,
+    assert_same_state,
+    beside_torchs,
     made,
     momentum,
     optimizer_of,
     train,
-    whole,
     wrapped,
 )
 
 FLAT = ("flat nested", "flat as one")
 OTHERS = ("plain", "ddp", "orig nested", "rows", "runs", "mixed")
 FULL = StateDictOptions(full_state_dict=True)
+ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
+IN_COMMON = StateDictOptions(strict=False)
 
 
 def any_made(form, kind=adam, seed=0, steps=range(0)):
@@ -62,8 +69,8 @@ def full_state(model, optimizer):
 
 
 def assert_alike(found, expected, exact=True):
-    """As `assert_same`; torch gives tuples among the hyper-parameters back as lists."""
-    assert_same(*({**each, "param_groups": listed(each["param_groups"])} for each in (found, expected)), exact)
+    """As `assert_same_state`; torch gives tuples among the hyper-parameters back as lists."""
+    assert_same_state(*({**each, "param_groups": listed(each["param_groups"])} for each in (found, expected)), exact)
 
 
 def listed(value):
@@ -79,8 +86,10 @@ def is_flat(optimizer):
 # In memory
 
 
-def full_ones():
-    sources = {form: any_made(form, steps=BEFORE) for form in (*FLAT, *OTHERS)}
+@pytest.mark.parametrize(("flat", "other"), [FLAT, *((FLAT[at % 2], other) for at, other in enumerate(OTHERS))])
+@on_threads(2)
+def test_full_states_are_by_name_and_go_into_every_other_wrapping(flat, other):
+    sources = {form: any_made(form, steps=BEFORE) for form in ("plain", flat, other)}
     expected_values, expected = get_state_dict(*sources["plain"], options=FULL)
     losses = train(*any_made("plain", steps=BEFORE), AFTER)
     for form, (model, optimizer) in sources.items():
@@ -90,8 +99,7 @@ def full_ones():
         for each in state["state"].values():
             assert list(each) == list(next(iter(expected["state"].values()))), (form, list(each))
         assert is_flat(optimizer) == (form in (*FLAT, "mixed")), "it is as it was"
-    turns = [(FLAT[at % 2], other) for at, other in enumerate(OTHERS)]
-    for source, target in [FLAT, *turns, *((other, flat) for flat, other in turns)]:
+    for source, target in ((flat, other), (other, flat)):
         # What is not sharded is not copied: torch would let both sides train the same tensors.
         values, state = copy.deepcopy(get_state_dict(*sources[source], options=FULL))
         model, optimizer = any_made(target, seed=1)
@@ -101,87 +109,64 @@ def full_ones():
         torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5, msg=f"{source} into {target}")
 
 
-def test_full_states_are_by_name_and_go_into_every_other_wrapping(world):
-    world(2).run(full_ones, timeout=120)
-
-
-def options_taken():
+@on_processes(2, form=FLAT)
+def test_every_option_is_taken(form):
     rank0 = dist.get_rank() == 0
-    for form in FLAT:
-        model, optimizer = made(form, adam, steps=BEFORE)
-        expected = full_state(model, optimizer)
-        values = get_model_state_dict(model, options=FULL)
-        # Sharded: views of what the optimizer has.
-        state = get_optimizer_state_dict(model, optimizer)
-        assert_alike(whole(state), expected)
-        assert isinstance(state["state"]["blocks.0.up.weight"]["exp_avg"], RaggedDTensor)
-        assert not any("_flat_param" in name for name in state["state"])
-        on_host = get_optimizer_state_dict(
-            model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
-        assert bool(on_host) == rank0
-        if rank0:
-            assert_alike(on_host, expected)
-        for case, given, options in (
-            ("sharded", copy.deepcopy(state), StateDictOptions()),
-            ("full", expected, FULL),
-            (
-                "from rank 0",
-                expected if rank0 else {},
-                StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-            ),
-            (
-                "flattened",
-                get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)),
-                StateDictOptions(flatten_optimizer_state_dict=True),
-            ),
-        ):
-            if case == "flattened":
-                assert "state.blocks.0.up.weight.exp_avg" in given
-                assert given["param_groups.own.weight.lr"] == 0.05
-            into, other = made(form, adam, seed=1)
-            set_optimizer_state_dict(into, other, copy.deepcopy(given), options=options)
-            assert_alike(full_state(into, other), expected)
-            assert all("_flat_param" not in name for name in get_model_state_dict(into)), case
-        kept = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-        assert set(values) - set(kept) == {"fixed.weight", "fixed.bias"}
-        outer = nn.ModuleDict({"net": model})
-        assert set(full_state(outer, optimizer)["state"]) == {f"net.{name}" for name in expected["state"]}
+    model, optimizer = made(form, adam, steps=BEFORE)
+    expected, values = full_state(model, optimizer), get_model_state_dict(model, options=FULL)
+    # Sharded: views of what the optimizer has.
+    state = get_optimizer_state_dict(model, optimizer)
+    assert_alike(whole(state), expected)
+    assert isinstance(state["state"]["blocks.0.up.weight"]["exp_avg"], RaggedDTensor)
+    assert not any("_flat_param" in name for name in state["state"])
+    on_host = get_optimizer_state_dict(model, optimizer, options=ON_HOST)
+    assert bool(on_host) == rank0
+    if rank0:
+        assert_alike(on_host, expected)
+    flattened = get_optimizer_state_dict(model, optimizer, options=FLATTENED)
+    assert "state.blocks.0.up.weight.exp_avg" in flattened
+    assert flattened["param_groups.own.weight.lr"] == 0.05
+    for given, options in (
+        (state, StateDictOptions()),
+        (expected, FULL),
+        (expected if rank0 else {}, FROM_RANK_0),
+        (flattened, FLATTENED),
+    ):
+        into, other = made(form, adam, seed=1)
+        set_optimizer_state_dict(into, other, copy.deepcopy(given), options=options)
+        assert_alike(full_state(into, other), expected)
+        assert all("_flat_param" not in name for name in get_model_state_dict(into)), options
+    kept = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    assert set(values) - set(kept) == {"fixed.weight", "fixed.bias"}
+    outer = nn.ModuleDict({"net": model})
+    assert set(full_state(outer, optimizer)["state"]) == {f"net.{name}" for name in expected["state"]}
 
 
-def test_every_option_is_taken(world):
-    world(2).run(options_taken)
-
-
-def other_optimizers():
+@on_threads(2)
+def test_any_optimizer_has_its_state_by_name():
     """A state that was not made yet, one without any, one in two optimizers, and one that steps whole buffers."""
     for kind in (adam, momentum, functools.partial(torch.optim.SGD, lr=0.1)):
         expected = full_state(*made("plain", kind))
         model, optimizer = made("flat nested", kind)
         before = get_model_state_dict(model, options=FULL)
-        state = full_state(model, optimizer)
-        assert_alike(state, expected)
-        for name, value in get_model_state_dict(model, options=FULL).items():
-            torch.testing.assert_close(value, before[name])
+        assert_alike(full_state(model, optimizer), expected)
+        assert_same(get_model_state_dict(model, options=FULL), before)
         set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
         assert all(parameter.grad is None for parameter in model.parameters())
-    model = wrapped("flat nested")
-    own, rest = ([p for n, p in model.named_parameters() if n.startswith("own.") == own] for own in (True, False))
-    optimizers = [adam(own), flatten_optimizer(adam(rest))]
+    (model, optimizers), (again, others) = (in_two_optimizers(seed) for seed in (0, 1))
     for step in BEFORE:
         train(model, optimizers[0], [step])
         optimizers[1].step()
     state = get_optimizer_state_dict(model, optimizers)
     assert set(state["state"]) == set(full_state(*made("plain", adam, steps=BEFORE))["state"])
-    again = wrapped("flat nested", seed=1)
-    own, rest = ([p for n, p in again.named_parameters() if n.startswith("own.") == own] for own in (True, False))
-    others = [adam(own), flatten_optimizer(adam(rest))]
     set_optimizer_state_dict(again, others, state)
     assert_alike(get_optimizer_state_dict(again, others, options=FULL), whole(state))
 
 
-def test_any_optimizer_has_its_state_by_name(world):
-    world(2).run(other_optimizers)
+def in_two_optimizers(seed):
+    model = wrapped("flat nested", seed)
+    own, rest = ([p for n, p in model.named_parameters() if n.startswith("own.") == own] for own in (True, False))
+    return model, [adam(own), flatten_optimizer(adam(rest))]
 
 
 # Through a checkpoint
@@ -234,19 +219,17 @@ class Tuned(Net):
 
 
 def tuned(form):
-    torch.manual_seed(1)
-    model = Tuned()
-    own = list(model.own.parameters())
-    if form == "head apart":
-        model.head, model.fixed = FSDP(model.head), FSDP(model.fixed)
-        return FSDP(model, ignored_states=own)
-    if form == "together":
+    model = seeded(Tuned, 1)
+    options = {"use_orig_params": form == "orig", "ignored_states": list(model.own.parameters())}
+    if form != "orig":
         model.fixed = FSDP(model.fixed)
-        return FSDP(model, ignored_states=own)
-    return FSDP(model, use_orig_params=True, ignored_states=own) if form == "orig" else model
+    if form == "head apart":
+        model.head = FSDP(model.head)
+    return FSDP(model, **options)
 
 
-def fine_tuned():
+@on_threads(2)
+def test_a_model_with_another_head_takes_what_it_has_in_common():
     model, optimizer = made("flat nested", adam, steps=BEFORE)
     values, state = get_state_dict(model, optimizer, options=FULL)
     options = StateDictOptions(full_state_dict=True, strict=False)
@@ -255,38 +238,27 @@ def fine_tuned():
         values = {name: each for name, each in values.items() if not name.startswith("head.")}
         set_model_state_dict(into, dict(values), options=options)
         found = get_model_state_dict(into, options=FULL)
-        for name, value in values.items():
-            torch.testing.assert_close(found[name], value, msg=f"{form} {name}")
+        assert_same({name: found[name] for name in values}, values, form)
         other = optimizer_of(into, adam)
-        set_optimizer_state_dict(into, other, copy.deepcopy(state), options=StateDictOptions(strict=False))
-        taken = full_state(into, other)
-        for name, each in state["state"].items():
-            torch.testing.assert_close(taken["state"][name], each, msg=f"{form} {name}")
-        assert not taken["state"].get("head.weight", {}).get("step")
+        set_optimizer_state_dict(into, other, copy.deepcopy(state), options=IN_COMMON)
+        taken = full_state(into, other)["state"]
+        assert_same({name: taken[name] for name in state["state"]}, state["state"], form)
+        assert not taken.get("head.weight", {}).get("step")
     into = tuned("together")
     with pytest.raises(OptimStateError, match=r"head.weight.*one flat parameter here.*use_orig_params=True"):
-        set_optimizer_state_dict(
-            into, optimizer_of(into, adam), copy.deepcopy(state), options=StateDictOptions(strict=False)
-        )
-
-
-def test_a_model_with_another_head_takes_what_it_has_in_common(world):
-    world(2).run(fine_tuned)
+        set_optimizer_state_dict(into, optimizer_of(into, adam), copy.deepcopy(state), options=IN_COMMON)
 
 
 # The oracle
 
 
-def as_torch_has_them():
-    for options in (FULL, StateDictOptions(flatten_optimizer_state_dict=True)):
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_processes(2)
+def test_names_and_values_are_those_of_torchs_fsdp1():
+    for options in (FULL, FLATTENED):
         found = []
-        for kind, more in ((Theirs, {"device_id": torch.device("cpu")}), (FSDP, {})):
-            torch.manual_seed(0)
-            net = Net()
-            net.gain_free()
-            net.blocks = nn.ModuleList([kind(each, **more) for each in net.blocks])
-            model = kind(net, ignored_states=[*net.own.parameters(), *net.fixed.parameters()], **more)
-            optimizer = adam([each for each in model.parameters() if each.requires_grad])
+        for kind in (Theirs, FSDP):
+            model, optimizer = beside_torchs(kind, nested=True)
             train(model, optimizer, BEFORE)
             found.append(get_state_dict(model, optimizer, options=options))
         (their_values, theirs), (values, ours) = found
@@ -296,8 +268,3 @@ def as_torch_has_them():
             assert_alike(ours, theirs, exact=False)
         else:
             assert set(ours) == set(theirs)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_names_and_values_are_those_of_torchs_fsdp1(world):
-    world(2).run(as_torch_has_them)

@@ -1,5 +1,6 @@
-"""Do unshard contexts show unsharded parameters, and are the shards right afterwards, whatever was done inside?"""
+"""Unshard contexts show unsharded parameters, and the shards are right afterwards, whatever was done inside."""
 
+import contextlib
 import gc
 from operator import attrgetter
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from sherd import (
     CPUOffload,
@@ -23,22 +24,36 @@ from sherd import (
 from sherd.engine.run.seal import unit_of
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
-from tests.support.models import Block
+from tests.support.comparing import assert_same, whole, whole_grads
+from tests.support.models import build
+from tests.support.on_ranks import on_processes, on_threads
+from tests.support.sharding import sharded as shard
+from tests.support.training import made as seeded
+from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
+from tests.tensor_parallel.training import EVEN, built
 from tests.wrapper.nets import (
     COMPOSED,
     NAMES,
     WAYS,
     Net,
-    assert_equal,
+    assert_close,
+    assert_computes,
+    assert_holds,
+    backward,
+    backwards,
     made,
     own,
     sharded,
+    steps,
+    trained,
     values,
     wholes,
     words,
 )
+from tests.wrapper.two_axes import PLAN, axes_of
 
-LR = 0.1
+EACH = ("rows", "flat_param", "orig_params")
+"""One way of each front end."""
 
 
 def shown(model):
@@ -49,7 +64,7 @@ def shown(model):
 def assert_shown_whole(model, expected):
     found = shown(model)
     assert all(type(each) is nn.Parameter for each in found.values())
-    assert_equal({name: found[name].detach() for name in NAMES}, expected)
+    assert_same({name: found[name].detach() for name in NAMES}, expected)
 
 
 def edit(net):
@@ -61,25 +76,6 @@ def edit(net):
         net.head.weight.add_(1)
         net.frozen.bias.data.fill_(3)
         net.scale = nn.Parameter(torch.tensor([0.25]))
-
-
-def step(model, seed):
-    """One step of SGD on this rank's batch; the output."""
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=LR)
-    output = model(words(seed))
-    output.square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return output.detach()
-
-
-def step_plain(net, seed, num_ranks):
-    optimizer = torch.optim.SGD([each for each in net.parameters() if each.requires_grad], lr=LR)
-    for rank in range(num_ranks):
-        batch = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(100 * seed + rank))
-        (net(batch).square().mean() / num_ranks).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # Whole inside, kept after
@@ -94,31 +90,31 @@ def edit_and_train(way, **more):
             assert not own(model).frozen.weight.requires_grad
             edit(own(model))
         edit(plain)
-        assert_equal(wholes(model), values(plain))
-        torch.testing.assert_close(step(model, moment), plain(words(moment)))
-        step_plain(plain, moment, dist.get_world_size())
-        trained = wholes(model)
-        for name, value in values(plain).items():
-            torch.testing.assert_close(trained[name], value, msg=lambda said, name=name: f"{name}: {said}")
-        plain.load_state_dict(trained)
+        assert_holds(model, plain)
+        assert_computes(model, plain, moment)
+        steps(plain, model, [torch.optim.SGD(trained(each), lr=0.1) for each in (plain, model)], [moment])
+        assert_close(model, plain)
+        plain.load_state_dict(wholes(model))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_are_whole_inside_and_changes_are_trained_on_afterwards(world, way):
-    world(4 if "hybrid" in way else 2).run(edit_and_train, way)
+UNEVEN = [("columns", 3), ("blocks", 3), ("flat_param", 3), ("orig_params", 4)]
+"""Ways, and numbers of ranks of which some hold nothing."""
 
 
-@pytest.mark.parametrize(("way", "ranks"), [("columns", 3), ("blocks", 3), ("flat_param", 3), ("orig_params", 4)])
-def test_so_they_are_where_ranks_hold_nothing(threads, way, ranks):
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        *((way, 4 if "hybrid" in way else 2) for way in WAYS),
+        *UNEVEN,
+        *((way, 1) for way in ("rows", "flat", "flat_param", "orig_params")),
+    ],
+)
+def test_parameters_are_whole_inside_and_changes_are_trained_on_afterwards(threads, way, ranks):
     threads(ranks).run(edit_and_train, way)
 
 
-@pytest.mark.parametrize("way", ["rows", "flat", "flat_param", "orig_params"])
-def test_one_rank_alone_is_no_special_case(threads, way):
-    threads(1).run(edit_and_train, way)
-
-
-def edit_where_shards_rest_elsewhere_or_compute_is_narrow():
+@on_threads(2)
+def test_shards_in_host_memory_and_narrow_compute_keep_full_precision():
     edit_and_train("rows", offload_policy=CPUOffloadPolicy())
     for way in ("flat_param", "orig_params"):
         edit_and_train(way, cpu_offload=CPUOffload(offload_params=True))
@@ -134,48 +130,37 @@ def edit_where_shards_rest_elsewhere_or_compute_is_narrow():
             assert_shown_whole(model, values(plain))
             edit(own(model))
         edit(plain)
-        assert_equal(wholes(model), values(plain))
+        assert_holds(model, plain)
 
 
-def test_shards_in_host_memory_and_narrow_compute_keep_full_precision(world):
-    world(2).run(edit_where_shards_rest_elsewhere_or_compute_is_narrow)
+LEFT = (({}, "raising"), ({"offload_to_cpu": True}, "quietly"), ({"writeback": False}, "quietly"))
 
 
-def drop_changes(way):
-    plain, model = made(), sharded(way)
-    with unsharded(model, writeback=False):
-        edit(own(model))
-    assert_equal(wholes(model), values(plain))
-    torch.testing.assert_close(model(words()), plain(words()))
-
-
-def test_changes_are_dropped_without_writeback(threads):
-    for way in ("rows", "flat_param", "orig_params", "orig_copied"):
-        threads(2).run(drop_changes, way)
-
-
-def edit_then_raise(model):
-    with unsharded(model):
-        edit(own(model))
-        raise KeyError("the body's own")
-
-
-def edit_and_raise(way):
+@on_threads(2, way=(*EACH, "flat", "orig_copied"), left=LEFT)
+def test_changes_are_kept_but_without_writeback_also_where_the_body_raises(way, left):
+    options, how = left
+    if "copied" in way and "offload_to_cpu" in options:
+        return  # is refused
     plain, model = made(), sharded(way)
     model(words())
-    with pytest.raises(KeyError, match="the body's own"):
-        edit_then_raise(model)
-    edit(plain)
-    assert_equal(wholes(model), values(plain))
-    torch.testing.assert_close(model(words()), plain(words()))
+    raised = pytest.raises(KeyError, match="the body's own") if how == "raising" else contextlib.nullcontext()
+
+    def edit_inside():
+        with unsharded(model, **options):
+            edit(own(model))
+            if how == "raising":
+                raise KeyError("the body's own")
+
+    with raised:
+        edit_inside()
+    if options.get("writeback", True):
+        edit(plain)
+    assert_holds(model, plain)
+    assert_computes(model, plain)
 
 
-def test_a_body_that_raises_leaves_shards_with_what_it_changed(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(edit_and_raise, way)
-
-
-def use_after_a_load(way):
+@on_threads(2, way=("rows", "flat", "orig_params"))
+def test_a_loaded_state_is_what_is_lent(way):
     plain, model = made(), sharded(way)
     with torch.no_grad():
         for each in plain.parameters():
@@ -186,20 +171,15 @@ def use_after_a_load(way):
         assert_shown_whole(model, values(plain))
 
 
-def test_a_loaded_state_is_what_is_lent(threads):
-    for way in ("rows", "flat", "orig_params"):
-        threads(2).run(use_after_a_load, way)
-
-
-def freeze_inside(way):
+@on_threads(2, way=("rows", "flat", "flat_param", "orig_params"))
+def test_parameters_frozen_and_thawed_inside_stay_so(way):
     model = sharded(way)
     model(words()).sum().backward()
     model.zero_grad()
     with unsharded(model):
         own(model).block.requires_grad_(False)
         own(model).frozen.requires_grad_(True)
-    output = model(words())
-    output.sum().backward()
+    model(words()).sum().backward()
     named = dict(model.named_parameters())
     frozen = {name for name, each in named.items() if not each.requires_grad}
     assert frozen
@@ -207,22 +187,18 @@ def freeze_inside(way):
     assert {name for name, each in named.items() if each.grad is None} == frozen
 
 
-def test_parameters_frozen_and_thawed_inside_stay_so(threads):
-    for way in ("rows", "flat", "flat_param", "orig_params"):
-        threads(2).run(freeze_inside, way)
-
-
 # Parts and nesting
 
 
-def nest(way):
+@on_threads(2, way=EACH)
+def test_contexts_nest_in_any_order(way):
     plain, model = made(), sharded(way)
     block = own(model).block
     with unsharded(model, recurse=False):
         assert type(own(model).scale) is nn.Parameter
         assert isinstance(block.up.weight, DTensor)
         with unsharded(block):
-            assert_equal({"w": block.up.weight.detach()}, {"w": plain.block.up.weight.detach()})
+            assert_same(block.up.weight.detach(), plain.block.up.weight.detach())
             block.up.weight.data.add_(1)
         assert isinstance(block.up.weight, DTensor)
         own(model).scale.data.add_(1)
@@ -234,17 +210,13 @@ def nest(way):
         own(model).scale.data.add_(1)
     plain.block.up.weight.data.add_(1).add_(1)
     plain.scale.data.add_(1).add_(1)
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     with unsharded(own(model).block.up), unsharded(nn.Linear(2, 2)):  # neither a unit nor above one
         assert isinstance(block.up.weight, DTensor)
 
 
-def test_contexts_nest_in_any_order(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(nest, way)
-
-
-def ask_for_more_inside():
+@on_threads(2)
+def test_an_inner_context_that_asks_for_more_is_refused_on_all_ranks():
     model = sharded("orig_params")
     with unsharded(model.block, writeback=False):
         with pytest.raises(WrapperStateError, match=r"already unsharding.*unit .*lack|without writeback=True"):
@@ -260,40 +232,18 @@ def ask_for_more_inside():
     model(words())
 
 
-def test_an_inner_context_that_asks_for_more_is_refused_on_all_ranks(threads):
-    threads(2).run(ask_for_more_inside)
-
-
-class Borrower(nn.Module):
-    """A unit whose weight another one owns."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.first(x))
-
-
-def lend_a_tied_weight():
-    torch.manual_seed(0)
-    model = Borrower()
-    expected = model.first.weight.detach().clone()
-    for module in (model.first, model.last, model):
-        fully_shard(module)
-    for _ in range(2):
-        with unsharded(model.last):
-            assert model.last.weight is model.first.weight
-            torch.testing.assert_close(model.last.weight.detach(), expected)
-            model.last.weight.data.add_(1)
+@on_threads(2)
+def test_a_weight_that_another_unit_owns_is_lent_too():
+    model = shard(build("tied_across"))
+    expected = build("tied_across").embed.weight.detach().clone()
+    for step in range(2):
+        with unsharded(model.head):
+            assert model.head.weight is model.embed.weight
+            torch.testing.assert_close(model.head.weight.detach(), expected)
+            model.head.weight.data.add_(1)
         expected += 1
-        torch.testing.assert_close(model.first.weight.full_tensor(), expected)
-        model(torch.ones(2, 4)).sum().backward()
-
-
-def test_a_weight_that_another_unit_owns_is_lent_too(world):
-    world(2).run(lend_a_tied_weight)
+        torch.testing.assert_close(model.embed.weight.full_tensor(), expected)
+        model(*model.make_inputs(step, dist.get_rank())).sum().backward()
 
 
 def leaving_raises(model, change, kind, said):
@@ -305,31 +255,15 @@ def leaving_raises(model, change, kind, said):
         context.__exit__(None, None, None)
 
 
-def give_two_weights(net):
-    net.embed.weight = nn.Parameter(torch.zeros(11, 6))
-    net.head.weight = nn.Parameter(torch.ones(11, 6))
-    net.scale.data.fill_(9)
-
-
-def replace_one_of_two_places(way):
-    model = sharded(way)
-    with unsharded(model):
-        own(model).head.weight = nn.Parameter(torch.full((11, 6), 2.0))
-    for name in ("head.weight", "embed.weight"):
-        torch.testing.assert_close(wholes(model)[name], torch.full((11, 6), 2.0))
-    leaving_raises(model, give_two_weights, PlacementError, r"weight is tied: it hangs on 2 places.* 2 different")
-    assert wholes(model)["scale"].item() == 9, "the others were written"
-    model(words()).sum().backward()
-
-
-def load_inside(way):
+@on_threads(2, way=("rows", "orig_params"))
+def test_a_state_dict_is_loaded_inside_and_every_parameter_may_be_replaced(way):
     plain, model = made(), sharded(way)
     for each in plain.parameters():
         each.data.add_(1)
     model(words()).sum().backward()
     with unsharded(model):
         own(model).load_state_dict(dict(zip(own(model).state_dict(), plain.state_dict().values(), strict=True)))
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     with unsharded(model):  # each place gets a tensor of its own
         for name in NAMES:
             module, _, attribute = name.rpartition(".")
@@ -337,19 +271,15 @@ def load_inside(way):
             setattr(holder, attribute, nn.Parameter(values(plain)[name] + 1))
     for each in plain.parameters():
         each.data.add_(1)
-    assert_equal(wholes(model), values(plain))
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_holds(model, plain)
+    assert_computes(model, plain)
 
 
-def test_a_state_dict_is_loaded_inside_and_every_parameter_may_be_replaced(threads):
-    for way in ("rows", "orig_params"):
-        threads(2).run(load_inside, way)
-
-
-def backward_inside(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params", "orig_kept"))
+def test_a_backward_inside_is_refused(way):
     """Of a forward before; after the error the model trains as it would have."""
     model, expected = sharded(way), sharded(way)
-    expected(words()).square().mean().backward()
+    backward(expected)
     for recurse, lender, with_grads in ((True, model, False), (True, model, True), (False, model.block, True)):
         if with_grads and way.startswith("flat_"):
             continue
@@ -360,18 +290,13 @@ def backward_inside(way):
         with unsharded(lender, recurse=recurse, with_grads=with_grads), refused:
             loss.backward()
         model.zero_grad()
-        model(words()).square().mean().backward()
-        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-            assert found.grad is wanted.grad is None or torch.equal(found.grad.full_tensor(), wanted.grad.full_tensor())
+        backward(model)
+        assert_same(whole_grads(model), whole_grads(expected))
         model.zero_grad()
 
 
-def test_a_backward_inside_is_refused(threads):
-    for way in ("rows", "flat_param", "orig_params", "orig_kept"):
-        threads(2).run(backward_inside, way)
-
-
-def gradients_of_what_is_lent(way):
+@on_threads(2, way=EACH)
+def test_a_gradient_of_what_is_lent_is_kept_or_refused(way):
     """Kept with gradients, shown to who looks, else refused: they would be lost."""
     model = sharded(way)
 
@@ -399,42 +324,47 @@ def gradients_of_what_is_lent(way):
         with pytest.raises(StateError, match=r"of unit .*was lent by an unshard context .* is over.*with_grads=True"):
             each.backward()
     assert all(each.grad is None for each in model.parameters())
-    model(words()).square().mean().backward()
+    backward(model)
 
 
-def test_a_gradient_of_what_is_lent_is_kept_or_refused(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(gradients_of_what_is_lent, way)
-
-
-def lend_in_inference_mode(way):
+@on_threads(2, way=EACH)
+def test_it_works_in_inference_mode(way):
     plain, model = made(), sharded(way)
     with torch.inference_mode(), unsharded(model):
         assert_shown_whole(model, values(plain))
         own(model).scale.data.add_(1)
     plain.scale.data.add_(1)
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     model(words()).sum().backward()
     with unsharded(model):
         own(model).scale.data.add_(1)
     plain.scale.data.add_(1)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
 
 
-def test_it_works_in_inference_mode(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(lend_in_inference_mode, way)
+@on_threads(2, way=EACH)
+def test_a_tied_weight_replaced_on_one_place_is_replaced_on_both(way):
+    model = sharded(way)
+    with unsharded(model):
+        own(model).head.weight = nn.Parameter(torch.full((11, 6), 2.0))
+    for name in ("head.weight", "embed.weight"):
+        torch.testing.assert_close(wholes(model)[name], torch.full((11, 6), 2.0))
 
+    def give_two_weights(net):
+        net.embed.weight = nn.Parameter(torch.zeros(11, 6))
+        net.head.weight = nn.Parameter(torch.ones(11, 6))
+        net.scale.data.fill_(9)
 
-def test_a_tied_weight_replaced_on_one_place_is_replaced_on_both(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(replace_one_of_two_places, way)
+    leaving_raises(model, give_two_weights, PlacementError, r"weight is tied: it hangs on 2 places.* 2 different")
+    assert wholes(model)["scale"].item() == 9, "the others were written"
+    model(words()).sum().backward()
 
 
 # Rank 0 only, host memory, gradients
 
 
-def show_on_rank0(way):
+@on_threads(4, way=(*EACH, "orig_hybrid"))
+def test_only_rank_0_of_each_shard_group_is_shown_whole_parameters(way):
     plain, model = made(), sharded(way)
     with unsharded(model, rank0_only=True, writeback=False, offload_to_cpu=True):
         found = shown(model)
@@ -446,41 +376,15 @@ def show_on_rank0(way):
             assert all(isinstance(each, DTensor) for each in found.values())
         with pytest.raises(StateError, match="lends its parameters"):
             model(words())
-    assert_equal(wholes(model), values(plain))
+    assert_holds(model, plain)
     model(words()).sum().backward()
-
-
-def test_only_rank_0_of_each_shard_group_is_shown_whole_parameters(world):
-    for way in ("rows", "flat_param", "orig_params", "orig_hybrid"):
-        world(4 if "hybrid" in way else 2).run(show_on_rank0, way)
-
-
-def keep_offloaded_changes(way):
-    plain, model = made(), sharded(way)
-    with unsharded(model, offload_to_cpu=True):
-        edit(own(model))
-    edit(plain)
-    assert_equal(wholes(model), values(plain))
-
-
-def test_changes_made_in_host_memory_are_kept(threads):
-    for way in ("rows", "flat", "flat_param", "orig_params"):
-        threads(2).run(keep_offloaded_changes, way)
-
-
-def whole_grads(model):
-    return {name: None if each.grad is None else each.grad.full_tensor() for name, each in model.named_parameters()}
 
 
 def grads_inside(way):
     plain, model = made(), sharded(way)
     with unsharded(model, with_grads=True):
         assert all(each.grad is None for each in shown(model).values())
-    output = model(words())
-    output.square().mean().backward()
-    for rank in range(dist.get_world_size()):
-        batch = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(rank))
-        (plain(batch).square().mean() / dist.get_world_size()).backward()
+    backwards(plain, model)
     before = whole_grads(model)
     with unsharded(model):
         assert all(each.grad is None for each in shown(model).values()), "not asked for"
@@ -491,8 +395,7 @@ def grads_inside(way):
             if each.grad is not None:
                 torch.testing.assert_close(found[name].grad, each.grad)
                 found[name].grad.zero_()
-    for name, grad in before.items():
-        torch.testing.assert_close(whole_grads(model)[name], grad)
+    assert_same(whole_grads(model), before)
     with unsharded(model, with_grads=True):
         found = shown(model)
         found["scale"].grad.fill_(3)
@@ -517,11 +420,12 @@ def grads_inside(way):
 @pytest.mark.parametrize(
     "way", ["rows", "columns", "blocks", "flat_param", "orig_params", "flat_copied", "orig_hybrid"]
 )
-def test_gradients_are_whole_inside_and_edits_of_them_are_kept(world, way):
-    world(4 if "hybrid" in way else 2).run(grads_inside, way)
+def test_gradients_are_whole_inside_and_edits_of_them_are_kept(threads, way):
+    threads(4 if "hybrid" in way else 2).run(grads_inside, way)
 
 
-def lose_a_gradient_on_one_rank():
+@on_threads(2)
+def test_a_gradient_that_one_rank_has_dropped_stays_dropped_there():
     model = sharded("orig_params")
     model(words()).sum().backward()
     bias = model.block.down.bias
@@ -532,14 +436,14 @@ def lose_a_gradient_on_one_rank():
     assert (bias.grad is None) == (dist.get_rank() == 1)
 
 
-def test_a_gradient_that_one_rank_has_dropped_stays_dropped_there(threads):
-    threads(2).run(lose_a_gradient_on_one_rank)
-
-
 # Between forward and backward, and inside
 
 
-def change_nothing_between(way):
+BETWEEN = ["rows", "kept", "flat", "flat_param", "orig_params", "flat_kept", "orig_kept", "orig_copied"]
+
+
+@on_threads(2, way=BETWEEN)
+def test_a_look_between_forward_and_backward_changes_nothing(way):
     plain, model = made(), sharded(way)
     loss = model(words()).square().mean()
     with unsharded(model), torch.no_grad():
@@ -547,22 +451,12 @@ def change_nothing_between(way):
         assert own(model).scale.requires_grad
     loss.backward()
     expected = sharded(way)
-    expected(words()).square().mean().backward()
-    for (name, each), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert (each.grad is None) == (other.grad is None), name
-        if each.grad is not None:
-            torch.testing.assert_close(each.grad.full_tensor(), other.grad.full_tensor(), rtol=0, atol=0)
+    backward(expected)
+    assert_same(whole_grads(model), whole_grads(expected))
 
 
-BETWEEN = ["rows", "kept", "flat", "flat_param", "orig_params", "flat_kept", "orig_kept", "orig_copied"]
-
-
-def test_a_look_between_forward_and_backward_changes_nothing(threads):
-    for way in BETWEEN:
-        threads(2).run(change_nothing_between, way)
-
-
-def change_one_element_between(way):
+@on_threads(2, way=BETWEEN)
+def test_a_change_between_forward_and_backward_makes_the_backward_raise_on_all_ranks(way):
     """Of a part that one rank holds; and the backward raises on all, as autograd does for a plain parameter."""
     model = sharded(way)
     loss = model(words()).square().mean()
@@ -573,14 +467,9 @@ def change_one_element_between(way):
     model.zero_grad()
     plain = made()
     plain.block.up.weight.data[0, 0] += 1
-    torch.testing.assert_close(model(words()), plain(words()))
-    model(words()).square().mean().backward()
-    assert_equal(wholes(model), values(plain))
-
-
-def test_a_change_between_forward_and_backward_makes_the_backward_raise_on_all_ranks(world):
-    for way in BETWEEN:
-        world(2).run(change_one_element_between, way)
+    assert_computes(model, plain)
+    backward(model)
+    assert_holds(model, plain)
 
 
 class Asking(nn.Module):
@@ -600,19 +489,14 @@ class Asking(nn.Module):
         return 2 * x
 
 
-def asking(wrap):
+def asking(front):
     inner = Asking()
-    if wrap is None:
-        model = nn.Sequential(nn.Linear(4, 4), fully_shard(inner))
-        fully_shard(model)
-    else:
-        model = FullyShardedDataParallel(
-            nn.Sequential(nn.Linear(4, 4), FullyShardedDataParallel(inner, use_orig_params=wrap)), use_orig_params=wrap
-        )
-    return model, inner
+    model = nn.Sequential(nn.Linear(4, 4), inner)
+    return shard(model, front, [inner, model]), inner
 
 
-def ask_in_the_middle(wrap):
+@on_threads(2, front=("shard", "wrapper", "flat wrapper"))
+def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(front):
     said = []
 
     def ask(entered):
@@ -621,13 +505,13 @@ def ask_in_the_middle(wrap):
         assert isinstance(raised.value, AssertionError)
         said.append(str(raised.value))
 
-    model, inner = asking(wrap)
+    model, inner = asking(front)
     block = model[1]
     for entered in (model, block, block):
         inner.in_forward = lambda entered=entered: ask(entered)
-        output = model(torch.ones(2, 4))
+        loss = model(torch.ones(2, 4)).sum()
         inner.in_forward = None
-        output.sum().backward()
+        loss.backward()
         inner.in_backward = lambda entered=entered: ask(entered)
         model(torch.ones(2, 4)).sum().backward()
         inner.in_backward = None
@@ -637,17 +521,13 @@ def ask_in_the_middle(wrap):
     with unsharded(model):
         assert type(model[0].weight) is nn.Parameter
         assert type(inner.linear.weight) is nn.Parameter
-    return model(torch.ones(2, 4)).detach()
+    model(torch.ones(2, 4))
 
 
-def test_in_the_middle_of_a_forward_or_backward_it_is_refused_on_all_ranks(world):
-    for wrap in (None, True, False):
-        world(2).run(ask_in_the_middle, wrap)
-
-
-def enter_above_and_beside_a_unit_at_work():
+@on_threads(2)
+def test_where_one_unit_cannot_be_lent_none_is():
     """Of two models one is in forward: nothing of the other stays lent."""
-    model, inner = asking(None)
+    model, inner = asking("shard")
     both = nn.ModuleList([fully_shard(nn.Linear(4, 4)), model])
 
     def ask():
@@ -660,14 +540,18 @@ def enter_above_and_beside_a_unit_at_work():
     model(torch.ones(2, 4))
 
 
-def test_where_one_unit_cannot_be_lent_none_is(threads):
-    threads(2).run(enter_above_and_beside_a_unit_at_work)
-
-
-def fail_on_the_way_in(monkeypatch):
+@on_threads(1)
+def test_a_failure_on_the_way_in_takes_back_what_was_lent(monkeypatch):
     model = sharded("rows")
-    frozen = unit_of(model.frozen)
-    monkeypatch.setattr(type(frozen.mesh.shard_transport), "all_gather", _FailsOnThird())
+    calls = []
+
+    def fail_on_third(rows, source, sizes, async_op):
+        calls.append(rows)
+        if len(calls) == 3:
+            raise ConnectionError
+        rows.zero_()
+
+    monkeypatch.setattr(type(unit_of(model.frozen).mesh.shard_transport), "all_gather", staticmethod(fail_on_third))
     with pytest.raises(ConnectionError):
         unsharded(model).__enter__()
     monkeypatch.undo()
@@ -676,22 +560,8 @@ def fail_on_the_way_in(monkeypatch):
     model(words())
 
 
-class _FailsOnThird:
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, rows, source, sizes, async_op):
-        self.calls += 1
-        if self.calls == 3:
-            raise ConnectionError
-        rows.zero_()
-
-
-def test_a_failure_on_the_way_in_takes_back_what_was_lent(threads, monkeypatch):
-    threads(1).run(fail_on_the_way_in, monkeypatch)
-
-
-def generate(way):
+@on_threads(2, way=("rows", "flat_param", "orig_params", "orig_kept"))
+def test_other_units_run_inside_and_those_that_are_lent_do_not(way):
     """The root's parameters are lent, and the blocks run their own forwards."""
     plain, model = made(), sharded(way)
     net = own(model)
@@ -700,24 +570,17 @@ def generate(way):
         for _ in range(2):
             hidden = net.block(net.embed(words()))
             torch.testing.assert_close(hidden * net.scale, expected)
-        for each in (model, net.frozen):
-            if each is model:
-                with pytest.raises(StateError, match=r"forward of unit .* inside an unshard context"):
-                    each(words())
-            else:
-                each(hidden)
-    with unsharded(net.block), pytest.raises(StateError, match=r"forward of unit block|forward of unit Block"):
+        with pytest.raises(StateError, match=r"forward of unit .* inside an unshard context.*recurse=False"):
+            model(words())
+        net.frozen(hidden)
+    with unsharded(net.block), pytest.raises(RuntimeError, match=r"forward of unit [bB]lock.*leave the context first"):
         net.block(expected)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
     model(words()).sum().backward()
 
 
-def test_other_units_run_inside_and_those_that_are_lent_do_not(threads):
-    for way in ("rows", "flat_param", "orig_params", "orig_kept"):
-        threads(2).run(generate, way)
-
-
-def unshard_by_hand_inside():
+@on_threads(2)
+def test_unshard_by_hand_is_not_in_the_way():
     plain, model = made(), sharded("orig_params")
     model(words())
     with unsharded(model):
@@ -726,33 +589,25 @@ def unshard_by_hand_inside():
         model.scale.data.add_(1)
     plain.scale.data.add_(1)
     assert isinstance(model.scale, DTensor)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
     model.unshard()
     with unsharded(model):
         model.scale.data.add_(1)
     plain.scale.data.add_(1)
-    torch.testing.assert_close(model(words()), plain(words()))
+    assert_computes(model, plain)
 
 
-def test_unshard_by_hand_is_not_in_the_way(threads):
-    threads(2).run(unshard_by_hand_inside)
-
-
-def gather_gradients_that_wait():
-    for way in ("rows", "orig_params"):
-        model = sharded(way)
-        model.set_requires_gradient_sync(False)
-        model(words()).sum().backward()
-        with pytest.raises(StateError, match=r"unit .* has gradients that wait for a reduction"):
-            unsharded(model, with_grads=True).__enter__()
-        model.set_requires_gradient_sync(True)
-        model(words()).sum().backward()
-        with unsharded(model, with_grads=True):
-            assert own(model).scale.grad.shape == (1,)
-
-
-def test_gradients_that_wait_for_a_reduction_are_not_shown_as_none(threads):
-    threads(2).run(gather_gradients_that_wait)
+@on_threads(2, way=("rows", "orig_params"))
+def test_gradients_that_wait_for_a_reduction_are_not_shown_as_none(way):
+    model = sharded(way)
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    with pytest.raises(StateError, match=r"unit .* has gradients that wait for a reduction"):
+        unsharded(model, with_grads=True).__enter__()
+    model.set_requires_gradient_sync(True)
+    backward(model)
+    with unsharded(model, with_grads=True):
+        assert own(model).scale.grad.shape == (1,)
 
 
 # Of all kinds
@@ -773,38 +628,29 @@ class Odd(nn.Module):
         return x * self.scalar + self.wide.sum() + self.narrow.sum() + self.turned.sum() + self.hollow.sum()
 
 
-def odd_values(options):
-    torch.manual_seed(0)
-    model = Odd()
-    expected = {name: each.detach().clone() for name, each in model.named_parameters()}
-    fully_shard(model, **options())
+@on_threads(3, way=("rows", "flat", "blocks", "whole"))
+def test_any_dtype_and_shape_is_lent(way):
+    model = seeded(Odd)
+    expected = whole(dict(model.named_parameters()))
+    fully_shard(model, **COMPOSED[way]())
     for change in (1, 2):
         with unsharded(model):
-            assert_equal({name: each.detach() for name, each in model.named_parameters()}, expected)
+            assert_same(whole(dict(model.named_parameters())), expected)
             for each in model.parameters():
                 each.data.add_(change)
         for each in expected.values():
             each += change
         model(torch.ones(2)).sum().backward()
-    assert_equal({name: each.detach().full_tensor() for name, each in model.named_parameters()}, expected)
+    assert_same(whole(dict(model.named_parameters())), expected)
 
 
-@pytest.mark.parametrize("way", ["rows", "flat", "blocks", "whole"])
-def test_any_dtype_and_shape_is_lent(threads, way):
-    threads(3).run(odd_values, COMPOSED[way])
-
-
-def lend_tensor_parallel():
+@on_threads(4)
+def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was():
     """A parameter that is a DTensor before stays one, on its own mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = Block(8, 12)
-    expected = model.up.weight.detach().clone()
-    for linear, dim in ((model.up, 0), (model.down, 1)):
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))
-    for bias in (model.up, model.down):
-        bias.bias = nn.Parameter(distribute_tensor(bias.bias.detach(), mesh["tp"], [Replicate()]))
-    fully_shard(model, mesh=mesh["dp"])
+    mesh, data = axes_of((2, 2))
+    model = parallelize_module(built(EVEN).blocks[0].mlp, mesh["tp"], PLAN)
+    expected = whole(model.up.weight)
+    fully_shard(model, mesh=data)
     with unsharded(model):
         weight = model.up.weight
         assert weight.device_mesh == mesh["tp"]
@@ -815,33 +661,28 @@ def lend_tensor_parallel():
     torch.testing.assert_close(model.up.weight.detach().full_tensor(), 2 * expected)
     leaving_raises(
         model,
-        lambda net: setattr(net.up, "weight", nn.Parameter(torch.ones(12, 8))),
+        lambda net: setattr(net.up, "weight", nn.Parameter(torch.ones(EVEN.hidden, EVEN.width))),
         PlacementError,
         r"up.weight was lent as a DTensor with .* a plain tensor",
     )
     torch.testing.assert_close(model.up.weight.detach().full_tensor(), 2 * expected)
 
 
-def test_a_tensor_parallel_parameter_is_lent_as_the_dtensor_that_it_was(world):
-    world(4).run(lend_tensor_parallel)
-
-
-def replace_by_more(net):
-    net.block.up.bias.data.fill_(5)
-    net.scale = nn.Parameter(torch.ones(2))
-
-
-def set_other_data(net):
-    net.scale.data.fill_(4)
-    net.block.up.weight.data = torch.zeros(3, 3)
-
-
-def delete_one(net):
-    net.block.down.bias = None
-
-
-def change_shapes(way):
+@on_threads(2, way=EACH)
+def test_another_shape_is_refused_by_name_and_the_rest_is_written(way):
     model = sharded(way)
+
+    def replace_by_more(net):
+        net.block.up.bias.data.fill_(5)
+        net.scale = nn.Parameter(torch.ones(2))
+
+    def set_other_data(net):
+        net.scale.data.fill_(4)
+        net.block.up.weight.data = torch.zeros(3, 3)
+
+    def delete_one(net):
+        net.block.down.bias = None
+
     leaving_raises(model, replace_by_more, PlacementError, r"scale was \(1,\) when it was lent, and is \(2,\)")
     leaving_raises(model, set_other_data, ValueError, r"up.weight was \(5, 6\) when it was lent, and is \(3, 3\)")
     leaving_raises(model, delete_one, ValueError, r"down.bias was \(6,\) when it was lent, and is None")
@@ -851,68 +692,44 @@ def change_shapes(way):
     model(words()).sum().backward()
 
 
-def test_another_shape_is_refused_by_name_and_the_rest_is_written(threads):
-    for way in ("rows", "flat_param", "orig_params"):
-        threads(2).run(change_shapes, way)
-
-
-def freeze_part_of_a_flat_parameter():
+@on_threads(2)
+def test_part_of_a_flat_parameter_cannot_be_frozen():
     model = sharded("flat_param")
     leaving_raises(model, lambda net: net.block.up.weight.requires_grad_(False), PolicyError, "uniform `requires_grad`")
     model(words()).sum().backward()
 
 
-def test_part_of_a_flat_parameter_cannot_be_frozen(threads):
-    threads(2).run(freeze_part_of_a_flat_parameter)
-
-
-def replace_then_enter(way):
+@on_threads(2, way=("rows", "orig_params"), has_run=(True, False))
+def test_a_parameter_replaced_before_is_lent_with_its_new_values(way, has_run):
     """What a user has put in a shard's place before is what is lent."""
     model = sharded(way)
-    model(words())
+    if has_run:
+        model(words())
     model.block.up.weight = nn.Parameter(torch.ones(5, 6))
     with unsharded(model):
         torch.testing.assert_close(own(model).block.up.weight.detach(), torch.ones(5, 6))
     torch.testing.assert_close(wholes(model)["block.up.weight"], torch.ones(5, 6))
 
 
-def test_a_parameter_replaced_before_is_lent_with_its_new_values(threads):
-    for way in ("rows", "orig_params"):
-        threads(2).run(replace_then_enter, way)
-
-
-def memory_is_given_back():
+@on_processes(2)
+def test_nothing_lent_outlives_the_context():
     model = sharded("orig_params")
     model(words())
-    kept = []
     with unsharded(model):
-        kept = [each.untyped_storage() for each in model.parameters()]
-        sizes = [each.nbytes() for each in kept]
-        whole = [each.numel() * each.element_size() for each in model.parameters()]
-    assert sizes == whole, "each has memory of its own, and no more"
-    del kept
+        for each in model.parameters():
+            assert each.untyped_storage().nbytes() == each.numel() * each.element_size(), "its own memory, and no more"
+    del each
     gc.collect()
     alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and each.shape == (5, 6)]
-    assert all(isinstance(each, RaggedDTensor) for each in alive if not record_whole(model, each))
+    # The engine's own unsharded parameter is there still; its memory is freed.
+    assert all(isinstance(each, RaggedDTensor) or not each.untyped_storage().nbytes() for each in alive)
 
 
-def record_whole(model, tensor):
-    """Whether it is the engine's own unsharded parameter, of which the memory is freed, or a plain net's."""
-    return tensor.untyped_storage().nbytes() == 0
-
-
-def test_nothing_lent_outlives_the_context(world):
-    world(2).run(memory_is_given_back)
-
-
-def summon():
+@on_threads(2)
+def test_summon_full_params_is_the_same():
     model = sharded("orig_params", Net())
     with FullyShardedDataParallel.summon_full_params(model) as nothing:
         assert nothing is None
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in made().named_parameters()]
     with FullyShardedDataParallel.summon_full_params(nn.Linear(2, 2)):
         pass
-
-
-def test_summon_full_params_is_the_same(threads):
-    threads(2).run(summon)
