@@ -7,6 +7,5 @@ comparing.py    `whole(value)`, `whole_params(model)`, `assert_same(found, expec
 gathered.py     many sharded tensors whole at once
 meshes.py       `mesh_of((2, 2))`
 ranks/          `world(n)`: processes; `threads(n)`: threads; `ranks.forked`: programs without an import of torch
-on_ranks.py     `@on_threads(2)`, `@on_processes(2)`: a test whose body is what every rank does
 suites.py       which cases a run takes: marks and shares
 """

@@ -13,7 +13,7 @@ import sherd
 from sherd.api import advice
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.models import Block
-from tests.support.on_ranks import on_threads
+from tests.support.ranks.bodies import on_threads
 
 APIS = {"torch": fsdp, "sherd": sherd}
 

@@ -14,7 +14,7 @@ from sherd.errors import PolicyError, PolicyTypeError, StateError
 from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
 from tests.support.models import noise
-from tests.support.on_ranks import on_threads
+from tests.support.ranks.bodies import on_threads
 from tests.support.training import made
 from tests.wrapper.training import BOTH_KINDS, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 

@@ -21,7 +21,7 @@ from sherd.errors import ModuleError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import WIDTH, Block, build, noise
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import replace
 from tests.support.training import Recipe, made, steps_sharded, train_plain
 from tests.wrapper.training import (

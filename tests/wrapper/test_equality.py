@@ -22,7 +22,7 @@ from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
 from tests.support.models import MODELS, WIDTH, Block, build, noise
 from tests.support.models.stacks import LowRank
-from tests.support.on_ranks import on_threads
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import replace
 from tests.support.training import (
     Recipe,

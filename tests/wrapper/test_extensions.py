@@ -16,7 +16,7 @@ from sherd import FullyShardedDataParallel as FSDP
 from sherd._torch import sharded_tensor_of_rows
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyTypeError, UnsupportedError
 from tests.support.comparing import whole
-from tests.support.on_ranks import on_threads
+from tests.support.ranks.bodies import on_threads
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
 from tests.tensor_parallel.training import EVEN, built, close
 from tests.wrapper.two_axes import PLAN, ROWS, SHARDED, SHARDED_TENSORS, WHOLE_AFTER, axes_of, wholes, zeroed

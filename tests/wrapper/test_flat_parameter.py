@@ -17,7 +17,7 @@ from sherd import FlatParameter, FullyShardedDataParallel, RaggedDTensor, Shardi
 from sherd.errors import OptimizerError, PlacementError, SherdError, StateError
 from tests.support.comparing import assert_same, whole_grads
 from tests.support.models import Block
-from tests.support.on_ranks import on_threads
+from tests.support.ranks.bodies import on_threads
 from tests.support.training import made as seeded
 from tests.wrapper.nets import (
     assert_close,

@@ -21,7 +21,7 @@ from sherd.port.explain import explain_migration
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models.specimen import WIDTH, Block
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 
 BLOCKS = ModuleWrapPolicy({Block})
 

@@ -30,7 +30,7 @@ from sherd.errors import OptimStateError, SherdError
 from tests.support.comparing import assert_refused, assert_same, whole
 from tests.support.meshes import mesh_of
 from tests.support.models import noise
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.suites import share
 from tests.support.training import made as seeded
 

@@ -13,7 +13,7 @@ from sherd.tensor.ragged import local_part
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import assert_same, whole_grads
 from tests.support.models import WIDTH, build, noise
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.wrapper.training import BOTH_KINDS, wrap_blocks, wrap_units
 
 BF16, FP32 = torch.bfloat16, torch.float32

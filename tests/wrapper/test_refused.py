@@ -25,7 +25,7 @@ from sherd.errors import ModuleError, PolicyError, UnsupportedError, WrapperStat
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import assert_refused, assert_same
 from tests.support.models import Block
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import made as seeded
 from tests.wrapper.nets import assert_computes, assert_holds, made, sharded, values, words
 

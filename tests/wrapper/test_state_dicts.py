@@ -42,7 +42,7 @@ from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import whole
 from tests.support.meshes import mesh_of
 from tests.support.models import build
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT

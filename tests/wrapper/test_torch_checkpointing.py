@@ -25,7 +25,7 @@ from sherd import FullyShardedDataParallel as FSDP
 from sherd.errors import OptimStateError
 from sherd.tensor.ragged import RaggedDTensor
 from tests.support.comparing import assert_same, whole
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import made as seeded
 from tests.wrapper.test_optim_state import (
     AFTER,
@@ -170,6 +170,19 @@ def in_two_optimizers(seed):
 
 
 # Through a checkpoint
+
+
+@on_processes(2, form=("flat nested", "orig nested"))
+def test_training_goes_on_to_the_bit_from_what_torchs_functions_saved(tmp_path, form):
+    model, optimizer = made(form, adam, steps=BEFORE)
+    values, state = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "optim": state}, checkpoint_id=tmp_path / form)
+    after = train(model, optimizer, AFTER)
+    into, other = made(form, adam, seed=1)
+    values, state = get_state_dict(into, other)
+    dcp.load({"model": values, "optim": state}, checkpoint_id=tmp_path / form)
+    set_state_dict(into, other, model_state_dict=values, optim_state_dict=state)
+    assert train(into, other, AFTER) == after
 
 
 def save_checkpoints(folder):

@@ -32,7 +32,7 @@ from sherd import (
 from sherd import FullyShardedDataParallel as FSDP
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import plain_name, whole
-from tests.support.on_ranks import on_threads
+from tests.support.ranks.bodies import on_threads
 from tests.support.training import made
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
 from tests.tensor_parallel.training import (
@@ -210,7 +210,8 @@ BFLOAT16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 )
 def test_numbers_states_and_summoned_parameters_are_those_of_torchs_fsdp1(world, orig, strategy, low):
     for theirs, ours in world(4).run(as_torch_trains, orig, strategy, low):
-        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+        rtol, atol = (1e-6, 1e-7) if orig else (1e-5, 1e-6)
+        torch.testing.assert_close(ours[0], theirs[0], rtol=rtol, atol=atol)
         assert ours[1] == theirs[1]
         for its, expected in zip(ours[2], theirs[2], strict=True):
             close(its, expected)

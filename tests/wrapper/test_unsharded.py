@@ -26,7 +26,7 @@ from sherd.engine.state.parameter import plain_name
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
 from tests.support.comparing import assert_same, whole, whole_grads
 from tests.support.models import build
-from tests.support.on_ranks import on_processes, on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded as shard
 from tests.support.training import made as seeded
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
