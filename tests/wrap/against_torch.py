@@ -1,11 +1,15 @@
-"""What would torch's own auto-wrapping make of a model? The oracle: models, torch's walk, and ours."""
+"""What torch's own auto-wrapping makes of a model: the models, torch's walk, and ours."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
@@ -13,6 +17,24 @@ from torch import nn
 from sherd.wrap import apply_wraps, choose
 from tests.support.models import VOCABULARY, WIDTH, Block, build
 from tests.support.models.stacks import Layer, Storey
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+_making = threading.Lock()
+
+
+def one_at_a_time(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`make` by one thread after the other: imports of transformers, and what it does with globals, ask for it."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> nn.Module:
+        with _making:
+            return make(*args, **kwargs)
+
+    return made
 
 
 class Wrapped(nn.Module):
@@ -38,6 +60,7 @@ class Attending(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
 
+@one_at_a_time
 def tiny_llama(**fields: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,6 +75,7 @@ def tiny_llama(**fields: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2, **fields))
 
 
+@one_at_a_time
 def tiny_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -69,8 +93,6 @@ MODELS = {
     "attending": Attending,
     "torchs_transformer": lambda: nn.Transformer(WIDTH, 2, 2, 2, 16, batch_first=True),
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "llama": tiny_llama,
-    "gpt2": tiny_gpt2,
 }
 
 CLASSES = (Block, Layer, Storey, nn.MultiheadAttention, nn.LayerNorm, nn.TransformerEncoderLayer, nn.Embedding)
