@@ -23,20 +23,6 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-_making = threading.Lock()
-
-
-def one_at_a_time(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """`make` by one thread after the other: imports of transformers, and what it does with globals, ask for it."""
-
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> nn.Module:
-        with _making:
-            return make(*args, **kwargs)
-
-    return made
-
-
 class Wrapped(nn.Module):
     """A wrapper that only remembers what it was made with."""
 
@@ -60,36 +46,34 @@ class Attending(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
 
-@one_at_a_time
-def tiny_llama(**fields: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-    }
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2, **fields))
+_making = threading.Lock()
 
 
-@one_at_a_time
-def tiny_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def tiny(kind: str, head: str, **sizes: Any) -> Callable[..., nn.Module]:
+    """How to make a Hugging Face model with these fields of its configuration, and with those that are given then.
 
-    sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 8}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=2))
+    It has no dropout, which would differ by the rank. Only one thread at a time makes one: the imports of transformers
+    ask for it, and what it does with globals.
+    """
 
+    def make(**fields: Any) -> nn.Module:
+        with _making:
+            import transformers
+
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, **sizes, **fields)
+            return getattr(transformers, f"{kind}{head}")(config).eval()
+
+    return make
+
+
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+tiny_llama = tiny("Llama", "ForCausalLM", hidden_size=8, intermediate_size=12, num_key_value_heads=1, **LAYERS, **ENDS)
+tiny_gpt2 = tiny("GPT2", "LMHeadModel", n_embd=8, n_layer=2, n_head=2, n_positions=8, **ENDS)
 
 MODELS = {
-    "mlp": lambda: build("mlp"),
-    "nested": lambda: build("nested"),
-    "tied_across": lambda: build("tied_across"),
-    "transformer": lambda: build("transformer"),
+    **{name: functools.partial(build, name) for name in ("mlp", "nested", "tied_across", "transformer")},
     "attending": Attending,
     "torchs_transformer": lambda: nn.Transformer(WIDTH, 2, 2, 2, 16, batch_first=True),
     "linear": lambda: nn.Linear(WIDTH, WIDTH),

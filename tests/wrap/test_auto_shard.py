@@ -18,7 +18,7 @@ from sherd.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, size_
 from tests.support.models import WIDTH, Block, build, tokens
 from tests.support.ranks.bodies import on_threads
 from tests.support.training import Recipe, assert_all_same, assert_trained, steps_sharded, train_job
-from tests.wrap.against_torch import needs_transformers, one_at_a_time, tiny_gpt2, tiny_llama
+from tests.wrap.against_torch import LAYERS, needs_transformers, tiny, tiny_gpt2, tiny_llama
 
 
 def units(model):
@@ -229,26 +229,12 @@ def test_what_was_chosen_is_said_in_the_log(caplog, threads):
     assert re.fullmatch(r"auto_shard: \w+ does not say what its units are: they are \d Block of blocks", said)
 
 
-def tiny(kind, head="ForMaskedLM", **sizes):
-    """How to make a Hugging Face model whose class has no `_no_split_modules`."""
-
-    @one_at_a_time
-    def make():
-        import transformers
-
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)
-        return getattr(transformers, f"{kind}{head}")(config).eval()  # no dropout, which would differ by the rank
-
-    return make
-
-
 def two(layers):
     return [f"{layers}.0", f"{layers}.1"]
 
 
 def masked_loss(model, rank, step):
-    ids = tokens(step, rank) % 50
+    ids = tokens(step, rank)
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -257,7 +243,7 @@ def heard_loss(model, rank, step):
     return model(torch.randn(2, 200, generator=generator)).logits.square().mean()
 
 
-LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+ENCODER = {"hidden_size": 16, "intermediate_size": 32, **LAYERS}
 CONVOLUTIONS = {"conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
 POSITIONS = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 DISTILLED = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}
@@ -266,13 +252,17 @@ HUGGING_FACE = {
     "llama": (tiny_llama, next_token_loss, None),
     "tied llama": (TIED_LLAMA, next_token_loss, None),
     "gpt2": (tiny_gpt2, next_token_loss, None),
-    "albert": (tiny("Albert", embedding_size=8, **LAYERS), masked_loss, ["albert.encoder.albert_layer_groups.0"]),
-    "deberta": (tiny("Deberta", **LAYERS), masked_loss, two("deberta.encoder.layer")),
-    "distilbert": (tiny("DistilBert", **DISTILLED), masked_loss, two("distilbert.transformer.layer")),
-    "electra": (tiny("Electra", embedding_size=8, **LAYERS), masked_loss, two("electra.encoder.layer")),
+    "albert": (
+        tiny("Albert", "ForMaskedLM", embedding_size=8, **ENCODER),
+        masked_loss,
+        ["albert.encoder.albert_layer_groups.0"],
+    ),
+    "deberta": (tiny("Deberta", "ForMaskedLM", **ENCODER), masked_loss, two("deberta.encoder.layer")),
+    "distilbert": (tiny("DistilBert", "ForMaskedLM", **DISTILLED), masked_loss, two("distilbert.transformer.layer")),
+    "electra": (tiny("Electra", "ForMaskedLM", embedding_size=8, **ENCODER), masked_loss, two("electra.encoder.layer")),
     "xlnet": (tiny("XLNet", "LMHeadModel", **PERMUTED), masked_loss, two("transformer.layer")),
     "speech": (
-        tiny("Wav2Vec2", "ForCTC", **LAYERS, **CONVOLUTIONS, **POSITIONS),
+        tiny("Wav2Vec2", "ForCTC", **ENCODER, **CONVOLUTIONS, **POSITIONS),
         heard_loss,
         two("wav2vec2.encoder.layers"),
     ),

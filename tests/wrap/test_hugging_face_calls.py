@@ -16,7 +16,7 @@ pytestmark = needs_transformers
 
 
 def llama(tied):
-    return tiny_llama(tie_word_embeddings=tied, pad_token_id=0).eval()
+    return tiny_llama(tie_word_embeddings=tied, pad_token_id=0)
 
 
 def made(front, tied, **options):
