@@ -1,19 +1,33 @@
-"""How is a model changed in these tests, and what is it compared with? Adapters go around linear layers, as in LoRA."""
+"""How a model is changed in these tests, and how it is trained. Adapters go around linear layers, as in LoRA."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sherd import FullyShardedDataParallel, fully_shard
-from sherd.errors import SherdError
-from tests.support.comparing import Named, assert_named_close, whole_params
+from sherd import CPUOffloadPolicy
+from tests.support.comparing import assert_named_close, whole_params
 from tests.support.meshes import mesh_of
 from tests.support.models import WIDTH, noise
+from tests.support.sharding import sharded
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (2, {"front": "flat"}),
+    (3, {"front": "blocks"}),
+    (2, {"front": "owned"}),
+    (4, {"mesh_shape": (2, 2)}),
+    (4, {"mesh_shape": (2, 2), "front": "flat", "placements": "hfsdp"}),
+    (4, {"placements": "zero1"}),
+    (2, {"placements": "zero2"}),
+    (2, {"placements": "ddp"}),
+    (2, {"offload_policy": CPUOffloadPolicy()}),
+    (2, {"front": "wrapper"}),
+]
+"""How many ranks, and the options of `shards`: those under which a parameter keeps its name."""
 
 
 class Adapter(nn.Module):
@@ -28,6 +42,25 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Tied(nn.Module):
+    """Two layers whose weights may be tied, and a method that uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def tie_weights(self) -> Tied:
+        self.head.weight = self.embed.weight
+        return self
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.embed(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x).relu())
 
 
 def net() -> nn.Sequential:
@@ -49,52 +82,30 @@ def inner(module: Any) -> Any:
     return getattr(module, "module", module)
 
 
-def shards(model: nn.Sequential, front_end: str = "fully_shard", **options: Any) -> Any:
-    """`model` in three units: blocks and the rest. Options are `fully_shard`'s; wrappers have the parameters' own
-    names."""
-    if front_end == "wrapper":
-        for at in range(2):
-            model[at] = FullyShardedDataParallel(model[at], use_orig_params=True, **options)
-        return FullyShardedDataParallel(model, use_orig_params=True, **options)
-    mesh = mesh_of(options.pop("mesh_shape", None))
-    for block in (model[0], model[1], model):
-        fully_shard(block, mesh=mesh, **options)
-    return model
+def shards(
+    model: nn.Sequential, front: str = "shard", mesh_shape: tuple[int, ...] | None = None, **options: Any
+) -> Any:
+    """`model` in three units: blocks and the rest."""
+    if mesh_shape is not None:
+        options["mesh"] = mesh_of(mesh_shape)
+    return sharded(model, front, [model[0], model[1], model], **options)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, num: int = 3) -> None:
-    """Train on this rank's batches, or in one process on those of all ranks of `plain_ranks`."""
-    for step in range(first, first + num):
-        model(noise(step, dist.get_rank())).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def plain_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, num_ranks: int, first: int = 0, num: int = 3
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, num: int = 3, of_all: bool = False
 ) -> None:
-    """What `steps` does on `num_ranks` ranks, in one process."""
+    """On a rank: train on its own batches, or a plain model on those of all ranks in turn."""
+    ranks = range(dist.get_world_size()) if of_all else [dist.get_rank()]
     for step in range(first, first + num):
-        for rank in range(num_ranks):
-            (model(noise(step, rank)).square().mean() / num_ranks).backward()
+        for rank in ranks:
+            (model(noise(step, rank)).square().mean() / len(ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def assert_alike(found: list[Named], expected: nn.Module) -> None:
-    """Every rank has the parameters of the plain model."""
-    for params in found:
-        assert_named_close(params, whole_params(expected), "parameter", 1e-5, 1e-6)
-
-
-def text_of(action: Callable[[], object], kind: type[SherdError]) -> str:
-    """The text of the error of `kind` that `action` raises."""
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} was raised")
+def assert_alike(model: nn.Module, plain: nn.Module) -> None:
+    assert_named_close(whole_params(model), whole_params(plain), "parameter", 1e-5, 1e-6)

@@ -1,174 +1,195 @@
-"""Does an optimizer that holds other Parameters than the model's train the model, or say that it cannot?"""
+"""An optimizer that holds other Parameters than the model's trains the model, or says that it cannot."""
 
 import copy
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sherd
 from sherd.engine.state import optimizers
 from sherd.errors import OptimizerError
-from tests.adoption.adapters import net, plain_steps, shards, steps, text_of
-from tests.support.comparing import assert_named_close
+from tests.adoption.adapters import net, shards, steps
+from tests.support.comparing import assert_named_close, assert_refused, whole_params
 from tests.support.models import WIDTH, noise
+from tests.support.ranks.bodies import on_threads
 
-FRONT_ENDS = ("fully_shard", "wrapper", "flat")
+FRONTS = ("shard", "wrapper", "flat wrapper")
 
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.05, eps=1e-3)
 
 
-def sharded(model, front_end, **options):
-    if front_end == "flat":
-        for at in range(2):
-            model[at] = sherd.FullyShardedDataParallel(model[at], use_orig_params=False, **options)
-        return sherd.FullyShardedDataParallel(model, use_orig_params=False, **options)
-    return shards(model, front_end, **options)
-
-
-def whole(model):
-    with sherd.unsharded(model, writeback=False):
-        return {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
-def assert_trained(model, optimizer, expected, first=0):
-    """Training goes on as in one process, and the optimizer holds the model's own parameters, each once."""
-    steps(model, optimizer, first=first)
+def assert_trained(model, optimizer, change=lambda model: None, what="parameter"):
+    """Training goes on as in one process, of the model that was changed so, and the optimizer holds the model's own
+    parameters, each once."""
+    plain = net()
+    change(plain)
+    steps(plain, adamw(plain.parameters()), of_all=True)
+    steps(model, optimizer)
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    assert sorted(held) == sorted(map(id, model.parameters()))
-    assert_named_close(whole(model), expected, "parameter", 1e-5, 1e-6)
+    assert sorted(held) == sorted(map(id, model.parameters())), what
+    assert_named_close(whole_params(model), whole_params(plain), what, 1e-5, 1e-6)
 
 
-def plainly_trained(num_ranks, change=lambda model: None):
-    model = net()
-    change(model)
-    plain_steps(model, adamw(model.parameters()), num_ranks)
-    return {name: each.detach() for name, each in model.named_parameters()}
+def assert_step_refused(optimizer, *words):
+    assert_refused(optimizer.step, OptimizerError, RuntimeError, *words)
 
 
 # Built at an odd moment
 
 
-def built_before(front_end, expected):
+def built_before(front):
     model = net()
     optimizer = adamw(model.parameters())
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)  # of a pass before
     olds = list(model.parameters())
-    model = sharded(model, front_end)
+    for each in olds:
+        each.grad = torch.ones_like(each)  # of a pass before
+    model = shards(model, front)
     for each in olds:
         each.untyped_storage().resize_(0)  # a user frees what was sharded
-    assert_trained(model, optimizer, expected)
+    return model, optimizer
 
 
-def built_inside_unsharded(front_end, expected):
-    model = sharded(net(), front_end)
-    with sherd.unsharded(model):
-        optimizer = adamw(model.parameters())
-    assert_trained(model, optimizer, expected)
-
-
-def built_of_unsharded_parameters(front_end, expected):
-    """Those that modules show in forward, or between unshard() and reshard()."""
-    model = shards(net(), "wrapper" if front_end == "wrapper" else "fully_shard")
-    kept = []
-    with torch.no_grad():
-        hooks = [each.register_forward_pre_hook(lambda of, _: kept.extend(of.parameters(recurse=False)))
-                 for each in model.modules() if isinstance(each, nn.Linear)]  # fmt: skip
-        model(noise(0, 0))
-    for hook in hooks:
-        hook.remove()
-    assert_trained(model, adamw(kept), expected)
-
-
-def built_of_old_and_new(front_end, expected):
+def built_before_and_after(front):
+    """Of the first block before, of all else after."""
     model = net()
-    olds = dict(model.named_parameters())
-    model = sharded(model, front_end)
-    news = dict(model.named_parameters())
-    mixed = [olds[name] if at % 2 else each for at, (name, each) in enumerate(news.items())]
-    assert_trained(model, adamw(mixed), expected)
+    optimizer = adamw(model[0].parameters())
+    model = shards(model, front)
+    optimizer.add_param_group({"params": [each for name, each in model.named_parameters() if name[:2] != "0."]})
+    return model, optimizer
 
 
-def built_of_members_and_flat_parameters(expected):
-    """The members of the first block's flat parameter, and the other flat parameters; then all members, and a flat
-    one."""
-    model = net()
-    olds = list(model[0].parameters())
-    model = sharded(model, "flat")
-    root, first, second = model.parameters()
-    optimizer = adamw([root, *olds, second])
-    twice = adamw([root, first, second, *olds])
-    assert_trained(model, optimizer, expected)
-    return text_of(twice.step, OptimizerError)
-
-
-BUILT = {
-    "before": built_before,
-    "inside unsharded": built_inside_unsharded,
-    "of unsharded parameters": built_of_unsharded_parameters,
-}
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("built", BUILT)
-def test_an_optimizer_trains_what_its_parameters_became(threads, built, front_end):
-    threads(2).run(BUILT[built], front_end, plainly_trained(2))
-
-
-@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
-def test_old_and_new_parameters_may_be_in_one_optimizer(threads, front_end):
-    threads(2).run(built_of_old_and_new, front_end, plainly_trained(2))
-
-
-def test_members_of_one_flat_parameter_may_be_beside_others(threads):
-    for said in threads(2).run(built_of_members_and_flat_parameters, plainly_trained(2)):
-        assert "AdamW holds 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias twice" in said
-
-
-def with_another_inside():
-    """A user puts a Parameter in a place inside `unsharded`, and builds the optimizer there."""
-    model = shards(net())
+def built_inside_unsharded(front):
+    model = shards(net(), front)
     with sherd.unsharded(model):
-        model[2].bias = nn.Parameter(torch.full((WIDTH,), 0.5))
         optimizer = adamw(model.parameters())
     return model, optimizer
 
 
-def trained_with_another_inside(expected):
-    assert_trained(*with_another_inside(), expected)
+def built_of_unsharded_parameters(front):
+    """Those that modules show in forward, or between unshard() and reshard()."""
+    model, kept = shards(net(), "wrapper" if front == "wrapper" else "shard"), []
+    linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    with torch.no_grad():
+        hooks = [
+            each.register_forward_pre_hook(lambda of, _: kept.extend(of.parameters(recurse=False))) for each in linears
+        ]
+        model(noise(0, 0))
+    for hook in hooks:
+        hook.remove()
+    return model, adamw(kept)
 
 
-def test_a_parameter_that_was_put_in_its_place_inside_unsharded_is_known_too(threads):
-    def change(model):
-        nn.init.constant_(model[2].bias, 0.5)
+def built_of_old_and_new(front):
+    model = net()
+    olds = dict(model.named_parameters())
+    model = shards(model, front)
+    return model, adamw([olds[name] if at % 2 else new for at, (name, new) in enumerate(model.named_parameters())])
 
-    threads(2).run(trained_with_another_inside, plainly_trained(2, change))
+
+def built_of_members_and_flat_parameters(front):
+    """The members of the first block's flat parameter, and the other flat parameters; all members and a flat one are
+    refused."""
+    model = net()
+    olds = list(model[0].parameters())
+    model = shards(model, front)
+    root, first, second = model.parameters()
+    optimizer, twice = adamw([root, *olds, second]), adamw([root, first, second, *olds])
+    model(noise(0, 0)).sum().backward()
+    assert_step_refused(twice, "AdamW holds 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias twice")
+    model.zero_grad()
+    return model, optimizer
 
 
-def stepped_inside():
-    """Stepped within the context, so that it has state for copies that are gone."""
+def sharded_in_two_goes(front):
+    """The optimizer is adopted twice, and steps in between."""
+    model = net()
+    optimizer = adamw(model.parameters())
+    sherd.fully_shard(model[0])
+    optimizer.zero_grad()
+    optimizer.step()
+    return sherd.fully_shard(model), optimizer
+
+
+OF_EACH = [built_before, built_inside_unsharded]
+BY_PARAMETERS = [*OF_EACH, built_before_and_after, built_of_unsharded_parameters, built_of_old_and_new]
+BUILT = {
+    "shard": [*BY_PARAMETERS, sharded_in_two_goes],
+    "wrapper": BY_PARAMETERS,
+    "flat wrapper": [*OF_EACH, built_of_members_and_flat_parameters],
+}
+
+
+@pytest.mark.parametrize("front", BUILT)
+@on_threads(2)
+def test_an_optimizer_trains_what_its_parameters_became(front):
+    for built in BUILT[front]:
+        assert_trained(*built(front), what=f"{built.__name__}: parameter")
+
+
+@on_threads(2)
+def test_a_parameter_that_was_put_in_its_place_inside_unsharded_is_known_too():
+    model = shards(net())
+    with sherd.unsharded(model):
+        model[2].bias = nn.Parameter(torch.full((WIDTH,), 0.5))
+        optimizer = adamw(model.parameters())
+    assert_trained(model, optimizer, lambda plain: nn.init.constant_(plain[2].bias, 0.5))
+
+
+@on_threads(2)
+def test_an_optimizer_that_has_stepped_inside_unsharded_has_state_for_copies_that_are_gone_and_is_refused():
     model = shards(net())
     with sherd.unsharded(model, with_grads=True):
         optimizer = adamw(model[2].parameters())
         model[2](noise(0, 0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return text_of(lambda: steps(model, optimizer, num=1), OptimizerError)
+    model(noise(0, 0)).sum().backward()
+    said = "AdamW holds state for 2.weight, 2.bias as before fully_shard, or as inside sherd.unsharded"
+    assert_step_refused(optimizer, said, "Build the optimizer after sharding")
 
 
-def test_an_optimizer_that_has_stepped_inside_unsharded_is_refused(threads):
-    for said in threads(2).run(stepped_inside):
-        assert "AdamW holds state for 2.weight, 2.bias as before fully_shard, or as inside sherd.unsharded" in said
-        assert "Build the optimizer after sharding" in said
+@pytest.mark.parametrize("as_shard", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_threads(2)
+def test_an_optimizer_built_of_what_was_put_in_a_shards_place_trains_the_shard(device, as_shard):
+    """Another Parameter is put there before the first forward."""
+    value = torch.arange(float(WIDTH**2)).view(WIDTH, WIDTH) / WIDTH**2
+
+    def change(plain):
+        fill_all(plain)
+        plain[2].weight = nn.Parameter(value.clone())
+
+    with torch.device(device):
+        model = net()
+    shards(model)
+    place = model[2].weight.device_mesh, model[2].weight.placements
+    if device == "meta":
+        for block in model[:2]:
+            block.to_empty(device="cpu")
+        model[2].bias = nn.Parameter(torch.full((WIDTH,), 0.1))
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if name != "2.weight":
+                each.fill_(0.1)
+    model[2].weight = nn.Parameter(distribute_tensor(value, *place) if as_shard else value)
+    assert_trained(model, adamw(model.parameters()), change)
 
 
 # On the meta device
+
+
+@torch.no_grad()
+def fill_all(model):
+    for each in model.parameters():
+        each.fill_(0.1)
 
 
 def fill(module):
@@ -178,48 +199,44 @@ def fill(module):
             each.fill_(0.1)
 
 
-def built_on_meta(front_end, by_itself, expected):
+def built_on_meta(front, by_itself):
     with torch.device("meta"):
         model = net()
     optimizer = adamw(model.parameters())
-    if front_end == "fully_shard":
-        shards(model)
-        model.apply(fill)
+    if front == "shard":
+        shards(model).apply(fill)
     elif by_itself:
         with mock.patch.object(nn.Linear, "reset_parameters", fill):
-            model = sharded(model, front_end)
+            model = shards(model, front)
     else:
-        model = sharded(model, front_end, param_init_fn=fill)
-    assert_trained(model, optimizer, expected)
+        model = shards(model, front, param_init_fn=fill)
+    assert_trained(model, optimizer, fill_all)
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("by_itself", [False, True])
-def test_an_optimizer_built_on_the_meta_device_trains_what_got_memory_since(world, front_end, by_itself):
-    world(2).run(built_on_meta, front_end, by_itself, plainly_trained(2, lambda model: model.apply(fill)))
+@pytest.mark.parametrize(("front", "by_itself"), [("shard", False), *itertools.product(FRONTS[1:], (False, True))])
+def test_an_optimizer_built_on_the_meta_device_trains_what_got_memory_since(world, front, by_itself):
+    world(2).run(built_on_meta, front, by_itself)
 
 
 # State, and strangers
 
 
-def with_state(front_end):
+@pytest.mark.parametrize("front", FRONTS)
+@on_threads(2)
+def test_an_optimizer_with_state_names_its_parameters(front):
     model = net()
     optimizer = adamw(model.parameters())
     model(noise(0, 0)).sum().backward()
     optimizer.step()
-    model = sharded(model, front_end)
-    texts = [text_of(lambda: steps(model, optimizer, num=1), OptimizerError) for _ in range(2)]
-    assert texts[0] == texts[1]
-    return texts[0]
+    model = shards(model, front)
+    for _ in range(2):
+        model(noise(0, 0)).sum().backward()
+        said = "AdamW holds state for 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias, 1.0.weight"
+        assert_step_refused(optimizer, said, "Build the optimizer after sharding", "set_optimizer_state_dict")
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_an_optimizer_with_state_names_its_parameters(threads, front_end):
-    for said in threads(2).run(with_state, front_end):
-        assert "AdamW holds state for 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias, 1.0.weight" in said
-
-
-def with_state_of_tensor_parallel_parameters():
+@on_threads(4)
+def test_state_of_tensor_parallel_parameters_is_not_taken_for_that_of_shards():
     """DTensors before they are sharded and after, but cut otherwise."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -232,16 +249,21 @@ def with_state_of_tensor_parallel_parameters():
     before = model[0].weight.full_tensor()
     late.step()
     assert not torch.equal(model[0].weight.full_tensor(), before)
-    return text_of(early.step, OptimizerError)
+    assert_step_refused(early, "AdamW holds state for 0.weight, 0.bias, 1.weight, 1.bias")
 
 
-def test_state_of_tensor_parallel_parameters_is_not_taken_for_that_of_shards(world):
-    for said in world(4).run(with_state_of_tensor_parallel_parameters):
-        assert "AdamW holds state for 0.weight, 0.bias, 1.weight, 1.bias" in said
+@on_threads(2)
+def test_a_weight_that_a_module_outside_every_unit_still_shows_raises_at_the_step():
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    sherd.fully_shard(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert_step_refused(optimizer, "SGD holds weight twice", "tied weights?", "a module that contains both")
 
 
-def beside_strangers():
-    """Parameters that have nothing to do with the model: of another one, of a copy, of a module that was dropped."""
+@on_threads(2)
+def test_parameters_that_have_nothing_to_do_with_the_model_are_left_alone():
+    """Of another one, of a copy, of a module that was dropped."""
     model, other = net(), net()
     twin = copy.deepcopy(model)
     alone = nn.Parameter(torch.zeros(3))
@@ -253,10 +275,10 @@ def beside_strangers():
     for each in (model, other):
         each(noise(0, 0)).square().mean().backward()
     alone.grad = torch.ones(3)
-    own, others = whole(model), [each.detach().clone() for each in other.parameters()]
+    own, others = whole_params(model), [each.detach().clone() for each in other.parameters()]
     optimizer.step()
     assert alone.tolist() == [-0.5] * 3
-    assert not torch.equal(whole(model)["0.0.weight"], own["0.0.weight"])
+    assert not torch.equal(whole_params(model)["0.0.weight"], own["0.0.weight"])
     for each, value in zip(twin.parameters(), before, strict=True):
         assert torch.equal(each, value)
     outside.step()
@@ -264,15 +286,12 @@ def beside_strangers():
         torch.testing.assert_close(each.detach(), value - each.grad)
 
 
-def test_parameters_of_other_models_are_left_alone(threads):
-    threads(2).run(beside_strangers)
-
-
-def looked_at():
+def test_an_optimizer_is_looked_at_once(threads):
     """How often an optimizer's groups are read."""
-    model = shards(net())
-    optimizer = adamw(model.parameters())
-    with mock.patch.object(optimizers, "_adopt", wraps=optimizers._adopt) as read:
+
+    def looked_at():
+        model = shards(net())
+        optimizer = adamw(model.parameters())
         steps(model, optimizer)
         counts = [read.call_count]
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
@@ -281,9 +300,7 @@ def looked_at():
         with sherd.unsharded(model):
             pass
         steps(model, optimizer)
-        counts.append(read.call_count)
-    return counts
+        return [*counts, read.call_count]
 
-
-def test_an_optimizer_is_looked_at_once(world):
-    assert world(2).run(looked_at) == [[1, 2, 3]] * 2
+    with mock.patch.object(optimizers, "_adopt", wraps=optimizers._adopt) as read:
+        assert threads(1).run(looked_at) == [[1, 2, 3]]

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import sherd
 from sherd import Blocks, Flat, FullyShardedDataParallel, MixedPrecisionPolicy, Owned, fully_shard, unsharded
 from sherd.errors import UnsupportedError
-from tests.support.comparing import whole_params
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import sharded
 
 
 class Layer(nn.Module):
@@ -43,25 +45,25 @@ def built():
     return nn.Sequential(Layer(), Layer())
 
 
-def by_units(**chosen):
-    def shard(model):
-        fully_shard(model[0], **chosen)
-        return fully_shard(model, **chosen)
-
-    return shard
-
-
 WAYS = {
-    "rows": by_units(),
-    "columns": by_units(shard_placement_fn=lambda parameter: torch.distributed.tensor.Shard(parameter.dim() - 1)),
-    "flat": by_units(placement=Flat()),
-    "blocks": by_units(placement=Blocks(1)),
-    "whole": by_units(placement=Owned()),
-    "copies": by_units(placements="ddp"),
-    "zero1": by_units(placements="zero1"),
-    "low precision": by_units(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-    "orig_params": lambda model: FullyShardedDataParallel(model, use_orig_params=True),
+    "rows": {},
+    "columns": {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)},
+    "flat": {"placement": Flat()},
+    "blocks": {"placement": Blocks(1)},
+    "whole": {"placement": Owned()},
+    "copies": {"placements": "ddp"},
+    "zero1": {"placements": "zero1"},
+    "low precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
 }
+
+
+def made(way):
+    model = built()
+    if way == "wrapper":
+        return FullyShardedDataParallel(model, use_orig_params=True)
+    return sharded(model, units=[model[0], model], **WAYS[way])
+
+
 DECAYS = {"linear.weight": True, "linear.bias": False, "scale": False}
 
 
@@ -87,18 +89,19 @@ def train(model, optimizer, steps=2):
         optimizer.zero_grad()
 
 
-def sharded_ways():
+@on_threads(2)
+def test_attributes_are_on_shards_and_on_whole_parameters_in_every_layout():
     plain = built()
     train(plain, in_groups(plain))
-    for way, shard in WAYS.items():
-        model = shard(built())
+    for way in (*WAYS, "wrapper"):
+        model = made(way)
         assert decays(model) == DECAYS, way
         assert not any(hasattr(each, "no_decay") for each in model.parameters() if each.dim() > 1), way
         train(model, in_groups(model))
         inner = getattr(model, "module", model)
         assert inner[1].seen == [(None, 2.0)] * 2, way
-        for name, value in whole_params(plain).items() if way != "low precision" else ():
-            torch.testing.assert_close(whole_params(model)[name], value, msg=lambda m, way=way: f"{way}: {m}")
+        if way != "low precision":
+            assert_named_close(whole_params(model), whole_params(plain), way, 1e-5, 1e-6)
         # What is written later is seen in forward, and what a forward writes is seen after it.
         inner[0].scale.factor = 3.0
         with unsharded(model):
@@ -113,13 +116,10 @@ def sharded_ways():
         assert isinstance(inner[0].scale, DTensor)
 
 
-def test_attributes_are_on_shards_and_on_whole_parameters_in_every_layout(world):
-    world(2).run(sharded_ways)
-
-
-def moved():
-    for way in ("rows", "flat", "orig_params"):
-        model = WAYS[way](built())
+@on_threads(2)
+def test_attributes_stay_where_shards_move_and_where_a_model_gets_memory():
+    for way in ("rows", "flat", "wrapper"):
+        model = made(way)
         for move in (
             lambda model: model.to(torch.float64),
             lambda model: model.float(),
@@ -144,7 +144,7 @@ def moved():
         assert inner[1].seen[-1] == (None, 5.0)
     with torch.device("meta"):
         for way in ("rows", "flat"):
-            model = WAYS[way](built())
+            model = made(way)
             model.to_empty(device="cpu")
             assert decays(model) == DECAYS
         wrapped = FullyShardedDataParallel(nn.Sequential(), use_orig_params=True)
@@ -156,13 +156,10 @@ def moved():
     assert decays(wrapped) == DECAYS
 
 
-def test_attributes_stay_where_shards_move_and_where_a_model_gets_memory(threads):
-    threads(2).run(moved)
-
-
-def copied():
+@on_threads(2)
+def test_copies_of_shards_have_attributes_of_their_own():
     for way in ("rows", "flat"):
-        model = WAYS[way](built())
+        model = made(way)
         scale = model[0].scale
         file = io.BytesIO()
         torch.save(scale, file)
@@ -174,10 +171,6 @@ def copied():
             assert scale.factor == 2.0
             assert isinstance(other, nn.Parameter)
         assert not any(vars(value) for value in model.state_dict().values())
-
-
-def test_copies_of_shards_have_attributes_of_their_own(world):
-    world(2).run(copied)
 
 
 def as_torchs():
@@ -198,7 +191,8 @@ def test_the_wrapper_has_what_torchs_has(world):
     world(2).run(as_torchs)
 
 
-def merged():
+@on_threads(1)
+def test_a_flat_parameter_has_what_all_its_parameters_have_and_a_warning_names_the_rest():
     with pytest.warns(
         UserWarning, match=r"no_decay of .*linear.bias, no_decay of .*scale.*use_orig_params=True"
     ) as said:
@@ -213,11 +207,8 @@ def merged():
     assert FullyShardedDataParallel(alike)._flat_param.group == "slow"
 
 
-def test_a_flat_parameter_has_what_all_its_parameters_have_and_a_warning_names_the_rest(world):
-    world(2).run(merged)
-
-
-def tensor_parallel():
+@on_threads(4)
+def test_a_tensor_parallel_parameter_keeps_them():
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -231,33 +222,28 @@ def tensor_parallel():
     assert seen[0]["no_decay"]
 
 
-def test_a_tensor_parallel_parameter_keeps_them(threads):
-    threads(4).run(tensor_parallel)
-
-
 class Held:
     pass
 
 
-def nothing_left():
-    model = WAYS["rows"](built())
-    held = Held()
-    model[0].scale.held = held
-    train(model, in_groups(model))
-    gone = [weakref.ref(held), weakref.ref(model[0].linear)]
-    del held, model
-    return [each() is None for each in gone]
-
-
-def test_they_keep_nothing_alive(world):
+@on_threads(1)
+def test_they_keep_nothing_alive():
     gc.disable()
     try:
-        assert world(1).run(nothing_left) == [[True, True]]
+        model = made("rows")
+        held = Held()
+        model[0].scale.held = held
+        train(model, in_groups(model))
+        gone = [weakref.ref(held), weakref.ref(model[0].linear)]
+        del held, model
+        assert [each() for each in gone] == [None, None]
     finally:
         gc.enable()
 
 
-def early_in_backward():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@on_threads(1)
+def test_optimizers_that_were_to_step_in_backward_are_noticed_if_they_were_there_before():
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     net = nn.Linear(4, 4)
@@ -265,8 +251,3 @@ def early_in_backward():
     model = FullyShardedDataParallel(net, use_orig_params=True)
     with pytest.raises(UnsupportedError, match="nothing would call them"):
         model(torch.ones(2, 4))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_optimizers_that_were_to_step_in_backward_are_noticed_if_they_were_there_before(world):
-    world(1).run(early_in_backward)

@@ -1,8 +1,7 @@
-"""Does a buffer plan say what a transport and a gradient may do without a buffer?"""
+"""A buffer plan says what a transport and a gradient may do without a buffer."""
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from sherd.comm.transport import NoTransport, Sizes
@@ -34,9 +33,8 @@ def transport(**abilities):
     return made
 
 
-@pytest.mark.parametrize(
-    ("choices", "abilities", "fill"),
-    [
+def test_the_unsharded_buffer_is_filled_with_as_few_copies_as_plan_and_transport_allow():
+    for choices, abilities, fill in (
         ({}, {}, Fill.FROM_ROWS),
         ({}, {"coalesces": True}, Fill.FROM_ROWS),
         ({"may_gather_each": True}, {"coalesces": True}, Fill.TENSOR_BY_TENSOR),
@@ -45,16 +43,15 @@ def transport(**abilities):
         ({"may_be_rows": True}, {"brings_memory": True}, Fill.FROM_ROWS),
         ({"may_be_rows": True}, {"shares_memory": True}, Fill.FROM_RANKS),
         ({"gathers_itself": True}, {"shares_memory": True}, Fill.BY_SUBCLASS),
-    ],
-)
-def test_the_unsharded_buffer_is_filled_with_as_few_copies_as_plan_and_transport_allow(choices, abilities, fill):
-    assert replace(PLAN, **choices).fill_by(transport(**abilities)) is fill
+    ):
+        found = replace(PLAN, **choices).fill_by(transport(**abilities))
+        assert found is fill, (choices, abilities)
 
 
-@pytest.mark.parametrize("hindrance", [{"may_borrow": False}, {"is_unpadded": False}, {"reduce_dtype": torch.bfloat16}])
-def test_a_gradient_is_sent_from_where_it_is_only_if_it_is_what_is_sent(hindrance):
+def test_a_gradient_is_sent_from_where_it_is_only_if_it_is_what_is_sent():
     assert PLAN.borrows(torch.float32)
-    assert not replace(PLAN, **hindrance).borrows(torch.float32)
+    for hindrance in ({"may_borrow": False}, {"is_unpadded": False}, {"reduce_dtype": torch.bfloat16}):
+        assert not replace(PLAN, **hindrance).borrows(torch.float32), hindrance
 
 
 def test_a_gradient_that_may_be_borrowed_is_scaled_once_it_was_summed():

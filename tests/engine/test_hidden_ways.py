@@ -1,4 +1,4 @@
-"""Is a gradient reduced, and by the right factor, when it comes on a way that passes no output of its unit?"""
+"""A gradient is reduced, and by the right factor, when it comes on a way that passes no output of its unit."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sherd import FSDPModule, fully_shard
-from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from tests.support.comparing import Named, assert_named_close, whole_grads, whole_params
 from tests.support.models import WIDTH, Block, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import shard_children
-from tests.support.training import LR, Job, assert_trained, made, mean_square, train_job
+from tests.support.training import LR, assert_trained, made, mean_square, train_job
 
 
 class Envelope:
@@ -121,110 +122,83 @@ WAYS = [
 ]
 
 
-def train_on_a_hidden_way(make: Any, job: Job) -> Any:
-    return train_job(shard_children(made(make)), job)
-
-
 @pytest.mark.parametrize(("make", "job"), WAYS, ids=[f"{make.__name__}-{job.__name__}" for make, job in WAYS])
-def test_what_backward_reaches_unseen_is_trained_as_in_one_process(world, make, job):
-    assert_trained(world(2).run(train_on_a_hidden_way, make, job), make, job)
+def test_what_backward_reaches_unseen_is_trained_as_in_one_process(threads, make, job):
+    assert_trained(threads(2).run(lambda: train_job(shard_children(made(make)), job)), make, job)
 
 
-def penalty(model: nn.Module) -> None:
+def gradients_of_a_penalty(model: nn.Module) -> Named:
     x = noise(0, 0).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
     slope.square().sum().backward()
-
-
-def gradients_of_a_penalty() -> Any:
-    model = shard_children(made(stack), reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    penalty(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     return whole_grads(model)
 
 
-def test_the_gradient_of_a_gradient_is_reduced_where_parameters_stay_whole(world):
-    plain = made(stack)
-    penalty(plain)
-    for found in world(2).run(gradients_of_a_penalty):
-        assert_named_close(found, whole_grads(plain), "gradient", 1e-5, 1e-6)
+@on_threads(2)
+def test_the_gradient_of_a_gradient_is_reduced_where_parameters_stay_whole():
+    model = shard_children(made(stack), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    assert_named_close(gradients_of_a_penalty(model), gradients_of_a_penalty(made(stack)), "gradient", 1e-5, 1e-6)
 
 
-def gradients_when_frozen_in_between(model: nn.Module) -> Any:
-    loss = mean_square(model, 0, 0)
-    model[0].requires_grad_(False)
-    loss.backward()
-    return whole_grads(model)
-
-
-def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient(world):
-    expected = gradients_when_frozen_in_between(made(stack))
-    for found in world(2).run(sharded_and_frozen_in_between):
-        assert found.keys() == expected.keys()
-        assert_named_close(found, expected, "gradient", 1e-5, 1e-6)
-
-
-def sharded_and_frozen_in_between() -> Any:
-    return gradients_when_frozen_in_between(shard_children(made(stack)))
+@on_threads(2)
+def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient():
+    grads = []
+    for model in (shard_children(made(stack)), made(stack)):
+        loss = mean_square(model, 0, 0)
+        model[0].requires_grad_(False)
+        loss.backward()
+        grads.append(whole_grads(model))
+    assert_named_close(*grads, "gradient", 1e-5, 1e-6)
 
 
 # Hooks that users put on parameters
 
 
-def hooked(model: nn.Module, when: str) -> list[torch.optim.Optimizer]:
-    """Gradients are doubled by a hook; each parameter is stepped by another, as soon as it has its gradient."""
+def hooked(model: nn.Module, shard: Any = None) -> nn.Module:
+    """Gradients are doubled by a hook; each parameter is stepped by another, as soon as it has its gradient. The model
+    is sharded once it has them."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
 
     def step(parameter: Tensor) -> None:
-        optimizer = torch.optim.AdamW([parameter], lr=LR) if id(parameter) not in optimizers else None
-        optimizer = optimizers.setdefault(id(parameter), optimizer) if optimizer else optimizers[id(parameter)]
-        optimizer.step()
-        optimizer.zero_grad()
+        if id(parameter) not in optimizers:
+            optimizers[id(parameter)] = torch.optim.AdamW([parameter], lr=LR)
+        optimizers[id(parameter)].step()
+        optimizers[id(parameter)].zero_grad()
 
     gone = [parameter.register_hook(lambda gradient: gradient * 1000) for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 2)
         parameter.register_post_accumulate_grad_hook(step)
-    if when == "before":
-        shard_children(model)
+    if shard is not None:
+        shard(model)
     for handle in gone:
         handle.remove()
-    return list(optimizers.values())
+    return model
 
 
-def trained_by_hooks(when: str, sharded: bool = True) -> Any:
-    model = made(stack)
-    if sharded and when == "after":
-        shard_children(model)
-    hooked(model, when if sharded else "never")
+def trained_by_hooks(model: nn.Module, ranks: list[int]) -> Named:
     for number in range(2):
-        ranks = [dist.get_rank()] if sharded else [0, 1]
         torch.stack([mean_square(model, rank, number) for rank in ranks]).mean().backward()
         assert all(parameter.grad is None for parameter in model.parameters())
     return whole_params(model)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_on_parameters_see_the_reduced_gradients_and_may_step(world, when):
-    expected = trained_by_hooks("never", sharded=False)
-    for found in world(2).run(trained_by_hooks, when):
-        assert_named_close(found, expected, "parameter", 1e-5, 1e-6)
+@on_threads(2)
+def test_hooks_on_parameters_see_the_reduced_gradients_and_may_step(when):
+    """They are put there before the model is sharded, or after that."""
+    model = hooked(made(stack), shard_children) if when == "before" else hooked(shard_children(made(stack)))
+    expected = trained_by_hooks(hooked(made(stack)), [0, 1])
+    assert_named_close(trained_by_hooks(model, [dist.get_rank()]), expected, "parameter", 1e-5, 1e-6)
 
 
-def hook_that_returns_a_plain_tensor() -> str:
-    model = made(stack)
-    fully_shard(model)
+@on_threads(2)
+def test_a_hook_that_returns_no_dtensor_is_named():
+    model = fully_shard(made(stack))
     model[1].bias.register_hook(lambda gradient: gradient.to_local())
-    try:
+    with pytest.raises(RuntimeError, match=r"1\.bias: a hook on its gradient returned a Tensor"):
         mean_square(model, 0, 0).backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing raised"
-
-
-def test_a_hook_that_returns_no_dtensor_is_named(world):
-    for said in world(2).run(hook_that_returns_a_plain_tensor):
-        assert "1.bias: a hook on its gradient returned a Tensor" in said

@@ -1,4 +1,4 @@
-"""Is a model usable after Ctrl-C, which no hook of torch's is told of?"""
+"""A model is usable after Ctrl-C, which no hook of torch's is told of."""
 
 import pytest
 import torch.distributed as dist
@@ -28,8 +28,8 @@ def interrupted(where: str):
             raise KeyboardInterrupt
 
     inner = model[1].up
-    hooks = {"forward": inner.register_forward_pre_hook, "recomputation": inner.register_forward_pre_hook}
-    handle = hooks.get(where, inner.register_full_backward_pre_hook)(interrupt)
+    register = inner.register_full_backward_pre_hook if where == "backward" else inner.register_forward_pre_hook
+    handle = register(interrupt)
     with pytest.raises(KeyboardInterrupt):
         mean_square(model, rank, 0).backward()
     handle.remove()
@@ -39,5 +39,5 @@ def interrupted(where: str):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
-def test_after_an_interrupt_the_state_is_saved_and_training_goes_on(world, where):
-    assert_trained(world(2).run(interrupted, where), stack)
+def test_after_an_interrupt_the_state_is_saved_and_training_goes_on(threads, where):
+    assert_trained(threads(2).run(interrupted, where), stack)

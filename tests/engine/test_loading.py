@@ -1,4 +1,4 @@
-"""Does a load leave a unit's buffers where they are, however many modules the unit is made of?"""
+"""A load leaves a unit's buffers where they are, however many modules the unit is made of."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Is an embedding's weight gone between forward and backward, and is it there for whoever reads it all the same?"""
+"""An embedding's weight is gone between forward and backward, and is there for whoever reads it all the same."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from sherd import Blocks, CommPolicy, Flat, FullyShardedDataParallel, fully_shard
+from sherd import CommPolicy
 from sherd.engine.run.seal import unit_of
 from sherd.memory.watch import watched
-from sherd.schedule.actions import FreeGroup
 from sherd.schedule.state import Live
-from tests.support.comparing import assert_named_close, whole_grads
+from tests.engine.gradients import assert_as_plain, gradients
+from tests.support.comparing import Named, assert_same, whole
+from tests.support.meshes import mesh_of
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import FRONTS, sharded
 
 WIDTH = 64
 VOCABULARY = 16384  # of 4 MiB: it has a group to itself
@@ -49,6 +51,9 @@ class Model(nn.Module):
         self.way, self.look = way, lambda: None
         if way == "tied":
             self.head.weight = self.embed.weight
+
+    def units(self) -> list[nn.Module]:
+        return [self.block, self]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.looked_up(tokens)
@@ -98,36 +103,25 @@ def built(way: str = "") -> Model:
     return Model(way)
 
 
-def sharded(way: str = "", front: str = "") -> nn.Module:
-    model = built(way)
-    if front == "wrapper":
-        model.block = FullyShardedDataParallel(model.block, use_orig_params=True)
-        return FullyShardedDataParallel(model, use_orig_params=True)
-    options: dict[str, Any] = {
-        "flat": {"placement": Flat()},
-        "blocks": {"placement": Blocks(2)},
-        "join": {"comm_policy": CommPolicy(divergence="join")},
-    }.get(front, {})
+def made(way: str = "", front: str = "shard", **options: Any) -> Any:
+    """On a rank: the model, sharded; the fronts "join" and "replicated" are `fully_shard`'s with such options."""
+    if front == "join":
+        options["comm_policy"] = CommPolicy(divergence="join")
     if front == "replicated":
-        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    fully_shard(model.block, **options)
-    return fully_shard(model, **options)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = whole_grads(model)
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def assert_as_plain(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    assert_named_close(found, plain, "gradient", rtol=1e-4, atol=1e-7)
-
-
-def plain_gradients(way: str = "") -> dict[str, Tensor]:
+        options["mesh"] = mesh_of((2, 2))
     model = built(way)
-    model(TOKENS).backward()
-    return gradients(model)
+    return sharded(model, front if front in FRONTS else "shard", model.units(), **options)
+
+
+@pytest.fixture
+def run_with(threads: Any, world: Any) -> Callable[..., Any]:
+    """`run_with(front)(fn, ...)` runs fn on the ranks for that front: threads, but for joining, which needs gloo."""
+    return lambda front: (world if front == "join" else threads)(4 if front == "replicated" else 2).run
+
+
+def plain_gradients(way: str = "") -> Named:
+    model = built(way)
+    return gradients(model, model(TOKENS))
 
 
 def live_of(model: nn.Module) -> dict[str, bool]:
@@ -139,39 +133,20 @@ def live_of(model: nn.Module) -> dict[str, bool]:
     }
 
 
-def between_forward_and_backward(front: str) -> tuple[list[dict], list[dict]]:
-    """Which of the root's parameters are there, in each of three steps; and the gradients."""
-    model, seen, found = sharded(front=front), [], []
-    for _ in range(3):
+def three_steps(front: str) -> list[Named]:
+    model, found = made(front=front), []
+    for step in range(3):
         loss = model(TOKENS)
-        seen.append(live_of(model))
-        loss.backward()
-        found.append(gradients(model))
-    return seen, found
+        gone = {name for name, is_there in live_of(model).items() if not is_there}
+        assert gone == ({"embed.weight"} if step else set()), "who has not seen a backward keeps all"
+        found.append(gradients(model, loss))
+    return found
 
 
 @pytest.mark.parametrize("front", ["shard", "flat", "blocks", "wrapper", "join", "replicated"])
-def test_an_embedding_is_gone_between_forward_and_backward_from_the_second_step_on(world, front):
-    plain = plain_gradients()
-    for seen, found in world(4 if front == "replicated" else 2).run(between_forward_and_backward, front):
-        assert set(seen[0].values()) == {True}, "who has not seen a backward keeps all"
-        for later in seen[1:]:
-            assert {name for name, is_there in later.items() if not is_there} == {"embed.weight"}
-        for each in found:
-            assert_as_plain(each, plain)
-
-
-def in_steps(way: str) -> tuple[list[dict], list[bool], list[int]]:
-    """The gradients of four steps, whether the embedding was there between forward and backward, and the gathers."""
-    model, found, there, gathers = sharded(way), [], [], []
-    for _ in range(4):
-        with counted_gathers(model) as count:
-            loss = model(TOKENS)
-            there.append(live_of(model)["embed.weight"])
-            loss.backward()
-        gathers.append(len(count))
-        found.append(gradients(model))
-    return found, there, gathers
+def test_an_embedding_is_gone_between_forward_and_backward_from_the_second_step_on(run_with, front):
+    for found in run_with(front)(three_steps, front):
+        assert_as_plain(found, plain_gradients())
 
 
 @contextmanager
@@ -190,24 +165,29 @@ def counted_gathers(model: nn.Module) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_else_reads_the_weight_in_backward_keeps_it_there(world, way):
-    plain = plain_gradients(way)
-    for found, there, gathers in world(2).run(in_steps, way):
-        for each in found:
-            assert_as_plain(each, plain)
-        assert there == [True] * 4
-        assert len(set(gathers)) == 1
+@on_threads(2)
+def test_what_else_reads_the_weight_in_backward_keeps_it_there(way):
+    model, plain, gathers = made(way), plain_gradients(way), set()
+    for _ in range(4):
+        with counted_gathers(model) as count:
+            loss = model(TOKENS)
+            assert live_of(model)["embed.weight"]
+            loss.backward()
+        gathers.add(len(count))
+        assert_as_plain([gradients(model)], plain)
+    assert len(gathers) == 1
 
 
-def read_in_hooks(first: int) -> tuple[list[Tensor], list[Tensor], list[dict], list[int]]:
-    """What a hook in backward makes of the embedding and of its weight from the `first` of 4 steps on; the gradients;
-    the gathers of each step."""
-    model, rows, weights, found, gathers = sharded(), [], [], [], []
+@pytest.mark.parametrize("first", [0, 1])
+@on_threads(2)
+def test_a_hook_in_backward_reads_the_right_values_and_has_the_weight_kept_from_then_on(first):
+    """The hook begins to read in the `first` step of 4."""
+    model, plain, rows, weights, found, gathers = made(), built(), [], [], [], []
 
+    @torch.no_grad()
     def look() -> None:
-        with torch.no_grad():
-            weights.append(model.embed.weight.detach().clone())
-            rows.append(model.embed(TOKENS))
+        weights.append(whole(model.embed.weight))
+        rows.append(model.embed(TOKENS))
 
     for step in range(4):
         model.look = look if step >= first else lambda: None
@@ -215,52 +195,36 @@ def read_in_hooks(first: int) -> tuple[list[Tensor], list[Tensor], list[dict], l
             model(TOKENS).backward()
         gathers.append(len(count))
         found.append(gradients(model))
-    return rows, weights, found, gathers
+    assert_same(rows, [plain.embed(TOKENS)] * (4 - first))
+    assert_same(weights, [whole(plain.embed.weight)] * (4 - first))
+    # The head goes before the hook, and comes along.
+    assert gathers[1] == gathers[0] + (2 if first == 1 else 0)
+    assert gathers[2:] == [gathers[0]] * 2
+    assert_as_plain(found, plain_gradients())
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_hook_in_backward_reads_the_right_values_and_has_the_weight_kept_from_then_on(world, first):
-    plain = built()
-    for rows, weights, found, gathers in world(2).run(read_in_hooks, first):
-        assert len(rows) == 4 - first
-        assert all(torch.equal(each, plain.embed(TOKENS)) for each in rows)
-        assert all(torch.equal(each, plain.embed.weight) for each in weights)
-        # The head goes before the hook, and comes along.
-        assert gathers[1] == gathers[0] + (2 if first == 1 else 0)
-        assert gathers[2:] == [gathers[0]] * 2
-        for each in found:
-            assert_as_plain(each, plain_gradients())
-
-
-def twice_differentiated() -> list[dict]:
-    model, found = sharded(), []
-    for _ in range(3):
-        penalized(model)
-        found.append(gradients(model))
-    return found
-
-
-def penalized(model: nn.Module) -> None:
+def penalized(model: nn.Module) -> Named:
+    """The gradients of a loss that has a gradient in it."""
     seen = []
     handle = model.embed.register_forward_hook(lambda module, args, output: seen.append(output))
     loss = model(TOKENS)
     handle.remove()
     (inner,) = torch.autograd.grad(loss, seen[0], create_graph=True)
     (loss + inner.square().sum()).backward()
+    return gradients(model)
 
 
-def test_a_gradient_of_a_gradient_is_right(world):
-    plain = built()
-    penalized(plain)
-    expected = gradients(plain)
-    for found in world(2).run(twice_differentiated):
-        for each in found:
-            assert_as_plain(each, expected)
+@on_threads(2)
+def test_a_gradient_of_a_gradient_is_right():
+    model = made()
+    assert_as_plain([penalized(model) for _ in range(3)], penalized(built()))
 
 
-def two_forwards(keeps: bool) -> tuple[list[dict], list[int], list[bool]]:
-    """Of steps with two forwards before their two backwards, after one of one forward."""
-    model, found, gathers, there = sharded(), [], [], []
+@pytest.mark.parametrize("keeps", [False, True])
+@on_threads(2)
+def test_a_second_forward_gathers_the_weight_again_once_and_keeps_it_then(keeps):
+    """Steps with two forwards before their two backwards, after one of one forward."""
+    model, found, gathers, there = made(), [], [], []
     model.set_reshard_after_backward(not keeps)
     for num_forwards in (1, 2, 2, 2):
         with counted_gathers(model) as count:
@@ -272,53 +236,31 @@ def two_forwards(keeps: bool) -> tuple[list[dict], list[int], list[bool]]:
         model.block.reshard()
         model.reshard()
         found.append(gradients(model))
-    return found, gathers, there
+    assert there[2:] == [True] * 2
+    assert gathers[1] - gathers[2] == (0 if keeps else 1)
+    assert gathers[2] == gathers[3]
+    assert_as_plain(found, plain_gradients())
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_second_forward_gathers_the_weight_again_once_and_keeps_it_then(world, keeps):
-    plain = plain_gradients()
-    for found, gathers, there in world(2).run(two_forwards, keeps):
-        assert there[2:] == [True] * 2
-        assert gathers[1] - gathers[2] == (0 if keeps else 1)
-        assert gathers[2] == gathers[3]
-        for each in found:
-            assert_as_plain(each, plain)
-
-
-def forwards_that_no_backward_follows() -> tuple[list[bool], dict]:
-    model, there = sharded(), []
+@on_threads(2)
+def test_a_state_dict_between_forward_and_backward_has_all_values():
+    model = made()
     for _ in range(2):
-        model(TOKENS).backward()
-        model.zero_grad(set_to_none=True)
+        gradients(model, model(TOKENS))
     with torch.no_grad():
         model(TOKENS)
-    there.append(live_of(model)["embed.weight"])
-    model(TOKENS)
-    state = {name: each.full_tensor() for name, each in model.state_dict().items()}
-    model(TOKENS).backward()
-    found = gradients(model)
-    return [*there, all(torch.equal(state[name], each) for name, each in built().state_dict().items())], found
+    assert not live_of(model)["embed.weight"]
+    model(TOKENS)  # which no backward follows
+    assert_same(whole(model.state_dict()), whole(built().state_dict()))
+    assert_as_plain([gradients(model, model(TOKENS))], plain_gradients())
 
 
-def test_a_state_dict_between_forward_and_backward_has_all_values(world):
-    for (there, is_right), found in world(2).run(forwards_that_no_backward_follows):
-        assert not there
-        assert is_right
-        assert_as_plain(found, plain_gradients())
-
-
-def actions_of_a_step() -> list[FreeGroup]:
-    model = sharded()
+@on_threads(2)
+def test_a_recorded_step_says_which_groups_backward_does_not_read():
+    model = made()
     for _ in range(2):
-        model(TOKENS).backward()
-        model.zero_grad(set_to_none=True)
+        gradients(model, model(TOKENS))
     with watched(model, unit_of(model)) as watch:
         model(TOKENS).backward()
-    return [getattr(each, "unread", ()) for each in watch.step if getattr(each, "unread", ())]
-
-
-def test_a_recorded_step_says_which_groups_backward_does_not_read(world):
-    for found in world(2).run(actions_of_a_step):
-        assert len(found) == 1
-        assert len(found[0]) == 1
+    (unread,) = [each.unread for each in watch.step if getattr(each, "unread", ())]
+    assert len(unread) == 1

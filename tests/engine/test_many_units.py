@@ -1,4 +1,4 @@
-"""Is what sherd does for a model with many units in proportion to their number?"""
+"""What sherd does for a model with many units is in proportion to their number."""
 
 import cProfile
 import pstats
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from sherd import clip_grad_norm_, fully_shard, memory_report
+from sherd import clip_grad_norm_, memory_report
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import sharded
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -22,18 +24,11 @@ def calls_for(num_units: int) -> dict[str, int]:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_units)))
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def shard():
-        for block in (*model, model):
-            fully_shard(block)
-
     def step():
         model(torch.ones(1, 2)).sum().backward()
 
-    def report():
-        return str(memory_report(model))
-
     return {
-        "shard": calls_of(shard),
+        "shard": calls_of(lambda: sharded(model)),
         "first step": calls_of(step),
         "second step": calls_of(step),
         "third step": calls_of(step),
@@ -41,18 +36,14 @@ def calls_for(num_units: int) -> dict[str, int]:
         "optimizer": calls_of(optimizer.step),
         "state dict": calls_of(model.state_dict),
         "move": calls_of(lambda: model.to(torch.float64)),
-        "report": calls_of(report),
+        "report": calls_of(lambda: str(memory_report(model))),
     }
 
 
-def calls_for_few_and_many() -> tuple[dict[str, int], dict[str, int]]:
-    calls_for(2)  # what is done once, whatever the number
-    return calls_for(20), calls_for(80)
-
-
-def test_four_times_the_units_take_four_times_the_calls(world):
+@on_threads(1)
+def test_four_times_the_units_take_four_times_the_calls():
     """A call for each pair of units would make it sixteen."""
-    ((few, many),) = world(1).run(calls_for_few_and_many)
-    assert {what: calls / few[what] for what, calls in many.items()} == {
-        what: pytest.approx(4, abs=0.7) for what in few
-    }
+    calls_for(2)  # what is done once, whatever the number
+    few, many = calls_for(20), calls_for(80)
+    for what, calls in many.items():
+        assert calls / few[what] == pytest.approx(4, abs=0.7), what

@@ -1,5 +1,6 @@
-"""Does a forecast agree with the buffers that a step really had, and with every tensor that the dispatcher saw?"""
+"""A forecast agrees with the buffers that a step really had, and with every tensor that the dispatcher saw."""
 
+import contextlib
 import gc
 from unittest import mock
 
@@ -19,6 +20,9 @@ from sherd.memory.predict import forecast_for
 from sherd.memory.sizes import sizes_of
 from sherd.memory.watch import watched
 from sherd.schedule.moments import MemoryKind
+from tests.support.comparing import assert_same, whole_grads
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import sharded
 
 WIDTH = 128
 INNER = 2048
@@ -50,31 +54,21 @@ class Stack(nn.Module):
         return self.head(x).logsumexp(-1).mean()
 
 
-def sharded(
+def made(
     tied=False,
     frozen=(),
     vocabulary=VOCABULARY,
-    placement="shard",
     transport="gloo",
     depth=1,
-    param_dtype=None,
-    reshard=None,
     streams=HostStreams,
     alone=LARGEST,
+    **options,
 ):
     torch.manual_seed(0)
-    model = Stack(tied, frozen, vocabulary)
-    options = {
-        "placement": Flat() if placement == "flat" else None,
-        "comm_policy": CommPolicy(transport=transport),
-        "prefetch_policy": PrefetchPolicy(forward_depth=depth, backward_depth=depth),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype),
-        "reshard_after_forward": reshard,
-    }
+    options["comm_policy"] = CommPolicy(transport=transport)
+    options["prefetch_policy"] = PrefetchPolicy(forward_depth=depth, backward_depth=depth)
     with use_streams(streams()), mock.patch.object(group, "ALONE_BYTES", alone):
-        for block in model.blocks:
-            fully_shard(block, **options)
-        return fully_shard(model, **options)
+        return sharded(Stack(tied, frozen, vocabulary), **options)
 
 
 def step(model):
@@ -88,7 +82,7 @@ def drop_gradients(model):
 
 def peaks(**choices):
     """Of one step: what every tensor took, what the engine's buffers took, what was said before and after."""
-    model = sharded(**choices)
+    model = made(**choices)
     guess = forecast_for(model, units_below(model))
     live = live_peak(model)
     watched_peak, told = min(watched_and_told(model) for _ in range(NUM_TRIES))
@@ -106,6 +100,8 @@ def watched_and_told(model):
 def live_peak(model):
     """What every tensor takes in a step, at most; the first step is run to learn the order."""
     found = []
+    gc.collect()
+    gc.freeze()  # or each collection below would go through all that is imported
     with LiveBytes() as live:
         for _ in range(1 + NUM_TRIES):
             gc.collect()  # what waits in cycles would count
@@ -113,6 +109,7 @@ def live_peak(model):
             step(model)
             found.append(live.peak)
             drop_gradients(model)
+    gc.unfreeze()
     return min(found[1:])
 
 
@@ -127,31 +124,32 @@ STREAMS_AND_SMALL_ENDS = {"streams": RecordingStreams, "alone": LARGEST // 2}
 """The same, with an embedding and a head of half a MiB: autograd holds the last gradient, the embedding's, while the
 root is reduced, which no forecast knows, and with the larger ones in half precision that would be the peak."""
 
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 CHOICES = {
     "default": {},
-    "flat": {"placement": "flat"},
+    "flat": {"placement": Flat()},
     "torch": {"transport": "torch"},
-    "torch-flat": {"transport": "torch", "placement": "flat"},
+    "torch-flat": {"transport": "torch", "placement": Flat()},
     "coalesced": {"transport": "coalesced"},
     "shared": {"transport": "shared_memory"},
-    "shared-flat": {"transport": "shared_memory", "placement": "flat"},
-    "freed": {"reshard": True},
-    "kept": {"reshard": False},
-    "kept-flat": {"reshard": False, "placement": "flat"},
+    "shared-flat": {"transport": "shared_memory", "placement": Flat()},
+    "freed": {"reshard_after_forward": True},
+    "kept": {"reshard_after_forward": False},
+    "kept-flat": {"reshard_after_forward": False, "placement": Flat()},
     "depth-0": {"depth": 0},
     "depth-2": {"depth": 2},
-    "depth-2-flat": {"depth": 2, "placement": "flat"},
-    "half": {"param_dtype": torch.bfloat16},
-    "half-flat": {"param_dtype": torch.bfloat16, "placement": "flat"},
-    "half-shared": {"param_dtype": torch.bfloat16, "transport": "shared_memory"},
+    "depth-2-flat": {"depth": 2, "placement": Flat()},
+    "half": {"mp_policy": HALF},
+    "half-flat": {"mp_policy": HALF, "placement": Flat()},
+    "half-shared": {"mp_policy": HALF, "transport": "shared_memory"},
     "tied": {"tied": True},
-    "tied-flat": {"tied": True, "placement": "flat"},
+    "tied-flat": {"tied": True, "placement": Flat()},
     "frozen": {"frozen": ("embed.weight", "blocks.0.1.weight", "blocks.2.3.weight")},
     "streams": STREAMS,
-    "streams-flat": {**STREAMS, "placement": "flat"},
+    "streams-flat": {**STREAMS, "placement": Flat()},
     "streams-coalesced": {**STREAMS, "transport": "coalesced"},
-    "streams-half": {**STREAMS_AND_SMALL_ENDS, "param_dtype": torch.bfloat16},
-    "frozen-flat": {"frozen": ("embed.weight", "blocks.0.1.weight"), "placement": "flat"},
+    "streams-half": {**STREAMS_AND_SMALL_ENDS, "mp_policy": HALF},
+    "frozen-flat": {"frozen": ("embed.weight", "blocks.0.1.weight"), "placement": Flat()},
 }
 
 
@@ -167,26 +165,25 @@ def test_the_forecast_is_what_two_ranks_measure(world, choices):
         assert guess == pytest.approx(told, rel=0.1)
 
 
-@pytest.mark.parametrize("placement", ["shard", "flat"])
+@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
 def test_the_forecast_is_what_four_ranks_measure_when_a_part_is_kept(world, placement):
-    for live, watched_peak, told, _ in world(4).run(peaks, reshard=2, placement=placement):
+    for live, watched_peak, told, _ in world(4).run(peaks, reshard_after_forward=2, placement=placement):
         assert watched_peak == pytest.approx(told, rel=0.005)
         assert live == pytest.approx(told, rel=0.02)
 
 
 def beside_fsdp2(**choices):
     """What every tensor took in a step, with streams and torch's calls, and what it took under FSDP2."""
-    live = live_peak(sharded(transport="torch", **choices, **STREAMS))
+    live = live_peak(made(transport="torch", **choices, **STREAMS))
     torch.manual_seed(0)
     rival = Stack(vocabulary=STREAMS["vocabulary"])
-    for block in rival.blocks:
-        fsdp2(block)
-    fsdp2(rival)
+    for unit in (*rival.blocks, rival):
+        fsdp2(unit)
     return live, live_peak(rival)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("placement", ["shard", "flat"])
+@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
 def test_with_streams_a_step_takes_less_than_under_fsdp2(world, placement):
     for ours, theirs in world(2).run(beside_fsdp2, placement=placement):
         assert ours < theirs
@@ -229,7 +226,7 @@ def test_large_rows_are_allocated_once_a_units_parameters_are_free(world):
 
 def accumulated(placement, **choices):
     """Peaks of three backwards of which the last one reduces."""
-    model = sharded(placement=placement, **choices)
+    model = made(placement=placement, **choices)
     step(model)
     drop_gradients(model)
     with watched(model, unit_of(model)) as watch:
@@ -239,71 +236,59 @@ def accumulated(placement, **choices):
     return watch.peak.peak, forecast_for(model, units_below(model), unsynced=2).peak
 
 
-@pytest.mark.parametrize("placement", ["shard", "flat"])
+@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
 @pytest.mark.parametrize("choices", [{}, STREAMS], ids=["host", "streams"])
 def test_the_forecast_knows_of_backwards_that_are_not_reduced(world, placement, choices):
     for measured, told in world(2).run(accumulated, placement, **choices):
         assert measured == pytest.approx(told, rel=0.005)
 
 
-def bytes_around_a_step():
+@pytest.fixture
+def alone():
+    """The tensors that travel alone in a model of `made` do so in the models of all threads."""
+    with mock.patch.object(group, "ALONE_BYTES", LARGEST):
+        yield
+
+
+@pytest.mark.usefixtures("alone")
+@on_threads(2)
+def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say():
     """Bytes by kind of a block's unit: before and after a step, inside its forward, and its sizes."""
-    model = sharded()
+    model = made(transport="torch")
     unit = unit_of(model.blocks[1])
-    seen = {"built": bytes_of(held_by(unit))}
-    model.blocks[1][2].register_forward_hook(lambda *_: seen.update(inside=bytes_of(held_by(unit))))
+    shards, unsharded, gradients = (
+        sum(each) for each in zip(*((of.shards, of.unsharded, of.gradients) for of in sizes_of(unit)), strict=True)
+    )
+    seen = []
+    model.blocks[1][2].register_forward_hook(lambda *_: seen.append(bytes_of(held_by(unit))))
+    assert bytes_of(held_by(unit)) == {MemoryKind.SHARDS: shards}
     step(model)
-    seen["stepped"] = bytes_of(held_by(unit))
+    assert seen == [{MemoryKind.SHARDS: shards, MemoryKind.UNSHARDED: unsharded}]
+    assert bytes_of(held_by(unit)) == {MemoryKind.SHARDS: shards, MemoryKind.GRADIENTS: gradients}
     drop_gradients(model)
-    seen["dropped"] = bytes_of(held_by(unit))
-    return seen, [(each.shards, each.unsharded, each.gradients) for each in sizes_of(unit)]
-
-
-def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say(world):
-    for seen, sizes in world(2).run(bytes_around_a_step):
-        shards, whole, gradients = (sum(each) for each in zip(*sizes, strict=True))
-        assert seen["built"] == seen["dropped"] == {MemoryKind.SHARDS: shards}
-        assert seen["inside"] == {MemoryKind.SHARDS: shards, MemoryKind.UNSHARDED: whole}
-        assert seen["stepped"] == {MemoryKind.SHARDS: shards, MemoryKind.GRADIENTS: gradients}
-        assert whole >= 2 * LARGEST
-        assert shards == pytest.approx(whole / 2, rel=0.001)
-
-
-def observers_around_a_watch():
-    model = sharded()
-    step(model)
-    unit = unit_of(model)
-    try:
-        with watched(model, unit):
-            within = observers_of(unit)
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
-    return [observer is not None for observer in within], observers_of(unit)
+    assert bytes_of(held_by(unit)) == {MemoryKind.SHARDS: shards}
+    assert unsharded >= 2 * LARGEST
+    assert shards == pytest.approx(unsharded / 2, rel=0.001)
 
 
 def observers_of(unit):
     return [runtime_over(unit).observer, *(gradients.arrivals._observer for gradients in unit.gradients)]
 
 
-def test_nothing_is_left_of_a_watch_when_it_ends_be_it_by_an_exception(world):
-    for within, after in world(2).run(observers_around_a_watch):
-        assert len(within) > 1
-        assert all(within)
-        assert after == [None] * len(within)
-
-
-def gradients_with_and_without(watch):
-    model = sharded()
+@pytest.mark.usefixtures("alone")
+@on_threads(2)
+def test_a_watched_step_computes_what_any_other_does_and_nothing_is_left_of_a_watch_that_an_exception_ends():
+    model = made(transport="torch")
     step(model)
-    if watch:
-        drop_gradients(model)
-        with watched(model, unit_of(model)):
-            step(model)
-    return [parameter.grad.full_tensor() for parameter in model.parameters()]
-
-
-def test_a_watched_step_computes_what_any_other_does(world):
-    watched_ranks, ranks = (world(2).run(gradients_with_and_without, each) for each in (True, False))
-    for ours, theirs in zip(watched_ranks, ranks, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    drop_gradients(model)
+    step(model)
+    expected, unit = whole_grads(model), unit_of(model)
+    drop_gradients(model)
+    with contextlib.suppress(ZeroDivisionError), watched(model, unit):
+        step(model)
+        within = observers_of(unit)
+        raise ZeroDivisionError
+    assert_same(whole_grads(model), expected)
+    assert len(within) > 1
+    assert None not in within
+    assert observers_of(unit) == [None] * len(within)

@@ -1,4 +1,4 @@
-"""Which units are cut into parts, and what is done with a part?"""
+"""Which units are cut into parts, and what is done with a part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from sherd.comm.streams import HostStreams, RecordingStreams, Streams, use_strea
 from sherd.engine.run.seal import unit_of
 from sherd.errors import PolicyError
 from sherd.schedule.state import Live
-from tests.support.comparing import assert_named_close, whole_grads
+from tests.engine.gradients import assert_as_plain, gradients
+from tests.support.comparing import Named
+from tests.support.ranks.bodies import on_threads
+from tests.support.training import made
 
 WIDTH = 32
 BYTES = 4 * WIDTH * WIDTH
@@ -35,22 +38,13 @@ class Block(nn.Module):
         return self.fourth(self.third(self.second(x)))
 
 
-def built() -> Block:
-    torch.manual_seed(3)
-    return Block()
-
-
 def sharded(streams: Streams, part_bytes: int | None, **options: object) -> Block:
-    model = built()
     with use_streams(streams):
-        return fully_shard(model, comm_policy=CommPolicy("torch", part_bytes=part_bytes), **options)
+        return fully_shard(made(Block), comm_policy=CommPolicy("torch", part_bytes=part_bytes), **options)
 
 
-def groups(streams: type[Streams], part_bytes: int | None, options: dict, in_the_way: bool) -> list[list[str]]:
+def groups(model: Block) -> list[list[str]]:
     """The weights of each group."""
-    model = sharded(streams(), part_bytes, **options)
-    if in_the_way:
-        model.set_all_reduce_hook(lambda gradient: None)
     names = [[each.name for each in weights.group.parameters] for weights in unit_of(model).weights]
     small = [name for group in names[1:] for name in group if name.endswith(".bias")]
     assert not small, "what is small has gone to the first part"
@@ -60,31 +54,28 @@ def groups(streams: type[Streams], part_bytes: int | None, options: dict, in_the
 WHOLE = [["first", "second", "third", "fourth", "norm"]]
 
 
-@pytest.mark.parametrize(
-    ("part_bytes", "expected"),
-    [
+@on_threads(2)
+def test_a_unit_is_cut_into_parts_of_at_least_so_many_bytes():
+    for part_bytes, expected in (
         (1, [["norm", "first", "second"], ["third"], ["fourth"]]),
         (4 * BYTES, [["norm", "first", "second", "third"], ["fourth"]]),
         (6 * BYTES, WHOLE),
         (None, WHOLE),
-    ],
-)
-def test_a_unit_is_cut_into_parts_of_at_least_so_many_bytes(world, part_bytes, expected):
-    assert world(2).run(groups, RecordingStreams, part_bytes, {}, False) == [expected] * 2
+    ):
+        assert groups(sharded(RecordingStreams(), part_bytes)) == expected, part_bytes
 
 
-@pytest.mark.parametrize(
-    ("streams", "options", "in_the_way"),
-    [
-        (HostStreams, {}, False),
-        (RecordingStreams, {"placement": Flat()}, False),
-        (RecordingStreams, {"placements": "zero2"}, False),
-        (RecordingStreams, {}, True),
-    ],
-    ids=["without streams", "runs", "kept unsharded", "with the user's own hook"],
-)
-def test_in_one_part_is_a_unit(world, streams, options, in_the_way):
-    assert world(2).run(groups, streams, 1, options, in_the_way) == [WHOLE] * 2
+@on_threads(2)
+def test_in_one_part_is_a_unit_without_streams_or_of_runs_or_kept_unsharded_or_with_the_users_own_hook():
+    hooked = sharded(RecordingStreams(), 1)
+    hooked.set_all_reduce_hook(lambda gradient: None)
+    for model in (
+        sharded(HostStreams(), 1),
+        sharded(RecordingStreams(), 1, placement=Flat()),
+        sharded(RecordingStreams(), 1, placements="zero2"),
+        hooked,
+    ):
+        assert groups(model) == WHOLE
 
 
 def test_parts_of_no_bytes_are_refused():
@@ -92,30 +83,19 @@ def test_parts_of_no_bytes_are_refused():
         CommPolicy(part_bytes=0)
 
 
-def backward(model: nn.Module) -> dict[str, Tensor]:
-    model(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)).square().mean().backward()
-    found = whole_grads(model)
-    model.zero_grad(set_to_none=True)
-    return found
+def backward(model: nn.Module) -> Named:
+    return gradients(model, model(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)).square().mean())
 
 
-def two_backwards() -> tuple[list[list[Live]], list[dict[str, Tensor]], list[str]]:
-    """Where each part is when backward comes to the first, the gradients, and what the reduce lane does in the second
-    backward."""
+@on_threads(2)
+def test_a_part_is_freed_once_its_gradients_are_there_and_all_rows_are_taken_before_the_first_is_reduced():
     streams = RecordingStreams()
-    model = sharded(streams, 1)
+    model, plain = sharded(streams, 1), backward(made(Block))
     seen: list[list[Live]] = []
     model.look = lambda: seen.append([weights.live for weights in unit_of(model).weights])
-    found = [backward(model)]
-    streams.log.clear()
-    found.append(backward(model))
-    return seen, found, [what for lane, what in streams.log if lane == "reduce" and what in ("lend", "run")]
-
-
-def test_a_part_is_freed_once_its_gradients_are_there_and_all_rows_are_taken_before_the_first_is_reduced(world):
-    plain = backward(built())
-    for seen, found, of_the_lane in world(2).run(two_backwards):
-        assert seen == [[Live.UNSHARDED] * 3, [Live.UNSHARDED, Live.SHARDED, Live.SHARDED]]
-        assert of_the_lane == ["lend"] * 3 + ["run"] * 3, "compute would wait for the reduction of a part"
-        for each in found:
-            assert_named_close(each, plain, "gradient", rtol=1e-4, atol=1e-7)
+    for _ in range(2):
+        streams.log.clear()
+        assert_as_plain([backward(model)], plain)
+    assert seen == [[Live.UNSHARDED] * 3, [Live.UNSHARDED, Live.SHARDED, Live.SHARDED]]
+    of_the_lane = [what for lane, what in streams.log if lane == "reduce" and what in ("lend", "run")]
+    assert of_the_lane == ["lend"] * 3 + ["run"] * 3, "compute would wait for the reduction of a part"

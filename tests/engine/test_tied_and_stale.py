@@ -1,14 +1,18 @@
-"""Are parameters whole, and of today, wherever they are used: shared between units, or unsharded by hand?"""
+"""Parameters are whole, and of today, wherever they are used: by several units or calls, or unsharded by hand."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sherd import Flat, fully_shard
+from sherd import fully_shard
 from sherd.errors import StateError
-from tests.support.comparing import assert_named_close, whole_grads
+from tests.support.comparing import assert_named_close, assert_same, whole, whole_grads
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import sharded
+from tests.support.training import made
 
 
 class Inner(nn.Module):
@@ -34,153 +38,12 @@ class UsesItsBlocksWeightFirst(nn.Module):
         return self.inner((self.before(x) @ self.tied).relu())
 
 
-def gradients_of_a_root_that_uses_its_blocks_weight(sharded: bool) -> dict:
-    torch.manual_seed(3)
-    model = UsesItsBlocksWeightFirst()
-    if sharded:
-        fully_shard(model.inner)
-        fully_shard(model)
-    model(torch.ones(4, 8)).square().sum().backward()
-    return whole_grads(model)
+class Borrowing(nn.Sequential):
+    """The second layer has the first one's weight."""
 
-
-def test_a_weight_that_a_root_uses_before_the_block_that_owns_it_is_whole_until_the_roots_backward_is_over(world):
-    expected = gradients_of_a_root_that_uses_its_blocks_weight(sharded=False)
-    for found in world(2).run(gradients_of_a_root_that_uses_its_blocks_weight, True):
-        assert_named_close(found, expected, "gradient", rtol=1e-5, atol=1e-6)
-
-
-def gradients_where_a_borrower_runs_before_the_model(sharded: bool) -> dict:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight
-    if sharded:
-        for each in (*model, model):
-            fully_shard(each)
-    for runs in (model[1], model, model[1]):
-        runs(torch.ones(4, 8)).square().sum().backward()
-    return whole_grads(model)
-
-
-def test_a_unit_with_a_weight_of_another_unit_may_run_before_the_model_does(world):
-    expected = gradients_where_a_borrower_runs_before_the_model(sharded=False)
-    for found in world(2).run(gradients_where_a_borrower_runs_before_the_model, True):
-        assert_named_close(found, expected, "gradient", rtol=1e-5, atol=1e-6)
-
-
-def weight_after_a_step(by: str) -> tuple[Tensor, Tensor]:
-    """What the module shows after an optimizer step, and what its shards hold."""
-    model = fully_shard(nn.Linear(8, 8, bias=False))
-    model.set_reshard_after_backward(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    if by == "forward":
-        shown: list[Tensor] = []
-        model.register_forward_pre_hook(lambda module, args: shown.append(module.weight.detach().clone()))
-        model(torch.ones(2, 8))
-    else:
-        model.unshard()
-        shown = [model.weight.detach().clone()]
-    return shown[0], optimizer.param_groups[0]["params"][0].full_tensor()
-
-
-def test_a_forward_after_the_step_sees_what_the_optimizer_wrote_though_parameters_were_kept_whole(world):
-    for shown, held in world(2).run(weight_after_a_step, "forward"):
-        torch.testing.assert_close(shown, held)
-
-
-def test_unshard_after_the_step_shows_what_the_optimizer_wrote_though_parameters_were_kept_whole(world):
-    for shown, held in world(2).run(weight_after_a_step, "unshard"):
-        torch.testing.assert_close(shown, held)
-
-
-class WithAnEmptyParameter(nn.Module):
-    def __init__(self, shape: tuple[int, ...], used: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.empty = nn.Parameter(torch.empty(shape))
-        self.used = used
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.linear(x)
-        return output + self.empty.sum() if self.used else output
-
-
-def gradient_beside_an_empty_parameter(shape: tuple[int, ...], used: bool) -> list[list[float]]:
-    model = fully_shard(WithAnEmptyParameter(shape, used))
-    model(torch.ones(2, 4)).sum().backward()
-    return model.linear.weight.grad.full_tensor().tolist()
-
-
-def test_a_parameter_without_elements_is_no_trouble_whether_it_is_used_or_not(world):
-    for shape in ((0,), (0, 3), (3, 0)):
-        for used in (True, False):
-            found = world(2).run(gradient_beside_an_empty_parameter, shape, used)
-            assert found == [[[2.0] * 4] * 4] * 2, (shape, used)
-
-
-class Moves(nn.Linear):
-    """Gives its weight other memory in each forward, as recurrent layers do that lay theirs side by side."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.data.clone()
-        return super().forward(x)
-
-
-def losses_of_weights_that_move(reshards: bool | None) -> list[float]:
-    """None: of the plain model."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Moves(4, 4), nn.Linear(4, 3))
-    if reshards is not None:
-        for unit in (*model, model):
-            fully_shard(unit, reshard_after_forward=reshards)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
-    for _ in range(3):
-        loss = model(torch.ones(2, 4)).square().sum()
-        if not reshards:
-            model[1].weight.data = model[1].weight.data.clone()
-            model[1].bias = nn.Parameter(model[1].bias.detach().clone()) if reshards is False else model[1].bias
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_whole_parameter_in_other_memory_is_put_back(world):
-    expected = losses_of_weights_that_move(None)
-    for reshards in (True, False):
-        for losses in world(2).run(losses_of_weights_that_move, reshards):
-            torch.testing.assert_close(losses, expected)
-
-
-def change_whole_parameters(how: str) -> tuple[str, list[bool]]:
-    """What is said, and whether training goes on with what the shards have."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    kept = [each.detach().clone() for each in model.parameters()]
-    for unit in (*model, model):
-        fully_shard(unit, reshard_after_forward=False)
-    loss = model(torch.ones(2, 4)).square().sum()
-    if how == "data":
-        model[0].weight.data = torch.ones(4, 4)
-    else:
-        model[0].weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(StateError, match="changing the parameters between forward and backward") as raised:
-        loss.backward()
-    for _ in range(2):
-        model(torch.ones(2, 4)).square().sum().backward()
-    held = [each.full_tensor() for each in model.parameters()]
-    return str(raised.value), [torch.equal(*each) for each in zip(held, kept, strict=True)]
-
-
-@pytest.mark.parametrize("how", ["data", "variable"])
-def test_other_values_for_a_whole_parameter_are_refused(world, how):
-    for said, same in world(2).run(change_whole_parameters, how):
-        assert "0.weight had .data set" in said
-        assert "sherd.unsharded(model)" in said
-        assert all(same)
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+        self[1].weight = self[0].weight
 
 
 class Scaled(nn.Module):
@@ -206,22 +69,173 @@ class Outer(nn.Module):
         return self.last(self.borrower(self.owner(x).relu()) * self.scale)
 
 
-def borrower_before_its_root(placement: Any) -> tuple[Tensor, dict]:
-    torch.manual_seed(3)
-    model = Outer()
-    for each in (model.owner, model.borrower, model):
-        fully_shard(each, placement=placement)
-    with torch.no_grad():
-        alone = model.borrower(torch.ones(4, 8))
-    model(torch.ones(4, 8)).square().sum().backward()
-    return alone, whole_grads(model)
+class Loop(nn.Module):
+    """One block, called again and again on its own output."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.before, self.block = nn.Linear(8, 8), block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for _ in range(3):
+            x = self.block(x)
+        return x
 
 
-@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
-def test_a_unit_that_borrows_a_parameter_may_run_before_its_root_ever_has(world, placement):
-    torch.manual_seed(3)
-    plain = Outer()
-    plain(torch.ones(4, 8)).square().sum().backward()
-    for alone, grads in world(2).run(borrower_before_its_root, placement):
-        torch.testing.assert_close(alone, plain.borrower(torch.ones(4, 8)).detach())
-        assert_named_close(grads, whole_grads(plain), "gradient", 1e-5, 1e-6)
+class Wrapping(nn.Module):
+    """Its output is, untouched, that of the module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inside = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x * self.scale)
+
+
+class Recursive(nn.Module):
+    """A module that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        return self.up(self(self.down(x).relu(), depth - 1)) if depth else x
+
+
+class Thin(nn.Module):
+    """Two calls of one unit with nothing in between, the first as the output of a unit around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around[0](self.around(x))
+
+
+ALL = [("", True)]
+CASES = {
+    "a root before the owner": (UsesItsBlocksWeightFirst, ["inner"], ALL),
+    "a borrower before the model": (Borrowing, ["0", "1"], [("1", True), ("", True), ("1", True)]),
+    "a borrower before its root": (Outer, ["owner", "borrower"], [("borrower", False), ("", True)]),
+    "one unit again and again": (lambda: Loop(nn.Linear(8, 8)), ["block"], ALL),
+    "a unit in a unit again and again": (lambda: Loop(Wrapping()), ["block.inside", "block"], ALL),
+    "recursion below a root": (Recursive, ["down", "up"], ALL),
+    "a call inside and a call outside": (Thin, ["around.0", "around"], ALL),
+}
+"""What is made, its units below the model, and which modules are called, with gradients or without."""
+
+
+@pytest.mark.parametrize("front", ["shard", "flat"])
+@on_threads(2)
+def test_a_weight_of_several_units_or_calls_is_whole_for_each_whichever_runs_first(front):
+    for (case, (make, names, calls)), has_grad in itertools.product(CASES.items(), (False, True)):
+        model, plain = made(make), made(make)
+        sharded(model, front, [*(model.get_submodule(name) for name in names), model])
+        for name, is_trained in calls:
+            with torch.set_grad_enabled(is_trained):
+                x = torch.ones(4, 8, requires_grad=has_grad)
+                found, expected = (each.get_submodule(name)(x) for each in (model, plain))
+            assert_same(found, expected, case, rtol=1.3e-6, atol=1e-5)
+            if is_trained:
+                (found.square().sum() + expected.square().sum()).backward()
+        assert_named_close(whole_grads(model), whole_grads(plain), f"{case}: gradient", rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", ["forward", "unshard"])
+@on_threads(2)
+def test_after_a_step_what_the_optimizer_wrote_is_shown_though_parameters_were_kept_whole(by):
+    model = fully_shard(nn.Linear(8, 8, bias=False))
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    shown: list[Tensor] = []
+    if by == "forward":
+        model.register_forward_pre_hook(lambda module, args: shown.append(whole(module.weight)))
+        model(torch.ones(4, 8))
+    else:
+        model.unshard()
+        shown.append(whole(model.weight))
+    torch.testing.assert_close(shown[0], whole(optimizer.param_groups[0]["params"][0]))
+
+
+class WithAnEmptyParameter(nn.Module):
+    def __init__(self, shape: tuple[int, ...], used: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.empty(shape))
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x)
+        return output + self.empty.sum() if self.used else output
+
+
+@on_threads(2)
+def test_a_parameter_without_elements_is_no_trouble_whether_it_is_used_or_not():
+    for shape in ((0,), (0, 3), (3, 0)):
+        for used in (True, False):
+            model = fully_shard(WithAnEmptyParameter(shape, used))
+            model(torch.ones(2, 4)).sum().backward()
+            assert torch.equal(whole(model.linear.weight.grad), torch.full((4, 4), 2.0)), (shape, used)
+
+
+class Moves(nn.Linear):
+    """Gives its weight other memory in each forward, as recurrent layers do that lay theirs side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+def losses_of_weights_that_move(reshards: bool | None) -> list[float]:
+    """None: of the plain model."""
+    model = made(lambda: nn.Sequential(Moves(4, 4), nn.Linear(4, 3)))
+    if reshards is not None:
+        sharded(model, reshard_after_forward=reshards)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().sum()
+        if not reshards:
+            model[1].weight.data = model[1].weight.data.clone()
+            model[1].bias = nn.Parameter(model[1].bias.detach().clone()) if reshards is False else model[1].bias
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_threads(2)
+def test_a_whole_parameter_in_other_memory_is_put_back():
+    for reshards in (True, False):
+        torch.testing.assert_close(losses_of_weights_that_move(reshards), losses_of_weights_that_move(None))
+
+
+def set_data(linear: Any) -> None:
+    linear.weight.data = torch.ones(4, 4)
+
+
+def set_variable(linear: Any) -> None:
+    linear.weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("change", [set_data, set_variable])
+@on_threads(2)
+def test_other_values_for_a_whole_parameter_are_refused_and_training_goes_on_with_what_the_shards_have(change):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    kept = [whole(each) for each in model.parameters()]
+    sharded(model, reshard_after_forward=False)
+    loss = model(torch.ones(2, 4)).square().sum()
+    change(model[0])
+    with pytest.raises(StateError, match="changing the parameters between forward and backward") as raised:
+        loss.backward()
+    for word in ("0.weight had .data set", "sherd.unsharded(model)"):
+        assert word in str(raised.value)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().sum().backward()
+    assert all(torch.equal(whole(each), value) for each, value in zip(model.parameters(), kept, strict=True))

@@ -1,4 +1,4 @@
-"""What runs through a pipeline in these tests, and what is plain training on the same batches?"""
+"""What runs through a pipeline in these tests, and plain training on the same batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from sherd import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, unsharded
-from sherd.engine.state.parameter import plain_name
+from sherd import FullyShardedDataParallel, MixedPrecisionPolicy, unsharded
 from sherd.interop.pipelining import PipelineStage
-from sherd.layout.runs import Flat
 from sherd.schedule.actions import Action, Event, Gather, Reduce
 from sherd.schedule.schedule import Schedule
 from sherd.wrap import ModuleWrapPolicy
+from tests.support import comparing
+from tests.support.comparing import Named, plain_name, whole, whole_grads, whole_params
+from tests.support.models import noise
+from tests.support.sharding import sharded
 
 WIDTH = 6
 ROWS = 8
@@ -70,8 +72,7 @@ def parts(num_stages: int) -> list[Part]:
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one data-parallel rank in one step."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    return noise(2 * step, rank, ROWS, WIDTH), noise(2 * step + 1, rank, ROWS, WIDTH)
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -83,8 +84,8 @@ class Run:
     """What a training left. Losses are the means over a rank's batch; gradients and parameters are whole, by name."""
 
     losses: list[float] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
+    grads: list[Named] = field(default_factory=list)
+    params: Named = field(default_factory=dict)
     counts: list[dict[str, int]] = field(default_factory=list)
 
 
@@ -103,10 +104,10 @@ def plain(num_stages: int, num_ranks: int, steps: int) -> Run:
         loss = loss_of(model(inputs), targets)
         loss.backward()
         run.losses.append(loss.item())
-        run.grads.append({name: each.grad.clone() for name, each in model.named_parameters()})
+        run.grads.append(whole_grads(model))
         optimizer.step()
         optimizer.zero_grad()
-    run.params = {name: each.detach().clone() for name, each in model.named_parameters()}
+    run.params = whole_params(model)
     return run
 
 
@@ -140,10 +141,11 @@ def stages_of(schedule: str, rank: int) -> tuple[list[int], int]:
     return [rank], PIPE
 
 
-def mesh_of(num_dp: int) -> DeviceMesh:
-    # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
-    _clear_sharding_prop_cache()
-    return init_device_mesh("cpu", (PIPE, num_dp), mesh_dim_names=("pipe", "data"))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flat": {"front": "flat"},
+    "zero1": {"placements": "zero1"},
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
 
 
 def shard(part: Part, how: str, mesh: DeviceMesh) -> nn.Module:
@@ -152,30 +154,8 @@ def shard(part: Part, how: str, mesh: DeviceMesh) -> nn.Module:
         return part
     if how == "wrapper":
         return FullyShardedDataParallel(part, device_mesh=mesh, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    options: dict[str, Any] = {"mesh": mesh}
-    if how == "flat":
-        options["placement"] = Flat()
-    if how == "zero1":
-        options["placements"] = how
-    if how == "bfloat16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in part.blocks:
-        fully_shard(block, **options)
-    if how != "only_blocks":
-        fully_shard(part, **options)
-    return part
-
-
-def make_stages(
-    indices: list[int], num_stages: int, how: str, mesh: DeviceMesh, kind: Any = PipelineStage
-) -> list[Any]:
-    """The stages of this rank, sharded over the data axis."""
-    everything = parts(num_stages)
-    group = mesh.get_group("pipe")
-    device = torch.device("cpu")
-    return [
-        kind(shard(everything[index], how, mesh["data"]), index, num_stages, device, group=group) for index in indices
-    ]
+    units = [*part.blocks] if how == "only_blocks" else [*part.blocks, part]
+    return sharded(part, units=units, mesh=mesh, **OPTIONS.get(how, {}))
 
 
 def make_schedule(name: str, stages: list[Any]) -> Any:
@@ -195,21 +175,22 @@ def run_step(schedule: Any, stages: list[Any], step: int, rank: int) -> float:
 
 def train(name: str, how: str = "shard", num_dp: int = 1, steps: int = 2, kind: Any = PipelineStage) -> Run:
     """On a rank: what its stages have computed, their parameters named as in the whole model."""
-    mesh = mesh_of(num_dp)
+    # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
+    _clear_sharding_prop_cache()
+    mesh = init_device_mesh("cpu", (PIPE, num_dp), mesh_dim_names=("pipe", "data"))
     indices, num_stages = stages_of(name, mesh.get_local_rank("pipe"))
-    stages = make_stages(indices, num_stages, how, mesh, kind)
-    return train_stages(make_schedule(name, stages), stages, mesh, steps)
-
-
-def train_stages(schedule: Any, stages: list[Any], mesh: DeviceMesh, steps: int) -> Run:
-    """The same with stages that are there."""
-    optimizer, run = optimizer_of([stage.submod for stage in stages]), Run()
+    everything, device = parts(num_stages), torch.device("cpu")
+    stages = [
+        kind(shard(everything[index], how, mesh["data"]), index, num_stages, device, group=mesh.get_group("pipe"))
+        for index in indices
+    ]
+    schedule, optimizer, run = make_schedule(name, stages), optimizer_of([stage.submod for stage in stages]), Run()
     for step in range(steps):
         with counted() as counts:
             loss = run_step(schedule, stages, step, mesh.get_local_rank("data"))
         total = torch.tensor([loss])
         dist.all_reduce(total)
-        run.losses.append(total.item() / mesh["data"].size())
+        run.losses.append(total.item() / num_dp)
         run.counts.append(dict(counts))
         run.grads.append(named(stages, lambda each: each.grad))
         optimizer.step()
@@ -218,26 +199,27 @@ def train_stages(schedule: Any, stages: list[Any], mesh: DeviceMesh, steps: int)
     return run
 
 
-def named(stages: list[Any], what: Any) -> dict[str, Tensor]:
+def named(stages: list[Any], what: Any) -> Named:
     """`what` of each parameter, whole, by its name in the whole model."""
     found = {}
     for stage in stages:
         with unsharded(stage.submod, writeback=False, with_grads=True):
             for name, each in stage.submod.named_parameters():
-                value = what(each)
-                assert value is not None, f"stage {stage.stage_index}: {name} has none"
-                found[f"{stage.stage_index}.{plain_name(name)}"] = value.detach().clone()
+                assert what(each) is not None, f"stage {stage.stage_index}: {name} has none"
+                found[f"{stage.stage_index}.{plain_name(name)}"] = whole(what(each))
     return found
 
 
-def assert_same(runs: list[Run], num_dp: int = 1, rtol: float = 1e-4, atol: float = 1e-6) -> None:
+def assert_same(runs: list[Run], num_dp: int = 1) -> None:
     """Every rank's run is its part of plain training, and together they are all of it."""
     num_stages = 1 + max(int(name.split(".")[0]) for run in runs for name in run.params)
     expected = plain(num_stages, num_dp, len(runs[0].losses))
     assert set().union(*(run.params for run in runs)) == set(expected.params)
     for run in runs:
-        torch.testing.assert_close(run.losses, expected.losses, rtol=rtol, atol=atol)
-        for found, grads in zip(run.grads, expected.grads, strict=True):
-            torch.testing.assert_close(found, {name: grads[name] for name in found}, rtol=rtol, atol=atol)
-        wanted = {name: expected.params[name] for name in run.params}
-        torch.testing.assert_close(run.params, wanted, rtol=rtol, atol=atol)
+        here = (run.losses, run.grads, run.params)
+        theirs = (
+            expected.losses,
+            [{name: each[name] for name in run.params} for each in expected.grads],
+            {name: expected.params[name] for name in run.params},
+        )
+        comparing.assert_same(here, theirs, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Are sherd's modules instances of torch's `FSDPModule` when that was asked for, and only then?"""
+"""sherd's modules are instances of torch's `FSDPModule` when that was asked for, and only then."""
 
 import builtins
 import importlib

@@ -1,5 +1,6 @@
-"""Do torch's pipeline schedules train sharded stages as one process trains the whole model?"""
+"""Torch's pipeline schedules train sharded stages as one process trains the whole model."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from tests.interop.stages import (
     stages_of,
     train,
 )
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import sharded
 from tests.support.versions import needs_torch, torch_is_older
 
 CPU = torch.device("cpu")
@@ -104,7 +107,9 @@ def live_of(stages: list[Any]) -> set[Live]:
     return {unit_of(each).live for stage in stages for each in stage.submod.modules() if unit_of(each)}
 
 
-def low_precision_beside_no_pipeline() -> None:
+@has_neighbours
+@on_threads(1)
+def test_low_precision_is_what_it_is_without_a_pipeline():
     schedule, stages = alone("ScheduleZBVZeroBubble", "bfloat16", num_stages=2)
     run_step(schedule, stages, 0, 0)
     mesh = init_device_mesh("cpu", (1,))
@@ -116,12 +121,8 @@ def low_precision_beside_no_pipeline() -> None:
     torch.testing.assert_close(gradients(stages), expected, rtol=1e-6, atol=1e-7)
 
 
-@has_neighbours
-def test_low_precision_is_what_it_is_without_a_pipeline(world):
-    world(1).run(low_precision_beside_no_pipeline)
-
-
-def a_step_and_an_evaluation() -> None:
+@on_threads(1)
+def test_an_evaluation_in_between_gathers_once_and_leaves_gradients_alone():
     schedule, (stage,) = alone("ScheduleGPipe")
     stage.submod.blocks[1].set_reshard_after_forward(False)
     chosen = [unit.policy for unit in StageUnits(stage.submod, "").units]
@@ -137,7 +138,10 @@ def a_step_and_an_evaluation() -> None:
     assert chosen == [unit.policy for unit in StageUnits(stage.submod, "").units]
 
 
-def two_steps(reduce_each: bool) -> None:
+@has_neighbours
+@pytest.mark.parametrize("reduce_each", [True, False], ids="reduce_each_{}".format)
+@on_threads(1)
+def test_two_steps_add_their_gradients_up(reduce_each):
     schedule, stages = alone("ScheduleZBVZeroBubble", num_stages=2)
     each_alone = []
     for step in range(2):
@@ -152,17 +156,9 @@ def two_steps(reduce_each: bool) -> None:
     torch.testing.assert_close(gradients(stages), [a + b for a, b in zip(*each_alone, strict=True)])
 
 
-def test_an_evaluation_in_between_gathers_once_and_leaves_gradients_alone(world):
-    world(1).run(a_step_and_an_evaluation)
-
-
-@has_neighbours
-@pytest.mark.parametrize("reduce_each", [True, False], ids="reduce_each_{}".format)
-def test_two_steps_add_their_gradients_up(world, reduce_each):
-    world(1).run(two_steps, reduce_each)
-
-
-def a_step_that_raises(kind: str) -> None:
+@pytest.mark.parametrize("kind", SINGLE)
+@on_threads(1)
+def test_the_step_after_one_that_raised_is_right(kind):
     schedule, stages = alone(kind)
     run_step(schedule, stages, 0, 0)
     expected = gradients(stages)
@@ -186,12 +182,8 @@ def a_step_that_raises(kind: str) -> None:
     assert live_of(stages) == {Live.SHARDED}
 
 
-@pytest.mark.parametrize("kind", SINGLE)
-def test_the_step_after_one_that_raised_is_right(world, kind):
-    world(1).run(a_step_that_raises, kind)
-
-
-def reductions_begun_before_the_last_gradient() -> list[int]:
+@on_threads(1)
+def test_the_last_backward_reduces_while_it_runs():
     schedule, (stage,) = alone("ScheduleGPipe")
     begun: list[int] = []
     with counted() as counts:
@@ -202,15 +194,13 @@ def reductions_begun_before_the_last_gradient() -> list[int]:
 
         stage.submod.blocks[0].register_forward_hook(watch)
         run_step(schedule, [stage], 0, 0)
-    return begun
-
-
-def test_the_last_backward_reduces_while_it_runs(world):
     # What is behind the first block, when backward reaches that in each micro-batch.
-    assert world(1).run(reductions_begun_before_the_last_gradient) == [[0, 0, 0, 2]]
+    assert begun == [0, 0, 0, 2]
 
 
-def no_more_stages_whole_than_the_schedule_says() -> None:
+@has_neighbours
+@on_threads(1)
+def test_stages_are_gathered_ahead_and_given_up_when_the_schedule_says_so():
     schedule, stages = alone("ScheduleLoopedBFS", num_stages=5)
     whole: list[int] = []
 
@@ -228,11 +218,6 @@ def no_more_stages_whole_than_the_schedule_says() -> None:
     assert live_of(stages) == {Live.SHARDED}
 
 
-@has_neighbours
-def test_stages_are_gathered_ahead_and_given_up_when_the_schedule_says_so(world):
-    world(1).run(no_more_stages_whole_than_the_schedule_says)
-
-
 # Torch's own stage
 
 
@@ -248,7 +233,9 @@ def test_torchs_own_stage_trains_the_same_once_it_knows_the_modules(world, sched
     assert all(run.counts[-1]["Reduce"] == units_per_rank(schedule) for run in runs)
 
 
-def torchs_stage_sharded_inside_only() -> None:
+@has_neighbours
+@on_threads(1)
+def test_torchs_own_stage_is_told_when_it_cannot_know():
     schedule, stages = alone("ScheduleZBVZeroBubble", "only_blocks", 2, pipelining.PipelineStage)
     with (
         torch_fsdp_identity(),
@@ -257,58 +244,40 @@ def torchs_stage_sharded_inside_only() -> None:
         run_step(schedule, stages, 0, 0)
 
 
-@has_neighbours
-def test_torchs_own_stage_is_told_when_it_cannot_know(world):
-    world(1).run(torchs_stage_sharded_inside_only)
-
-
 # What is not one stage's
 
 
-def a_unit_over_two_stages() -> None:
+@on_threads(1)
+def test_what_a_stage_cannot_serve_is_named():
+    # A unit over two stages.
     first, second = parts(2)
     fully_shard([first.last, second.last])
     stages = [PipelineStage(part, index, 2, CPU) for index, part in enumerate((first, second))]
     with pytest.raises(ModuleError, match=r"stage 0: unit Linear also has modules .* \(FSDPLinear\)"):
         run_step(make_schedule("ScheduleLoopedBFS", stages), stages, 0, 0)
-
-
-def a_parameter_in_two_stages() -> None:
+    # A parameter in two stages.
     first, second = parts(2)
     second.last.weight = first.last.weight
-    fully_shard(first)
-    fully_shard(second)
-    stages = [PipelineStage(part, index, 2, CPU) for index, part in enumerate((first, second))]
+    stages = [PipelineStage(fully_shard(part), index, 2, CPU) for index, part in enumerate((first, second))]
     with pytest.raises(OwnershipError, match="stage 1: unit Part uses a parameter that unit Part owns"):
         run_step(make_schedule("ScheduleLoopedBFS", stages), stages, 0, 0)
-
-
-def a_stage_of_a_model_that_has_run() -> None:
+    # A stage of a model that has run.
     model = nn.Sequential(Part(), nn.Linear(WIDTH, WIDTH))
-    fully_shard(model[0])
-    fully_shard(model)
-    model(torch.ones(1, WIDTH))
+    sharded(model, units=[model[0], model])(torch.ones(1, WIDTH))
     stage = PipelineStage(model[0], 0, 1, CPU)
     with pytest.raises(StateError, match="stage 0: unit 0 has run below Sequential"):
         run_step(make_schedule("ScheduleGPipe", [stage]), [stage], 0, 0)
-
-
-def a_step_counted_elsewhere() -> None:
+    # A step that is counted elsewhere.
     schedule, stages = alone("ScheduleGPipe")
     counting = accumulate(stages[0].submod, MICRO_BATCHES)
     with pytest.raises(StateError, match="stage 0: a schedule runs inside accumulate"), counting:
         run_step(schedule, stages, 0, 0)
 
 
-WRONG = [a_unit_over_two_stages, a_parameter_in_two_stages, a_stage_of_a_model_that_has_run, a_step_counted_elsewhere]
-
-
-@pytest.mark.parametrize("use", WRONG)
-def test_what_a_stage_cannot_serve_is_named(world, use):
-    world(1).run(use)
-
-
-def torchs_stage_that_knows_nothing() -> None:
+@has_neighbours
+@on_threads(1)
+def test_torchs_own_stage_works_alone_unless_it_splits_backward():
+    gc.collect()  # of earlier tests, stages of sherd, which lend their modules torch's class for as long as they live
     schedule, stages = alone("ScheduleZBVZeroBubble", num_stages=2, kind=pipelining.PipelineStage)
     with pytest.raises(StateError, match=r"unit Part runs in torch's PipelineStage \(stage 0\)"):
         run_step(schedule, stages, 0, 0)
@@ -317,8 +286,3 @@ def torchs_stage_that_knows_nothing() -> None:
     mine, others = alone("ScheduleLoopedBFS", num_stages=2)
     run_step(mine, others, 0, 0)
     torch.testing.assert_close(gradients(stages), gradients(others))
-
-
-@has_neighbours
-def test_torchs_own_stage_works_alone_unless_it_splits_backward(world):
-    world(1).run(torchs_stage_that_knows_nothing)

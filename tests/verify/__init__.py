@@ -1,1 +1,1 @@
-"""Does verify_equivalence find the first wrong tensor, and nothing where nothing is wrong?"""
+"""verify_equivalence finds the first wrong tensor, and nothing where nothing is wrong."""

@@ -1,4 +1,4 @@
-"""What do the tests of `verify_equivalence` build and shard, and which mistakes are planted in it?"""
+"""What the tests of `verify_equivalence` build and shard, and which mistakes are planted in it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd import EquivalenceReport, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from tests.wrapper.training import wrap_units
+from sherd import EquivalenceReport, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from tests.support.meshes import mesh_of
+from tests.support.sharding import FRONTS, sharded
 
 WIDTH, WORDS, ROWS = 16, 13, 8
 
@@ -97,44 +98,32 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def composed(model: Any, **options: Any) -> None:
-    for unit in model.units():
-        fully_shard(unit, **options)
-
-
-def wrapped(model: Any, **options: Any) -> nn.Module:
-    return wrap_units(model, FullyShardedDataParallel, **{"use_orig_params": True, **options})
-
-
 def hybrid(model: Any) -> None:
-    composed(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    sharded(model, mesh=mesh_of((2, 2)))
 
 
 def tensor_parallel(model: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    composed(model, mesh=mesh["dp"])
+    sharded(model, mesh=mesh["dp"])
 
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PURE_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 SHARDED: dict[str, Callable[[Any], nn.Module | None]] = {
-    "rows": composed,
-    "flat": functools.partial(composed, placement=sherd.Flat()),
-    "blocks": functools.partial(composed, placement=sherd.Blocks(4)),
-    "owned": functools.partial(composed, placement=sherd.Owned()),
-    "bfloat16": functools.partial(composed, mp_policy=BFLOAT16),
-    "pure bfloat16": functools.partial(composed, mp_policy=PURE_BFLOAT16),
-    "wrapper": wrapped,
-    "wrapper, flat parameters": functools.partial(wrapped, use_orig_params=False),
-    "wrapper, bfloat16": functools.partial(wrapped, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+    **{front: functools.partial(sharded, front=front) for front in FRONTS},
+    "bfloat16": functools.partial(sharded, mp_policy=BFLOAT16),
+    "pure bfloat16": functools.partial(sharded, mp_policy=PURE_BFLOAT16),
+    "wrapper, bfloat16": functools.partial(
+        sharded, front="wrapper", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+    ),
     "not at all": lambda model: FullyShardedDataParallel(
         model, sharding_strategy=sherd.ShardingStrategy.NO_SHARD, use_orig_params=True
     ),
 }
-ON_FOUR = {"hybrid": hybrid, "tensor parallel": tensor_parallel, "rows": composed}
+ON_FOUR = {"hybrid": hybrid, "tensor parallel": tensor_parallel, "shard": sharded}
 
 
 def verified(shard: str, build: Callable[[], nn.Module] = Net, **options: Any) -> EquivalenceReport:
@@ -146,15 +135,19 @@ def verified(shard: str, build: Callable[[], nn.Module] = Net, **options: Any) -
 # Mistakes: each shards and then spoils something
 
 
-def with_gradient_off(model: Any, factor: float = 1.001, **options: Any) -> None:
-    """One gradient is off by a thousandth."""
-    composed(model, **options)
-    model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(factor))
+def with_gradient_scaled(name: str, factor: float, **options: Any) -> Callable[[Any], None]:
+    """The gradient of one parameter is multiplied."""
+
+    def shard(model: Any) -> None:
+        sharded(model, **options)
+        model.get_parameter(name).register_post_accumulate_grad_hook(lambda param: param.grad.mul_(factor))
+
+    return shard
 
 
 def with_output_off(model: Any) -> None:
     """One element of a block's output is off by a thousandth, on rank 1."""
-    composed(model)
+    sharded(model)
     if dist.get_rank() == 1:
         model.blocks[0].register_forward_hook(lambda module, args, output: _bumped(output))
 
@@ -163,22 +156,6 @@ def _bumped(output: Tensor) -> Tensor:
     factor = torch.ones_like(output)
     factor[2, 1, 7] = 1.001
     return output * factor
-
-
-with_an_eighth_lost = functools.partial(with_gradient_off, factor=7 / 8, mp_policy=PURE_BFLOAT16)
-
-
-def with_lost_rank(model: Any, **options: Any) -> None:
-    """What rank 1 contributes to one gradient is lost, as where its reduction was skipped."""
-    composed(model, **options)
-
-    def lose(shard: Any) -> None:
-        shard.grad.mul_(0.5)
-
-    model.blocks[0].down.weight.register_post_accumulate_grad_hook(lose)
-
-
-with_lost_rank_in_bfloat16 = functools.partial(with_lost_rank, mp_policy=PURE_BFLOAT16)
 
 
 def with_drifting_replica(model: Any) -> None:
@@ -193,12 +170,12 @@ def with_other_weights(model: Any) -> None:
     if dist.get_rank() == 1:
         with torch.no_grad():
             model.blocks[0].up.weight += 1e-6
-    composed(model)
+    sharded(model)
 
 
 def with_buffer_off(model: Any) -> None:
     """A running mean is off by a thousandth of its change."""
-    composed(model)
+    sharded(model)
     before = model.norm.running_mean.clone()
 
     def bump(module: Any, args: Any, output: Any) -> None:

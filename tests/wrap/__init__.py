@@ -1,1 +1,1 @@
-"""Which modules become units, and do they train?"""
+"""Which modules become units, and whether they train."""

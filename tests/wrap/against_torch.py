@@ -1,11 +1,15 @@
-"""What would torch's own auto-wrapping make of a model? The oracle: models, torch's walk, and ours."""
+"""What torch's own auto-wrapping makes of a model: the models, torch's walk, and ours."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
@@ -13,6 +17,10 @@ from torch import nn
 from sherd.wrap import apply_wraps, choose
 from tests.support.models import VOCABULARY, WIDTH, Block, build
 from tests.support.models.stacks import Layer, Storey
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 class Wrapped(nn.Module):
@@ -38,39 +46,37 @@ class Attending(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
 
-def tiny_llama(**fields: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-    }
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2, **fields))
+_making = threading.Lock()
 
 
-def tiny_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def tiny(kind: str, head: str, **sizes: Any) -> Callable[..., nn.Module]:
+    """How to make a Hugging Face model with these fields of its configuration, and with those that are given then.
 
-    sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 8}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=2))
+    It has no dropout, which would differ by the rank. Only one thread at a time makes one: the imports of transformers
+    ask for it, and what it does with globals.
+    """
 
+    def make(**fields: Any) -> nn.Module:
+        with _making:
+            import transformers
+
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, **sizes, **fields)
+            return getattr(transformers, f"{kind}{head}")(config).eval()
+
+    return make
+
+
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+tiny_llama = tiny("Llama", "ForCausalLM", hidden_size=8, intermediate_size=12, num_key_value_heads=1, **LAYERS, **ENDS)
+tiny_gpt2 = tiny("GPT2", "LMHeadModel", n_embd=8, n_layer=2, n_head=2, n_positions=8, **ENDS)
 
 MODELS = {
-    "mlp": lambda: build("mlp"),
-    "nested": lambda: build("nested"),
-    "tied_across": lambda: build("tied_across"),
-    "transformer": lambda: build("transformer"),
+    **{name: functools.partial(build, name) for name in ("mlp", "nested", "tied_across", "transformer")},
     "attending": Attending,
     "torchs_transformer": lambda: nn.Transformer(WIDTH, 2, 2, 2, 16, batch_first=True),
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "llama": tiny_llama,
-    "gpt2": tiny_gpt2,
 }
 
 CLASSES = (Block, Layer, Storey, nn.MultiheadAttention, nn.LayerNorm, nn.TransformerEncoderLayer, nn.Embedding)

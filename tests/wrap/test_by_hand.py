@@ -1,4 +1,4 @@
-"""Does `wrap` wrap in the body of `enable_wrap`, and nowhere else?"""
+"""`wrap` wraps in the body of `enable_wrap`, and nowhere else."""
 
 import threading
 
@@ -9,6 +9,7 @@ from torch import nn
 from sherd import FSDPModule, fully_shard
 from sherd import wrap as sherd_wrap
 from sherd.wrap import enable_wrap, wrap
+from tests.support.ranks.bodies import on_threads
 from tests.wrap.against_torch import Wrapped
 
 
@@ -60,11 +61,8 @@ def test_wrapping_in_one_thread_leaves_another_alone():
     assert isinstance(found[0], nn.Linear)
 
 
-def units_of_a_marked_model():
+@on_threads(2)
+def test_fully_shard_may_be_the_wrapper():
     with enable_wrap(wrapper_cls=fully_shard, reshard_after_forward=False):
         model = nn.Sequential(wrap(nn.Linear(4, 4)), nn.Linear(4, 4))
-    return [isinstance(each, FSDPModule) for each in model]
-
-
-def test_fully_shard_may_be_the_wrapper(world):
-    assert world(2).run(units_of_a_marked_model) == [[True, False]] * 2
+    assert [isinstance(each, FSDPModule) for each in model] == [True, False]

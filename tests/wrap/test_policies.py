@@ -1,9 +1,8 @@
-"""Do the policies choose what torch's choose, and does the walk wrap what torch's wraps?"""
+"""The policies choose what torch's choose, and the walk wraps what torch's wraps."""
 
 import functools
 import inspect
 
-import pytest
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 
@@ -19,7 +18,18 @@ from sherd.wrap import (
     size_based_auto_wrap_policy,
 )
 from tests.support.models import WIDTH, Block, build
-from tests.wrap.against_torch import MODELS, Attending, Wrapped, names_of, policies, wrapped_by_torch, wrapped_by_us
+from tests.wrap.against_torch import (
+    MODELS,
+    Attending,
+    Wrapped,
+    names_of,
+    needs_transformers,
+    policies,
+    tiny_gpt2,
+    tiny_llama,
+    wrapped_by_torch,
+    wrapped_by_us,
+)
 
 OURS, TORCHS = policies(sherd_wrap), policies(torch_wrap)
 KWARGS = {"reshard": True, "mixed_precision": "half"}
@@ -34,19 +44,22 @@ FUNCTIONS = (
 )
 
 
-def made(name):
-    if name in ("llama", "gpt2"):
-        pytest.importorskip("transformers")
-    return MODELS[name]()
+def assert_wrapped_as_by_torch(plain):
+    for name, policy in OURS.items():
+        expected = repr(wrapped_by_torch(plain, TORCHS[name], KWARGS))
+        assert repr(wrapped_by_us(plain, policy, KWARGS)) == expected, name
+        assert repr(wrapped_by_us(plain, TORCHS[name], KWARGS)) == expected, f"torch's own {name}, given to us"
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("policy", OURS)
-def test_a_policy_wraps_what_torchs_policy_of_that_name_wraps(model, policy):
-    plain = made(model)
-    expected = repr(wrapped_by_torch(plain, TORCHS[policy], KWARGS))
-    assert repr(wrapped_by_us(plain, OURS[policy], KWARGS)) == expected
-    assert repr(wrapped_by_us(plain, TORCHS[policy], KWARGS)) == expected, "torch's own policy, given to us"
+def test_a_policy_wraps_what_torchs_policy_of_that_name_wraps():
+    for make in MODELS.values():
+        assert_wrapped_as_by_torch(make())
+
+
+@needs_transformers
+def test_a_policy_wraps_what_torchs_wraps_of_a_hugging_face_model():
+    for make in (tiny_llama, tiny_gpt2):
+        assert_wrapped_as_by_torch(make())
 
 
 def test_the_policies_above_are_not_all_empty_and_not_all_the_same():
@@ -55,32 +68,26 @@ def test_the_policies_above_are_not_all_empty_and_not_all_the_same():
     assert len(outcomes) > len(OURS) / 2
 
 
-@pytest.mark.parametrize("policy", [name for name in OURS if name not in ("classes", "custom")])
-def test_our_functions_serve_torchs_walk(policy):
+def test_our_functions_serve_torchs_walk():
     plain = build("transformer")
-    assert repr(wrapped_by_torch(plain, OURS[policy], KWARGS)) == repr(wrapped_by_torch(plain, TORCHS[policy], KWARGS))
+    for name in OURS.keys() - {"classes", "custom"}:
+        found, expected = (repr(wrapped_by_torch(plain, each[name], KWARGS)) for each in (OURS, TORCHS))
+        assert found == expected, name
 
 
-def test_the_names_are_torchs():
+def test_names_and_arguments_are_torchs():
     assert set(torch_wrap.__all__) <= set(sherd_wrap.__all__)
     assert all(inspect.getdoc(getattr(sherd_wrap, name)) for name in sherd_wrap.__all__)
 
+    def arguments(function):
+        return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_takes_what_torchs_takes(name):
-    theirs, ours = (inspect.signature(getattr(source, name)).parameters for source in (torch_wrap, sherd_wrap))
-    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
-        (p.name, p.kind, p.default) for p in theirs.values()
-    ]
-
-
-@pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
-def test_a_policy_class_is_made_and_run_as_torchs(name):
-    theirs, ours = getattr(torch_wrap, name), getattr(sherd_wrap, name)
-    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
-    assert list(inspect.signature(ours._run_policy).parameters) == list(
-        inspect.signature(theirs._run_policy).parameters
-    )
+    for name in FUNCTIONS:
+        assert arguments(getattr(sherd_wrap, name)) == arguments(getattr(torch_wrap, name)), name
+    for name in ("ModuleWrapPolicy", "CustomPolicy"):
+        ours, theirs = (getattr(source, name) for source in (sherd_wrap, torch_wrap))
+        for mine, other in ((ours, theirs), (ours._run_policy, theirs._run_policy)):
+            assert list(inspect.signature(mine).parameters) == list(inspect.signature(other).parameters), name
 
 
 def test_the_size_policys_default_classes_are_torchs_and_can_be_changed(monkeypatch):
@@ -125,11 +132,16 @@ def test_a_custom_policys_dict_goes_over_the_roots_arguments():
     assert all(kwargs["mesh"] is None for kwargs in chosen.values())
 
 
-@pytest.mark.parametrize("policy", [ModuleWrapPolicy({nn.Linear}), or_policy_of(nn.Linear)], ids=["object", "function"])
-def test_ignored_modules_are_not_chosen_and_neither_is_what_is_below_them(policy):
+def both_kinds(kind):
+    """A policy that is an object and one that is a function, for modules of this class."""
+    return ModuleWrapPolicy({kind}), or_policy_of(kind)
+
+
+def test_ignored_modules_are_not_chosen_and_neither_is_what_is_below_them():
     model = build("mlp")
-    chosen = choose(model, policy, ignored_modules=[model.blocks[0], model.last])
-    assert names_of(model, chosen) == ["first", "blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down"]
+    for policy in both_kinds(nn.Linear):
+        chosen = choose(model, policy, ignored_modules=[model.blocks[0], model.last])
+        assert names_of(model, chosen) == ["first", "blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down"]
 
 
 def test_ignored_parameters_do_not_count():
@@ -152,14 +164,13 @@ class Diamond(nn.Module):
         self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), shared)
 
 
-@pytest.mark.parametrize("policy", [ModuleWrapPolicy({Block}), or_policy_of(Block)], ids=["object", "function"])
-def test_a_shared_module_is_wrapped_once_and_everywhere(policy):
-    model = Diamond()
-    chosen = choose(model, policy)
-    assert names_of(model, chosen) == ["left.0"]
-    made = []
-    apply_wraps(model, chosen, lambda module, kwargs: made.append(Wrapped(module)) or made[-1])
-    assert [model.left[0], model.left[2], model.right[1]] == made * 3
+def test_a_shared_module_is_wrapped_once_and_everywhere():
+    for policy in both_kinds(Block):
+        model, made = Diamond(), []
+        chosen = choose(model, policy)
+        assert names_of(model, chosen) == ["left.0"]
+        apply_wraps(model, chosen, lambda module, kwargs, made=made: made.append(Wrapped(module)) or made[-1])
+        assert [model.left[0], model.left[2], model.right[1]] == made * 3
 
 
 def test_a_module_that_comes_back_as_itself_stays_where_it_is():
@@ -173,18 +184,15 @@ def test_a_module_that_comes_back_as_itself_stays_where_it_is():
 # Classes that are units of their own whatever the policy says
 
 
-@pytest.mark.parametrize("policy", [ModuleWrapPolicy({Block}), or_policy_of(Block)], ids=["object", "function"])
-def test_classes_that_stand_apart_are_units_with_their_own_arguments(policy):
-    model = Attending()
-    norms = (nn.LayerNorm, nn.BatchNorm1d)
-    root_kwargs = {"mixed_precision": "half", "mesh": None}
-    chosen = choose(
-        model, policy, root_kwargs=root_kwargs, apart=norms, apart_kwargs={"mixed_precision": None}, ignored_params=()
-    )
-    assert {name for name in names_of(model, chosen) if "norms" in name} == {"norms.0", "norms.1"}
-    for module, kwargs in chosen.items():
-        assert kwargs == {"mesh": None, "mixed_precision": None if isinstance(module, norms) else "half"}
-    assert root_kwargs["mixed_precision"] == "half"
+def test_classes_that_stand_apart_are_units_with_their_own_arguments():
+    model, norms = Attending(), (nn.LayerNorm, nn.BatchNorm1d)
+    root_kwargs, own = {"mixed_precision": "half", "mesh": None}, {"mixed_precision": None}
+    for policy in both_kinds(Block):
+        chosen = choose(model, policy, root_kwargs=root_kwargs, apart=norms, apart_kwargs=own, ignored_params=())
+        assert {name for name in names_of(model, chosen) if "norms" in name} == {"norms.0", "norms.1"}
+        for module, kwargs in chosen.items():
+            assert kwargs == {"mesh": None, "mixed_precision": None if isinstance(module, norms) else "half"}
+        assert root_kwargs["mixed_precision"] == "half"
 
 
 def test_a_class_that_stands_apart_may_be_one_that_the_policy_chose():

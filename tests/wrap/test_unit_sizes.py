@@ -1,6 +1,4 @@
-"""Does `auto_shard` make larger and smaller units by a word, and do they train as the plain model?"""
-
-import functools
+"""`auto_shard` makes larger and smaller units by a word, and they train as the plain model."""
 
 import pytest
 import torch
@@ -8,8 +6,10 @@ from torch import nn
 
 from sherd.api.auto_shard import auto_shard
 from sherd.errors import PolicyError
-from tests.wrap.against_torch import tiny_llama
-from tests.wrap.test_auto_shard import alone, sharded
+from tests.support.ranks.bodies import on_threads
+from tests.support.training import assert_trained, made, train_job
+from tests.wrap.against_torch import needs_transformers, tiny_llama
+from tests.wrap.test_auto_shard import alone, units_made
 
 
 class Halves(nn.Module):
@@ -42,65 +42,40 @@ class Stack(nn.Module):
         return self.head(self.norm(x))
 
 
-def stack(**options):
-    torch.manual_seed(0)
-    return Stack(**options)
-
-
 BLOCKS = [f"blocks.{at}" for at in range(5)]
 PAIRS = [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"), ("blocks.4",)]
 PARTS = [f"{block}.{part}" for block in BLOCKS for part in ("up", "more.0")]
 
 
-@pytest.mark.parametrize(
-    ("word", "options", "expected"),
-    [
+@on_threads(2)
+def test_a_word_makes_units_larger_or_smaller():
+    for word, options, expected in (
         ("auto", {}, alone("", *BLOCKS)),
         ("pairs", {}, [(("",), None), *((pair, None) for pair in PAIRS)]),
         ("parts", {}, alone("", *BLOCKS, *PARTS)),
         ("ends", {}, alone("", *BLOCKS, "embedding", "head")),
         ("ends", {"is_tied": True}, alone("", *BLOCKS)),
         ("pairs", {"num_blocks": 1}, alone("", "blocks.0")),
-    ],
-)
-def test_a_word_makes_units_larger_or_smaller(world, word, options, expected):
-    for found in world(2).run(sharded, functools.partial(stack, **options), word):
-        assert found == sorted(expected)
+    ):
+        assert units_made(Stack(**options), word) == sorted(expected), (word, options)
 
 
-def test_a_word_changes_only_the_blocks_of_a_model_that_describes_itself(world):
-    for found in world(2).run(sharded, tiny_llama, "pairs"):
-        assert [names for names, _ in found] == [
-            ("",),
-            ("model.embed_tokens",),
-            ("model.layers.0", "model.layers.1"),
-            ("model.norm", "lm_head"),
-        ]
+@needs_transformers
+@on_threads(2)
+def test_a_word_changes_only_the_blocks_of_a_model_that_describes_itself():
+    names = [names for names, _ in units_made(tiny_llama(), "pairs")]
+    pair = ("model.layers.0", "model.layers.1")
+    assert names == [("",), ("model.embed_tokens",), pair, ("model.norm", "lm_head")]
 
 
-def trained_by_words():
-    batches = [torch.randint(40, (4, 6), generator=torch.Generator().manual_seed(at)) for at in range(3)]
-    found = []
-    for make in (None, "auto", "pairs", "parts", "ends"):
-        model = stack()
-        if make is not None:
-            auto_shard(model, make, reshard_after_forward=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for batch in batches:
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found.append(losses)
-    return found
+def mean_square(model, rank, step):
+    return model(torch.randint(40, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
 
 
-def test_units_of_all_sizes_train_as_the_plain_model(world):
-    for plain, *others in world(2).run(trained_by_words):
-        for each in others:
-            assert each == pytest.approx(plain, rel=1e-5)
+@pytest.mark.parametrize("word", ["auto", "pairs", "parts", "ends"])
+def test_units_of_all_sizes_train_as_the_plain_model(threads, word):
+    found = threads(2).run(lambda: train_job(auto_shard(made(Stack), word, reshard_after_forward=True), mean_square))
+    assert_trained(found, Stack, mean_square)
 
 
 class Two(nn.Module):
@@ -115,6 +90,6 @@ class Two(nn.Module):
 
 def test_a_word_that_is_none_or_is_not_for_the_model_is_refused():
     with pytest.raises(PolicyError, match="expected a policy, or one of auto, pairs, parts, ends"):
-        auto_shard(stack(), "triples")
+        auto_shard(Stack(), "triples")
     with pytest.raises(PolicyError, match=r"policy='pairs'.* is for repeated blocks, and Two has none"):
         auto_shard(Two(), "pairs")

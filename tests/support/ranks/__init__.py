@@ -18,6 +18,7 @@ from `torch.manual_seed(0)` and under the test's own warning filters.
 
 `threads(n)`, n in 1..8: n threads of this process on torch's threaded group, which live as long. Easy to debug and good
 for wide meshes, but threads share the random generator, the arguments and every global: seed and build before `run`.
+`@on_threads(n)` and `@on_processes(n)` of `ranks.bodies`, above a test, have its whole body run so.
 
 A failure is one `RanksFailed`, with each rank's traceback and `errors[rank] == (type name, message)`. A rank
 still busy after `run(..., timeout=60)` seconds shows its stack. After any failure the processes are killed;
