@@ -6,7 +6,7 @@ training.py     `Recipe` and `Run` for specimens; `train_job` and `assert_traine
 comparing.py    `whole(value)`, `whole_params(model)`, `assert_same(found, expected)`, `assert_refused(action, ...)`
 gathered.py     many sharded tensors whole at once
 meshes.py       `mesh_of((2, 2))`
-ranks/          `world(n)`: processes; `threads(n)`: threads; `@on_threads(n)`, `@on_processes(n)`: a test's body on ranks;
+ranks/          `world(n)`: processes; `threads(n)`: threads; `@on_threads(n)`, `@on_processes(n)`: a test's body;
                 `ranks.forked`: programs without an import of torch
 suites.py       which cases a run takes: marks and shares
 """
