@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from bench.peak import LiveBytes
 from sherd.planning.reading import read_work
+from sherd.planning.tracing import traced
+from sherd.schedule.moments import MemoryKind
 from sherd.simulate.work import Allocate, Gradient, Op, Release, TensorKind
 
 
@@ -84,4 +88,36 @@ def measured(build, loss):
 
 
 def flops(work):
-    return sum(event.flops for event in work.events if isinstance(event, Op))
+    return sum(event.flops for event in ops(work))
+
+
+def ops(work):
+    return [event for event in work.events if isinstance(event, Op)]
+
+
+def settled(model, optimizer, step, on):
+    """On a rank: the timeline of a settled step, on the ranks `on`; None on the others."""
+    found = []
+    for number in range(5):
+        with traced(model, optimizer) if number > 1 and dist.get_rank() in on else nullcontext() as trace:
+            step()
+            optimizer.step()
+        optimizer.zero_grad()
+        if trace is not None:
+            found.append(trace.timeline)
+    # A thread of gloo may let go of what it has received too late, when the machine is busy, but never too early.
+    return min(found, key=lambda each: each.peak.nbytes, default=None)
+
+
+def engine(by_kind, without=()):
+    """Of bytes by kind those of the engine's buffers."""
+    return {kind.value: by_kind[kind.value] for kind in {*MemoryKind} - {*without} if by_kind.get(kind.value)}
+
+
+def most(timeline):
+    """The most bytes of each kind that are alive at once."""
+    now, found = {}, {}
+    for change in timeline.changes:
+        now[change.kind] = now.get(change.kind, 0) + change.nbytes
+        found[change.kind] = max(found.get(change.kind, 0), now[change.kind])
+    return found
