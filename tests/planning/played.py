@@ -13,7 +13,7 @@ from bench.peak import LiveBytes
 from sherd.planning.reading import read_work
 from sherd.planning.tracing import traced
 from sherd.schedule.moments import MemoryKind
-from sherd.simulate.work import Allocate, Gradient, Op, Release, TensorKind
+from sherd.simulate.work import Allocate, Enter, Gradient, Leave, Op, Release, TensorKind
 
 
 def _counted_as(name):
@@ -93,6 +93,31 @@ def flops(work):
 
 def ops(work):
     return [event for event in work.events if isinstance(event, Op)]
+
+
+def of_kind(work, kind):
+    """The bytes of each tensor of this kind."""
+    return [event.nbytes for event in work.events if isinstance(event, Allocate) and event.kind is kind]
+
+
+def assert_calls_see_what_is_alive(work):
+    """Calls are inside of one another, what they read and return is alive, and at the end nothing is."""
+    alive, calls = set(), []
+    for event in work.events:
+        match event:
+            case Allocate(tensor):
+                assert tensor not in alive
+                alive.add(tensor)
+            case Release(tensor):
+                alive.remove(tensor)
+            case Enter(module):
+                assert set(event.inputs) <= alive
+                calls.append(module)
+            case Leave(module):
+                assert calls.pop() == module
+                assert set(event.outputs) <= alive
+    assert not calls
+    assert not alive
 
 
 def settled(model, optimizer, step, on):
