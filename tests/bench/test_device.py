@@ -1,9 +1,10 @@
-"""Does the figure for an accelerator plan, measure, survive failures and write its page, with a tiny stack on a CPU?"""
+"""The figure for an accelerator plans, measures, survives failures and writes its page, with a tiny stack on a CPU."""
 
 import json
 import math
 import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ClassVar
@@ -33,6 +34,7 @@ QUICK = Conditions(device="cpu", quick=True, rounds=2, minutes=5.0)
 # End to end
 
 
+@pytest.mark.slow
 def test_quick_run_on_the_cpu_measures_each_system_and_writes_lines_and_page(tmp_path):
     lines, target = tmp_path / "lines", tmp_path / "page.md"
     target.write_text(f"above\n{page.BEGIN}\nold figures\n{page.END}\nbelow\n")
@@ -67,31 +69,25 @@ def devices(number: int, **fields) -> Conditions:
     return WithDevices(device="cuda", **fields)
 
 
-def test_one_device_is_a_rank_of_2_64_and_8_fake_ones_and_the_last_measures_every_case():
-    plan = plan_for(devices(1))
-    assert [(group.kind, group.num_ranks) for group, _ in plan] == [("fake", 2), ("fake", 64), ("fake", 8)]
-    cases = [list(dict.fromkeys(job.case.name for job in jobs)) for _, jobs in plan]
+def test_one_device_is_a_rank_of_fake_ones_and_several_are_real_ranks_first():
+    alone, four = plan_for(devices(1)), plan_for(devices(4))
+    kinds = [[(group.kind, group.num_ranks) for group, _ in plan] for plan in (alone, four)]
+    assert kinds[0] == [("fake", 2), ("fake", 64), ("fake", 8)]
+    # A silent group shows what is exposed.
+    assert kinds[1] == [("real", 4), ("silent", 4), ("real", 4), *kinds[0]]
+    cases = [list(dict.fromkeys(job.case.name for job in jobs)) for _, jobs in alone]
     assert cases == [["plain"], ["plain"], list(CASES)]
+    assert {job.case.name for _, jobs in four[3:] for job in jobs} == {"plain"}
+    assert plan_for(devices(4, groups=("fake",))) == alone
 
 
-def test_several_devices_are_real_ranks_first_and_a_silent_group_shows_what_is_exposed():
-    plan = plan_for(devices(4))
-    groups = [(group.kind, group.num_ranks) for group, _ in plan]
-    assert groups == [("real", 4), ("silent", 4), ("real", 4), ("fake", 2), ("fake", 64), ("fake", 8)]
-    assert {job.case.name for _, jobs in plan[3:] for job in jobs} == {"plain"}
-    assert plan_for(devices(4, groups=("fake",))) == plan_for(devices(1))
-
-
-def test_the_second_turn_is_in_the_opposite_order():
+def test_the_second_turn_is_in_the_opposite_order_and_megatron_is_measured_where_it_is_installed():
     jobs = jobs_of([PLAIN], Group("fake", 8), devices(1))
     names = [job.system.name for job in jobs]
     assert names == names[::-1]
     assert [job.turn for job in jobs] == [0] * (len(jobs) // 2) + [1] * (len(jobs) // 2)
-
-
-def test_megatron_is_measured_where_it_is_installed_and_only_there():
-    assert MEGATRON in systems_for(PLAIN, False, has_megatron=True)
-    assert MEGATRON not in systems_for(PLAIN, False, has_megatron=False)
+    for is_installed in (True, False):
+        assert (MEGATRON in systems_for(PLAIN, False, has_megatron=is_installed)) == is_installed
 
 
 def test_the_large_stack_is_llama_3_8_b_but_for_grouped_keys_and_layers():
@@ -104,7 +100,7 @@ def test_the_large_stack_is_llama_3_8_b_but_for_grouped_keys_and_layers():
     assert num_bytes(model) == 2 * (2 * 128256 * 4096 + 8 * (4 * 4096**2 + 3 * 4096 * 14336 + 2 * 4096) + 4096)
 
 
-def test_the_figure_is_the_only_one_of_an_accelerator_and_asked_for_by_name_on_the_cpu(monkeypatch):
+def test_the_figure_is_the_only_one_of_an_accelerator_and_asked_for_by_name_on_the_cpu(monkeypatch, capsys):
     assert FIGURES["device"] is measure
     assert parse(["--device", "cpu"]).only == [name for name in FIGURES if name not in ("device", "mesh")]
     assert parse(["--device", "cpu", "--only", "device"]).only == ["device"]
@@ -113,9 +109,6 @@ def test_the_figure_is_the_only_one_of_an_accelerator_and_asked_for_by_name_on_t
     chosen = parse([])
     assert (chosen.device, chosen.only, chosen.minutes, chosen.rounds) == ("cuda", ["device"], 8.0, 5)
     assert parse(["--quick"]).minutes == 2.0
-
-
-def test_a_device_that_torch_does_not_see_ends_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         parse(["--device", "cuda"])
@@ -154,6 +147,7 @@ def test_a_rank_that_raises_or_dies_says_so_in_a_line():
             ranks.ask("die", 60)
 
 
+@pytest.mark.slow
 def test_real_ranks_answer_in_order_and_one_that_hangs_is_given_up():
     with Ranks(Group("real", 2), "cpu", "", answer) as ranks:
         assert ranks.ask("one", 60) == [("one", 0, 2), ("one", 1, 2)]
@@ -161,7 +155,7 @@ def test_real_ranks_answer_in_order_and_one_that_hangs_is_given_up():
             ranks.ask("hang", 1)
 
 
-class FewJobs:
+class FewJobs(AbstractContextManager):
     """Stands for `Ranks`: the job of FSDP2 fails, the others are measured in no time."""
 
     asked: ClassVar[list[list[str]]] = []
@@ -169,9 +163,6 @@ class FewJobs:
 
     def __init__(self, *args):
         FewJobs.asked.append([])
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         pass

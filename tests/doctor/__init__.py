@@ -1,1 +1,1 @@
-"""Does the doctor find what is wrong?"""
+"""Tests of `sherd doctor`."""

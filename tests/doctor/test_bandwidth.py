@@ -1,6 +1,5 @@
-"""Does `sherd doctor --bandwidth` measure what ranks compute and move, and write a cluster file that reads?"""
+"""`sherd doctor --bandwidth` measures what ranks compute and move, and writes a cluster file that reads."""
 
-import json
 import os
 import socket
 from itertools import islice
@@ -14,16 +13,11 @@ from sherd.doctor.findings import FAILURE
 from sherd.simulate.cluster_file import cluster_toml, read_cluster
 from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, waited
 from sherd.simulate.work import Op, OpKind
-from sherd.train import cli
+from tests.doctor.started import findings_of
+from tests.support.commands import refusal
 from tests.support.ranks.forked import sherd as be_sherd
-from tests.support.ranks.forked import start
 
 PROBES = operations.probes
-
-
-@pytest.fixture
-def _no_rank(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
 
 
 def few(dtype):
@@ -58,24 +52,11 @@ def fails():
 """
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp_path):
     (tmp_path / "made.py").write_text(FACTORY)
-    words = [
-        "doctor",
-        "--bandwidth",
-        "box.toml",
-        "--ranks",
-        "2",
-        "--json",
-        "--model",
-        "made.py:make",
-        "--samples",
-        "1,4",
-    ]
-    process = start(be_quick, words, {}, folder=tmp_path, output=tmp_path / "said")
-    process.join(150)
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == 0, said + (tmp_path / "said.err").read_text()
+    words = "doctor --bandwidth box.toml --ranks 2 --json --model made.py:make --samples 1,4"
+    findings = findings_of(tmp_path, be_quick, words)
     cluster = read_cluster(tmp_path / "box.toml")
     device = cluster.device
     assert (cluster.name, cluster.devices_per_node, device.overlaps, device.host) == ("box", 2, False, 0)
@@ -103,7 +84,6 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
     assert small < large
     assert cluster.sources["device"].startswith("measured by sherd doctor --bandwidth on 20")
     assert cluster.sources["across"].startswith("estimate: not measured, as there is one host")
-    findings = json.loads(said)["findings"]
     assert [each for each in findings if each["verdict"] == FAILURE] == []
     told = {each["name"]: each["value"] for each in findings if each["section"] == "bandwidth"}
     assert told["written"] == "box.toml"
@@ -132,21 +112,18 @@ def test_hosts_are_told_apart_and_what_cannot_be_measured_is_an_estimate(world, 
     assert [link for link in ("within", "across") if cluster.sources[link].startswith("estimate")] == estimated
 
 
-def least_squares_over(launch, latency, rate):
+def link_over(launch, latency, rate):
     """The link that is found where collectives take what the formula says."""
-
-    def took(call, at):
-        return launch + latency + call / 2 / rate
-
-    with (
-        mock.patch.object(bandwidth, "_slowest", took),
-        mock.patch.object(bandwidth, "collective", lambda transport, kind, size, number: size),
-    ):
+    exact = {
+        "_slowest": lambda call, at: launch + latency + call / 2 / rate,
+        "collective": lambda transport, kind, size, number: size,
+    }
+    with mock.patch.multiple(bandwidth, **exact):
         return bandwidth._link([[0, 1]], launch)
 
 
 def test_latency_and_bandwidth_are_found_again(world):
-    for link in world(2).run(least_squares_over, 2e-6, 3e-5, 4e9):
+    for link in world(2).run(link_over, 2e-6, 3e-5, 4e9):
         assert (link.latency, link.bandwidth) == (pytest.approx(3e-5), pytest.approx(4e9))
 
 
@@ -154,23 +131,20 @@ def test_large_collectives_decide_on_bandwidth_although_small_ones_are_noisy():
     sizes, noise = [2.0**13, 2.0**15, 2.0**19, 2.0**21, 2.0**23], [1.1, 0.9, 1.1, 1.0, 1.0]
     link = bandwidth._line(sizes, [by * (1e-3 + size / 1e9) for by, size in zip(noise, sizes, strict=True)])
     assert (link.latency, link.bandwidth) == (pytest.approx(1e-3, rel=0.05), pytest.approx(1e9, rel=0.05))
+    for took in ([1e-3, 1e-3], [2e-3, 1e-3]):
+        level = bandwidth._line([1e6, 2e6], took)
+        assert level.latency > 0, took
+        assert 0 < level.bandwidth < 1e12, took
 
 
-@pytest.mark.parametrize("took", [[1e-3, 1e-3], [2e-3, 1e-3]], ids=["level", "falling"])
-def test_a_line_that_noise_lets_fall_has_a_bandwidth_all_the_same(took):
-    link = bandwidth._line([1e6, 2e6], took)
-    assert link.latency > 0
-    assert 0 < link.bandwidth < 1e12
-
-
-@pytest.mark.parametrize(("skew", "noise"), [(3e-4, 0.0), (0.0, -1e-4)])
-def test_what_equal_collectives_take_more_behind_more_compute_is_skew(skew, noise):
+def test_what_equal_collectives_take_more_behind_more_compute_is_skew():
     soon, late = [(1e-4, 5e-4), (4e-4, 2e-3), (1e-3, 7e-3)], [1.6e-3, 6.4e-3, 16e-3]
-    later = [
-        (more, took + noise + waited(more, skew) - waited(less, skew))
-        for (less, took), more in zip(soon, late, strict=True)
-    ]
-    assert bandwidth._skew(soon, later) == pytest.approx(skew)
+    for skew, noise in ((3e-4, 0.0), (0.0, -1e-4)):
+        later = [
+            (more, took + noise + waited(more, skew) - waited(less, skew))
+            for (less, took), more in zip(soon, late, strict=True)
+        ]
+        assert bandwidth._skew(soon, later) == pytest.approx(skew)
 
 
 def in_turns():
@@ -192,12 +166,10 @@ def test_calls_run_in_turns_and_the_lower_quartile_of_the_slowest_rank_counts(wo
         assert seconds == [0.002, 0.02]
 
 
-@pytest.mark.usefixtures("_no_rank")
-@pytest.mark.parametrize("file", ["there.toml", "no/box.toml"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, file):
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.toml").write_text("mine")
-    assert cli.main(["doctor", "--bandwidth", file]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"sherd doctor: --bandwidth {file}: it is there, or its folder is not;")
-    assert (said.out, said.err.count("\n"), (tmp_path / "there.toml").read_text()) == ("", 1, "mine")
+    for file in ("there.toml", "no/box.toml"):
+        said = refusal(capsys, "doctor", "--bandwidth", file)
+        assert said.startswith(f"sherd doctor: --bandwidth {file}: it is there, or its folder is not;")
+    assert (tmp_path / "there.toml").read_text() == "mine"

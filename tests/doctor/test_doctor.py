@@ -1,4 +1,4 @@
-"""Does `sherd doctor` see what is wrong with a machine and its ranks, and say what to do about it?"""
+"""`sherd doctor` sees what is wrong with a machine and its ranks, and says what to do about it."""
 
 import collections
 import json
@@ -15,8 +15,10 @@ from sherd.comm.host.shared_memory import SharedMemory
 from sherd.doctor import command, machine, ranks
 from sherd.doctor.findings import FAILURE, OK, WARNING, Finding, as_json, as_table, exit_code
 from sherd.train import cli
+from tests.doctor.started import findings_of
+from tests.support.commands import refusal
 from tests.support.ranks.forked import sherd as be_sherd
-from tests.support.ranks.forked import start, torchrun
+from tests.support.ranks.forked import torchrun
 
 GOOD = Finding("memory", "host", "16 GiB free")
 DUBIOUS = Finding("memory", "/dev/shm", "0.1 GiB free", WARNING, "docker run --shm-size=8g")
@@ -40,18 +42,12 @@ def test_the_table_shows_each_line_under_its_section_and_the_remedy_below():
     ]
 
 
-def test_the_json_holds_the_same():
+def test_the_json_holds_the_same_and_the_exit_code_is_that_of_the_worst_line():
     read = json.loads(as_json([GOOD, BAD]))
     assert read["verdict"] == "failure"
     assert [Finding(**each) for each in read["findings"]] == [GOOD, BAD]
-
-
-@pytest.mark.parametrize(
-    ("findings", "code", "strict"),
-    [([GOOD], 0, 0), ([GOOD, DUBIOUS], 0, 1), ([DUBIOUS, BAD], 2, 2)],
-)
-def test_the_exit_code_is_that_of_the_worst_line(findings, code, strict):
-    assert (exit_code(findings, strict=False), exit_code(findings, strict=True)) == (code, strict)
+    for findings, code, strict in (([GOOD], 0, 0), ([GOOD, DUBIOUS], 0, 1), ([DUBIOUS, BAD], 2, 2)):
+        assert (exit_code(findings, strict=False), exit_code(findings, strict=True)) == (code, strict)
 
 
 # One process
@@ -64,45 +60,40 @@ def test_each_line_about_a_machine_that_is_not_ok_has_a_remedy():
     assert all(bool(each.remedy) == (each.verdict != OK) for each in findings)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"),
-    [
-        ("GLOO_SOCKET_IFNAME", "lo", ""),
-        ("GLOO_SOCKET_IFNAME", "nothing9", "there is no such interface"),
-        ("NCCL_SOCKET_IFNAME", "^docker", ""),
-        ("TORCH_DISTRIBUTED_DEBUG", "OFF", ""),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow; unset it"),
-        ("CUDA_LAUNCH_BLOCKING", "0", ""),
-        ("CUDA_LAUNCH_BLOCKING", "1", "nothing overlaps"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "ranks hang"),
-        ("CUDA_VISIBLE_DEVICES", "", "hides all devices"),
-        ("OMP_NUM_THREADS", "many", "a number"),
-        ("RANK", "3", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"),
-    ],
+VARIABLES = (
+    ("GLOO_SOCKET_IFNAME", "lo", ""),
+    ("GLOO_SOCKET_IFNAME", "nothing9", "there is no such interface"),
+    ("NCCL_SOCKET_IFNAME", "^docker", ""),
+    ("TORCH_DISTRIBUTED_DEBUG", "OFF", ""),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow; unset it"),
+    ("CUDA_LAUNCH_BLOCKING", "0", ""),
+    ("CUDA_LAUNCH_BLOCKING", "1", "nothing overlaps"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "ranks hang"),
+    ("CUDA_VISIBLE_DEVICES", "", "hides all devices"),
+    ("OMP_NUM_THREADS", "many", "a number"),
+    ("RANK", "3", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"),
 )
-def test_a_variable_that_is_set_is_told_with_what_is_wrong_about_it(name, value, remedy):
-    found = [each for each in machine.variables({name: value}) if remedy or each.name == name]
-    assert [each.name for each in found] == [name]
-    assert (remedy in found[0].remedy, found[0].verdict) == (True, WARNING if remedy else OK)
 
 
-def test_more_threads_than_cores_are_told():
-    usable = len(os.sched_getaffinity(0))
-    (good,), (bad,) = machine.cores(2, max(1, usable // 2)), machine.cores(4, 4 * usable)
-    assert bad.verdict == WARNING
-    assert "OMP_NUM_THREADS=" in bad.remedy
-    assert good.verdict == (OK if usable > 1 else WARNING)
+def test_a_variable_that_is_set_is_told_with_what_is_wrong_about_it():
+    for name, value, remedy in VARIABLES:
+        found = [each for each in machine.variables({name: value}) if remedy or each.name == name]
+        assert [each.name for each in found] == [name]
+        assert remedy in found[0].remedy, name
+        assert found[0].verdict == (WARNING if remedy else OK), (name, value)
 
 
-def test_little_shared_memory_and_few_files_are_told(monkeypatch):
+def test_little_shared_memory_few_files_too_many_threads_and_an_old_torch_are_told(monkeypatch):
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(64 * machine.MIB, 0, 64 * machine.MIB))
     found = {each.name: each for each in machine.memory(10**6)}
     assert "--shm-size" in found["/dev/shm"].remedy
     assert "ulimit -n" in found["open files"].remedy
-
-
-def test_a_torch_that_is_too_old_is_a_failure_and_an_untested_one_a_warning(monkeypatch):
+    usable = len(os.sched_getaffinity(0))
+    (good,), (bad,) = machine.cores(2, max(1, usable // 2)), machine.cores(4, 4 * usable)
+    assert bad.verdict == WARNING
+    assert "OMP_NUM_THREADS=" in bad.remedy
+    assert good.verdict == (OK if usable > 1 else WARNING)
     for version, verdict in (("2.9.1", FAILURE), ("2.99.0+cpu", WARNING), ("2.13.0", OK)):
         monkeypatch.setattr(torch, "__version__", version)
         assert next(each for each in machine.versions() if each.name == "torch").verdict == verdict
@@ -111,7 +102,7 @@ def test_a_torch_that_is_too_old_is_a_failure_and_an_untested_one_a_warning(monk
 # Ranks
 
 
-def found_by_ranks(**options):
+def found_by_ranks():
     return list(ranks.of_the_ranks())
 
 
@@ -136,34 +127,6 @@ def test_a_rank_alone_trains_too(world):
     assert [each for each in findings if each.verdict == FAILURE] == []
 
 
-def without_shared_memory():
-    # A transport that these ranks have is not made again.
-    without = mock.patch.object(SharedMemory, "meet", return_value=None)
-    with without, mock.patch.dict(comm.transports._known, clear=True):
-        return list(ranks.transports())
-
-
-def test_ranks_of_one_host_that_share_no_memory_are_told_why(world):
-    findings = world(2).run(without_shared_memory)[0]
-    (transport,) = (each for each in findings if each.name == "transport")
-    assert transport.verdict == WARNING
-    assert "auto is Gloo" in transport.value
-    assert "cannot map one another's memory" in transport.remedy
-    assert "not shared_memory" in findings[1].value
-
-
-def with_a_fast_clock():
-    now = time.time
-    with mock.patch.object(time, "time", side_effect=lambda: now() + 5 * dist.get_rank()):
-        return list(ranks.clocks())
-
-
-def test_clocks_that_differ_are_told(world):
-    for (clock,) in world(2).run(with_a_fast_clock):
-        assert clock.verdict == WARNING
-        assert float(clock.value.split()[2]) == pytest.approx(5000, abs=100)
-
-
 def spoilt(precision, model):
     shard(precision, model)
     model.head.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(1.5))
@@ -172,53 +135,50 @@ def spoilt(precision, model):
 shard = ranks._shard
 
 
-def with_a_wrong_gradient():
+def wrong_findings():
+    """What a rank finds where they share no memory, where clocks differ, gradients are wrong, and versions differ."""
+    now, rank = time.time, dist.get_rank()
+    without = mock.patch.object(SharedMemory, "meet", return_value=None)
+    # A transport that these ranks have is not made again.
+    with without, mock.patch.dict(comm.transports._known, clear=True):
+        transports = list(ranks.transports())
+    with mock.patch.object(time, "time", side_effect=lambda: now() + 5 * rank):
+        clocks = list(ranks.clocks())
     with mock.patch.object(ranks, "_shard", spoilt):
-        return list(ranks.self_test())
+        trainings = list(ranks.self_test())
+    with mock.patch.object(ranks, "__version__", f"0.{rank}"):
+        return transports, clocks, trainings, list(ranks.who())
 
 
-def test_a_training_that_is_wrong_is_a_failure(world):
-    for findings in world(2).run(with_a_wrong_gradient):
-        assert [each.verdict for each in findings] == [FAILURE, FAILURE]
-        assert "gradient of head.weight" in findings[0].value
-
-
-def other_versions():
-    with mock.patch.object(ranks, "__version__", f"0.{dist.get_rank()}"):
-        return list(ranks.who())
-
-
-def test_ranks_of_other_versions_are_a_failure(world):
-    (_, found) = world(2).run(other_versions)[0]
-    assert (found.verdict, found.value) == (FAILURE, "ranks run 0.0 and 0.1")
+def test_what_is_wrong_between_ranks_is_told(world):
+    found = world(2).run(wrong_findings)
+    for _, (clock,), trainings, _ in found:
+        assert clock.verdict == WARNING
+        assert float(clock.value.split()[2]) == pytest.approx(5000, abs=100)
+        assert [each.verdict for each in trainings] == [FAILURE, FAILURE]
+        assert "gradient of head.weight" in trainings[0].value
+    transports, _, _, (_, versions) = found[0]
+    (transport,) = (each for each in transports if each.name == "transport")
+    assert transport.verdict == WARNING
+    assert "auto is Gloo" in transport.value
+    assert "cannot map one another's memory" in transport.remedy
+    assert "not shared_memory" in transports[1].value
+    assert (versions.verdict, versions.value) == (FAILURE, "ranks run 0.0 and 0.1")
 
 
 # The command
 
 
-@pytest.fixture
-def _no_rank(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+def test_bad_words_are_refused_in_one_line(capsys):
+    for words, why in (
+        ("--ranks 0", "argument --ranks: 0 is too few"),
+        ("--ranks two", "argument --ranks: invalid int value: 'two'"),
+        ("--strikt", "unknown option --strikt; did you mean --strict?"),
+        ("what.bin", "what.bin is no flight record"),
+    ):
+        assert refusal(capsys, "doctor", *words.split()).startswith(f"sherd doctor: {why}")
 
 
-@pytest.mark.usefixtures("_no_rank")
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--ranks", "0"], "argument --ranks: 0 is too few"),
-        (["--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
-        (["--strikt"], "unknown option --strikt; did you mean --strict?"),
-        (["what.bin"], "what.bin is no flight record"),
-    ],
-)
-def test_bad_words_are_refused_in_one_line(capsys, words, why):
-    assert cli.main(["doctor", *words]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"sherd doctor: {why}")
-    assert (said.out, said.err.count("\n")) == ("", 1)
-
-
-@pytest.mark.usefixtures("_no_rank")
 def test_ranks_that_leave_no_word_are_a_failure(capsys, monkeypatch):
     def started(num_ranks, module, words):
         folder = words[words.index("--into") + 1]
@@ -234,36 +194,23 @@ def test_ranks_that_leave_no_word_are_a_failure(capsys, monkeypatch):
     assert told == [("rank 1", "it has left no word"), ("end", "exit code 139")]
 
 
-def said_by(process, tmp_path):
-    process.join(150)
-    said, errors = (tmp_path / "said").read_text(), (tmp_path / "said.err").read_text()
-    assert process.exitcode == 0, said + errors
-    return json.loads(said)["findings"]
+SECTIONS = {"environment", "memory", "links", "ranks", "time-outs", "self-test"}
 
 
 def test_the_command_starts_ranks_and_finds_nothing_that_fails(tmp_path):
-    words = ["doctor", "--ranks", "2", "--json"]
-    findings = said_by(start(be_sherd, words, {}, folder=tmp_path, output=tmp_path / "said"), tmp_path)
-    assert {"environment", "memory", "links", "ranks", "time-outs", "self-test"} <= {
-        each["section"] for each in findings
-    }
+    findings = findings_of(tmp_path, be_sherd, "doctor --ranks 2 --json")
+    assert {each["section"] for each in findings} >= SECTIONS
     assert len([each for each in findings if each["name"] == "ranks"]) == 1
 
 
 def test_it_runs_under_torchrun_too(tmp_path):
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "sherd", "doctor", "--json"]
-    findings = said_by(start(torchrun, words, {}, folder=tmp_path, output=tmp_path / "said"), tmp_path)
-    assert {"environment", "memory", "links", "ranks", "time-outs", "self-test"} <= {
-        each["section"] for each in findings
-    }
+    findings = findings_of(tmp_path, torchrun, "--standalone --nproc-per-node 2 -m sherd doctor --json")
+    assert {each["section"] for each in findings} >= SECTIONS
 
 
 def test_ranks_that_cannot_meet_are_told_with_the_interface(tmp_path):
-    words, environment = ["doctor", "--ranks", "2", "--json"], {"GLOO_SOCKET_IFNAME": "nothing9"}
-    process = start(be_sherd, words, environment, folder=tmp_path, output=tmp_path / "said")
-    process.join(150)
-    assert process.exitcode == 2
-    findings = json.loads((tmp_path / "said").read_text())["findings"]
+    environment = {"GLOO_SOCKET_IFNAME": "nothing9"}
+    findings = findings_of(tmp_path, be_sherd, "doctor --ranks 2 --json", environment, code=2)
     failures = [each for each in findings if each["verdict"] == FAILURE]
     assert {each["name"] for each in failures} == {"rank 0", "rank 1"}
     assert "nothing9" in failures[0]["value"]

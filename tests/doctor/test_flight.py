@@ -1,4 +1,4 @@
-"""Does `sherd doctor FILE` name the rank that left the others' way, from what ranks have written?"""
+"""`sherd doctor FILE` names the rank that left the others' way, from what ranks have written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sherd.doctor.flight import judged, read
 from sherd.train import cli
+from tests.support.commands import refusal
 
 FORWARD = ["gathers unit a", "gathers unit b", "gathers unit c"]
 STACK = """  File "train.py", line 30, in main
@@ -106,16 +105,12 @@ def test_of_a_folder_the_newest_job_is_read_and_files_may_be_named(tmp_path, cap
     assert "older" in json.loads(capsys.readouterr().out)["findings"][0]["value"]
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"meshes": [{}]}'])
-def test_what_is_no_record_is_refused(tmp_path, capsys, content):
-    (tmp_path / "x.json").write_text(content)
-    assert cli.main(["doctor", str(tmp_path / "x.json")]) == 2
-    assert "x.json is no flight record" in capsys.readouterr().err
-
-
-def test_a_folder_without_records_is_refused(tmp_path, capsys):
-    assert cli.main(["doctor", str(tmp_path)]) == 2
-    assert "no sherd-flight-*.json in" in capsys.readouterr().err
+def test_what_is_no_record_or_a_folder_without_any_is_refused(tmp_path, capsys):
+    file = tmp_path / "x.json"
+    for content in ("", "{}", "[]", '{"meshes": [{}]}'):
+        file.write_text(content)
+        assert "x.json is no flight record" in refusal(capsys, "doctor", file), content
+    assert "no sherd-flight-*.json in" in refusal(capsys, "doctor", tmp_path)
 
 
 def test_reading_loads_no_torch(tmp_path):

@@ -1,4 +1,4 @@
-"""Do steps of a user's own model run, so that its operations can be timed, and is a wrong one refused in a line?"""
+"""Steps of a user's own model run, so that its operations can be timed, and a wrong one is refused in a line."""
 
 import json
 import time
@@ -12,8 +12,9 @@ from sherd.doctor import operations
 from sherd.doctor.operations import timed_operations
 from sherd.doctor.own_model import steps_of
 from sherd.simulate.work import Op, OpKind
-from sherd.train.cli import main
 from tests.doctor.test_bandwidth import FACTORY
+from tests.planning.models import LLAMA
+from tests.support.commands import refusal
 
 CONFIG = """
 [model]
@@ -27,21 +28,12 @@ context = 16
 [run]
 precision = "bf16"
 """
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "max_position_embeddings": 131072,
-}
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     (tmp_path / "train.toml").write_text(CONFIG)
-    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 131072}))
     (tmp_path / "made.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -66,8 +58,7 @@ def test_the_operations_of_a_model_are_timed(world, files, spec, num_steps, name
         assert all(each.seconds > 0 for every in found.values() for each in every)
 
 
-def timed_again():
-    """The seconds of an operation of a step that is timed three times, and how often it was asked for more."""
+def test_of_a_step_that_is_timed_again_the_fastest_time_counts():
     times, asked = iter([3.0, 1.0, 2.0]), []
 
     def run(step):
@@ -78,11 +69,7 @@ def timed_again():
         return range(3)
 
     with mock.patch.multiple(operations, _run=run, until=three):
-        return timed_operations([lambda: None], seconds_each=7.0), asked
-
-
-def test_of_a_step_that_is_timed_again_the_fastest_time_counts():
-    found, asked = timed_again()
+        found = timed_operations([lambda: None], seconds_each=7.0)
     assert [each.seconds for each in found["copy.float32"]] == [1.0]
     assert asked == [(1, 7.0)]
 
@@ -92,11 +79,11 @@ def counted(least, seconds):
     return [time.sleep(0.01 * dist.get_rank()) or number for number in operations.until(least, seconds)]
 
 
-@pytest.mark.parametrize(("least", "seconds"), [(1, 0.0), (4, 0.0), (1, 0.1)])
-def test_all_ranks_go_on_equally_often(world, least, seconds):
-    one, other = world(2).run(counted, least, seconds)
-    assert one == other == list(range(len(one)))
-    assert len(one) == least if seconds == 0 else len(one) >= least
+def test_all_ranks_go_on_equally_often(threads):
+    for least, seconds in ((1, 0.0), (4, 0.0), (1, 0.1)):
+        one, other = threads(2).run(counted, least, seconds)
+        assert one == other == list(range(len(one)))
+        assert len(one) == least if seconds == 0 else len(one) >= least
 
 
 @pytest.mark.usefixtures("files")
@@ -110,20 +97,12 @@ def test_values_are_neither_denormal_nor_out_of_range():
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--model", "made.py:make"], "--model made.py:make goes with --bandwidth, and is for CPUs"),
-        (["--bandwidth", "box.toml", "--model", "made.py:fails"], "returned int"),
-        (["--bandwidth", "box.toml", "--model", "none.json"], "none.json is no file"),
-        (["--bandwidth", "box.toml", "--model", "made.py:make", "--samples", "0"], "0 is too few"),
-        (["--bandwidth", "box.toml", "--model", "made.py:make", "--samples", "1;4"], "'1;4'"),
-    ],
-)
-def test_what_cannot_be_timed_is_told_in_one_line(capsys, monkeypatch, words, says):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["doctor", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert says in err
+def test_what_cannot_be_timed_is_told_in_one_line(capsys):
+    for words, says in (
+        ("--model made.py:make", "--model made.py:make goes with --bandwidth, and is for CPUs"),
+        ("--bandwidth box.toml --model made.py:fails", "returned int"),
+        ("--bandwidth box.toml --model none.json", "none.json is no file"),
+        ("--bandwidth box.toml --model made.py:make --samples 0", "0 is too few"),
+        ("--bandwidth box.toml --model made.py:make --samples 1;4", "'1;4'"),
+    ):
+        assert says in refusal(capsys, "doctor", *words.split()), words

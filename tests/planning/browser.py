@@ -101,8 +101,18 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def press(self, key):
+    def count(self, selector):
+        return self.ask(f"document.querySelectorAll('{selector}').length")
+
+    def focus(self, selector):
+        self.ask(f"document.querySelector('{selector}').focus()")
+
+    def press(self, key, times=1):
         """Press a key, by its name in JavaScript."""
+        for _ in range(times):
+            self._press(key)
+
+    def _press(self, key):
         code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(key, 0)
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)

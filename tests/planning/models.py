@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +13,11 @@ from sherd.train.config import Model
 from sherd.train.models import Decoder
 
 VOCABULARY = 256
+
+
+FIXED = {"strategy": "auto", "placement": "shard", "wrapping": "auto", "reshard": True, "checkpointing": False}
+FIXED |= {"offload": False, "prefetch": 1, "micro_batch": 2}
+"""All settings of a plan, so that nothing is searched."""
 
 
 def tokens(samples=2, length=24, vocabulary=VOCABULARY):
@@ -41,26 +48,39 @@ def bfloat16_decoder():
     return model.bfloat16(), batch
 
 
+class Calls(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
 def _causal_lm(config):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config), tokens()
 
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+"""A small config of transformers, as it stands in a file."""
+
+
 def llama():
     from transformers import LlamaConfig
 
-    return _causal_lm(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-    )
+    return _causal_lm(LlamaConfig(**LLAMA | {"num_hidden_layers": 3}, num_key_value_heads=2, use_cache=False))
 
 
 def gpt2():
@@ -86,6 +106,17 @@ class Perceptron(nn.Module):
         return x + self.layers(x)
 
 
+class MultiHead(nn.Module):
+    """torch's own layer, of a token's attention to all."""
+
+    def __init__(self, width, dtype=None):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, dtype=dtype)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
 def perceptron():
     return nn.Sequential(Perceptron(), Perceptron(), nn.LayerNorm(48)), torch.zeros(32, 48)
 
@@ -96,34 +127,24 @@ def convolutions():
     return nn.Sequential(*layers, *head), torch.zeros(4, 3, 20, 20)
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, tokens):
-        return self.head(self.encoder(self.embedding(tokens)))
-
-
 def encoder():
-    return Encoder(), tokens()
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
+    layers = nn.Embedding(VOCABULARY, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, VOCABULARY)
+    return nn.Sequential(*layers), tokens()
 
 
 class Checkpointed(nn.Module):
-    """A decoder that keeps the inputs of its blocks only."""
+    """A model whose modules of one kind are checkpointed by torch, as `options` say."""
 
-    def __init__(self, model, use_reentrant=False):
+    def __init__(self, model, kind="Block", **options):
         super().__init__()
-        self.model, self.use_reentrant = model, use_reentrant
-        for block in model.blocks:
-            forward = block.forward
-            block.forward = lambda *args, f=forward: checkpoint(f, *args, use_reentrant=use_reentrant)
+        self.model = model
+        for module in model.modules():
+            if type(module).__name__ == kind:
+                module.forward = partial(checkpoint, module.forward, **{"use_reentrant": False} | options)
 
-    def forward(self, tokens):
-        return self.model(tokens)
+    def forward(self, *args):
+        return self.model(*args)
 
 
 def checkpointed():
@@ -144,11 +165,6 @@ def frozen():
     return model, batch
 
 
-CAUSAL = {
-    each.__name__: each
-    for each in (*(decoder, tied_decoder, bfloat16_decoder, llama, gpt2, encoder, checkpointed, reentrant, frozen),)
-}
-OTHERS = {each.__name__: each for each in (perceptron, convolutions)}
-ALL = {name: (build, next_token) for name, build in CAUSAL.items()} | {
-    name: (build, sum_of_all) for name, build in OTHERS.items()
-}
+CAUSAL = (decoder, tied_decoder, bfloat16_decoder, llama, gpt2, encoder, checkpointed, reentrant, frozen)
+ALL = {each.__name__: (each, next_token) for each in CAUSAL}
+ALL |= {each.__name__: (each, sum_of_all) for each in (perceptron, convolutions)}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from bench.peak import LiveBytes
 from sherd.planning.reading import read_work
-from sherd.simulate.work import Allocate, Gradient, Op, Release, TensorKind
+from sherd.planning.tracing import traced
+from sherd.schedule.moments import MemoryKind
+from sherd.simulate.work import Allocate, Enter, Gradient, Leave, Op, Release, TensorKind
 
 
 def _counted_as(name):
@@ -84,4 +88,61 @@ def measured(build, loss):
 
 
 def flops(work):
-    return sum(event.flops for event in work.events if isinstance(event, Op))
+    return sum(event.flops for event in ops(work))
+
+
+def ops(work):
+    return [event for event in work.events if isinstance(event, Op)]
+
+
+def of_kind(work, kind):
+    """The bytes of each tensor of this kind."""
+    return [event.nbytes for event in work.events if isinstance(event, Allocate) and event.kind is kind]
+
+
+def assert_calls_see_what_is_alive(work):
+    """Calls are inside of one another, what they read and return is alive, and at the end nothing is."""
+    alive, calls = set(), []
+    for event in work.events:
+        match event:
+            case Allocate(tensor):
+                assert tensor not in alive
+                alive.add(tensor)
+            case Release(tensor):
+                alive.remove(tensor)
+            case Enter(module):
+                assert set(event.inputs) <= alive
+                calls.append(module)
+            case Leave(module):
+                assert calls.pop() == module
+                assert set(event.outputs) <= alive
+    assert not calls
+    assert not alive
+
+
+def settled(model, optimizer, step, on):
+    """On a rank: the timeline of a settled step, on the ranks `on`; None on the others."""
+    found = []
+    for number in range(5):
+        with traced(model, optimizer) if number > 1 and dist.get_rank() in on else nullcontext() as trace:
+            step()
+            optimizer.step()
+        optimizer.zero_grad()
+        if trace is not None:
+            found.append(trace.timeline)
+    # A thread of gloo may let go of what it has received too late, when the machine is busy, but never too early.
+    return min(found, key=lambda each: each.peak.nbytes, default=None)
+
+
+def engine(by_kind, without=()):
+    """Of bytes by kind those of the engine's buffers."""
+    return {kind.value: by_kind[kind.value] for kind in {*MemoryKind} - {*without} if by_kind.get(kind.value)}
+
+
+def most(timeline):
+    """The most bytes of each kind that are alive at once."""
+    now, found = {}, {}
+    for change in timeline.changes:
+        now[change.kind] = now.get(change.kind, 0) + change.nbytes
+        found[change.kind] = max(found.get(change.kind, 0), now[change.kind])
+    return found

@@ -24,9 +24,8 @@ def reserved_for(*sizes):
     return allocator.reserved
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "segment"),
-    [
+def test_segments_have_torchs_sizes():
+    for nbytes, segment in (
         (1, 2 * MIB),
         (MIB, 2 * MIB),
         (MIB + 1, 20 * MIB),
@@ -34,28 +33,24 @@ def reserved_for(*sizes):
         (10 * MIB, 10 * MIB),
         (11 * MIB, 12 * MIB),
         (30 * MIB + 1, 32 * MIB),
-    ],
-)
-def test_segments_have_torchs_sizes(nbytes, segment):
-    assert reserved_for(nbytes) == segment
+    ):
+        assert reserved_for(nbytes) == segment, nbytes
 
 
-def test_small_requests_share_a_segment_of_2_mib():
+def test_requests_share_segments_of_2_mib_or_of_20_and_each_size_has_pools_of_its_own():
     assert reserved_for(*[512 * KIB] * 4) == 2 * MIB
     assert reserved_for(*[512 * KIB] * 4, 1) == 4 * MIB
-
-
-def test_requests_of_some_mib_share_a_segment_of_20():
     assert reserved_for(*[5 * MIB] * 4) == 20 * MIB
     assert reserved_for(*[5 * MIB] * 5) == 40 * MIB
-
-
-def test_small_and_large_requests_have_pools_of_their_own():
     assert reserved_for(5 * MIB, 512 * KIB) == 22 * MIB
 
 
-def test_a_rest_of_a_mib_is_not_cut_off_in_the_large_pool():
-    allocator = CachingAllocator()
+@pytest.fixture
+def allocator():
+    return CachingAllocator()
+
+
+def test_a_rest_of_a_mib_is_not_cut_off_in_the_large_pool(allocator):
     allocator.free(allocator.allocate(16 * MIB, Lane.COMPUTE))
     block = allocator.allocate(15 * MIB, Lane.COMPUTE)
     assert block.size == 16 * MIB
@@ -63,8 +58,7 @@ def test_a_rest_of_a_mib_is_not_cut_off_in_the_large_pool():
     assert allocator.allocate(15 * MIB - 512, Lane.COMPUTE).size == 15 * MIB - 512
 
 
-def test_the_smallest_free_block_that_is_large_enough_is_taken():
-    allocator = CachingAllocator()
+def test_the_smallest_free_block_that_is_large_enough_is_taken(allocator):
     blocks = [allocator.allocate(size * MIB, Lane.COMPUTE) for size in (40, 20, 30)]
     for block in blocks:
         allocator.free(block)
@@ -72,8 +66,7 @@ def test_the_smallest_free_block_that_is_large_enough_is_taken():
     assert allocator.allocate(30 * MIB, Lane.COMPUTE).address == blocks[2].address
 
 
-def test_neighbours_that_are_free_are_joined():
-    allocator = CachingAllocator()
+def test_neighbours_that_are_free_are_joined(allocator):
     whole = allocator.allocate(60 * MIB, Lane.COMPUTE)
     allocator.free(whole)
     parts = [allocator.allocate(20 * MIB, Lane.COMPUTE) for _ in range(3)]
@@ -83,34 +76,24 @@ def test_neighbours_that_are_free_are_joined():
     assert allocator.reserved == 60 * MIB
 
 
-def test_free_memory_in_two_segments_does_not_serve_one_request():
-    allocator = CachingAllocator()
+def test_free_memory_in_two_segments_or_of_another_lane_does_not_serve_a_request(allocator):
     for _ in range(2):
         held = allocator.allocate(12 * MIB, Lane.COMPUTE), allocator.allocate(12 * MIB, Lane.COMPUTE)
         allocator.free(held[0])
     allocator.allocate(24 * MIB, Lane.COMPUTE)
     assert allocator.reserved == (12 + 12 + 12 + 24) * MIB  # the second turn has taken one block again
+    allocator.allocate(12 * MIB, Lane.GATHER)
+    assert allocator.reserved == (12 + 12 + 12 + 24 + 12) * MIB
 
 
-def test_blocks_of_one_lane_do_not_serve_another():
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(20 * MIB, Lane.GATHER))
-    allocator.allocate(20 * MIB, Lane.COMPUTE)
-    assert allocator.reserved == 40 * MIB
-
-
-def test_where_the_driver_has_no_more_whole_segments_are_given_back():
+def test_where_the_driver_has_no_more_whole_segments_are_given_back_but_none_in_use():
     allocator = CachingAllocator(limit=50 * MIB)
     allocator.free(allocator.allocate(20 * MIB, Lane.GATHER))
     allocator.free(allocator.allocate(16 * MIB, Lane.COMPUTE))
     allocator.allocate(30 * MIB, Lane.COMPUTE)
     assert (allocator.reserved, allocator.num_retries, allocator.has_failed) == (30 * MIB, 1, False)
-
-
-def test_a_segment_in_use_is_not_given_back():
     allocator = CachingAllocator(limit=50 * MIB)
-    first = allocator.allocate(20 * MIB, Lane.COMPUTE)
-    allocator.free(first)
+    allocator.free(allocator.allocate(20 * MIB, Lane.COMPUTE))
     allocator.allocate(12 * MIB, Lane.COMPUTE)  # in the same segment
     allocator.allocate(32 * MIB, Lane.COMPUTE)
     assert (allocator.reserved, allocator.num_retries, allocator.has_failed) == (52 * MIB, 1, True)
@@ -189,9 +172,8 @@ def unit(**sizes):
     return Unit("0", "Linear", 200, (0,), (GroupSizes(**usual | sizes),), (), ())
 
 
-@pytest.mark.parametrize(
-    ("kind", "its", "lane"),
-    [
+def test_each_buffer_is_of_the_lane_that_makes_it():
+    for kind, its, lane in (
         (MemoryKind.UNSHARDED, unit(), Lane.GATHER),
         (MemoryKind.UNSHARDED, unit(rows=800), Lane.COMPUTE),
         (MemoryKind.ROWS, unit(rows=800), Lane.GATHER),
@@ -200,26 +182,19 @@ def unit(**sizes):
         (MemoryKind.GRADIENTS, unit(), Lane.REDUCE),
         (MemoryKind.GRADIENTS, unit(reduced=200), Lane.COMPUTE),
         (MemoryKind.SHARDS, unit(), Lane.COMPUTE),
-    ],
-)
-def test_each_buffer_is_of_the_lane_that_makes_it(kind, its, lane):
-    assert lane_of(kind.value, its) is lane
+    ):
+        assert lane_of(kind.value, its) is lane, kind
 
 
-def test_a_buffer_is_taken_and_given_back_whole():
-    reserved = Reserved((unit(),))
-    for nbytes in (30 * MIB, 12 * MIB, -12 * MIB, -30 * MIB):
-        reserved.change(MemoryKind.UNSHARDED.value, 0, nbytes)
-    reserved.change(MemoryKind.UNSHARDED.value, 0, 30 * MIB)
-    assert reserved.allocator.reserved == 42 * MIB
-
-
-def test_several_buffers_are_given_back_at_once():
-    reserved = Reserved((unit(),))
-    for nbytes in (20 * MIB, 20 * MIB, 20 * MIB, -40 * MIB):
-        reserved.change("gradients arrived", 0, nbytes)
-    reserved.change("gradients arrived", 0, 20 * MIB)
-    assert reserved.allocator.reserved == 60 * MIB
+def test_a_buffer_is_given_back_whole_and_several_at_once():
+    for kind, sizes, reserves in (
+        (MemoryKind.UNSHARDED.value, (30, 12, -12, -30, 30), 42),
+        ("gradients arrived", (20, 20, 20, -40, 20), 60),
+    ):
+        reserved = Reserved((unit(),))
+        for size in sizes:
+            reserved.change(kind, 0, size * MIB)
+        assert reserved.allocator.reserved == reserves * MIB, kind
 
 
 def test_of_tensors_of_several_micro_batches_the_oldest_goes_first():

@@ -1,6 +1,7 @@
-"""Is a model of which one block of each kind was sharded seen as if all of it had been?"""
+"""A model of which one block of each kind was sharded is seen as if all of it had been."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -57,16 +58,10 @@ def on(num_ranks, shard, widths, tied, thin, together=1):
         return like, with_blocks(sharded, like, work) if thin else sharded
 
 
-def block_by_block(model, mesh):
+def block_by_block(model, mesh, **options):
     for block in model.blocks:
-        sherd.fully_shard(block, mesh=mesh)
-    return sherd.fully_shard(model, mesh=mesh)
-
-
-def flat(model, mesh):
-    for block in model.blocks:
-        sherd.fully_shard(block, mesh=mesh, placement=sherd.Flat())
-    return sherd.fully_shard(model, mesh=mesh, placement=sherd.Flat())
+        sherd.fully_shard(block, mesh=mesh, **options)
+    return sherd.fully_shard(model, mesh=mesh, **options)
 
 
 def parts_of_blocks(model, mesh):
@@ -78,6 +73,9 @@ def parts_of_blocks(model, mesh):
 
 def described(model, mesh):
     return sherd.auto_shard(model, mesh=mesh)
+
+
+flat = partial(block_by_block, placement=sherd.Flat())
 
 
 @pytest.mark.pairs
@@ -106,29 +104,24 @@ def test_pairs_of_blocks_need_not_be_sharded_each(widths, options):
     assert thinned == whole
 
 
-def test_blocks_that_are_no_units_are_all_needed():
+def test_blocks_that_are_no_units_are_all_needed_and_one_that_shares_a_parameter_stays():
     like, thinned = on(4, lambda model, mesh: sherd.fully_shard(model, mesh=mesh), [16, 16], False, thin=True)
     assert like == {("blocks.1",): ("blocks.0",)}
     assert thinned is None
-
-
-def test_a_block_that_shares_a_parameter_stays():
     model = Stack([16, 16, 16])
     model.blocks[2].norm.weight = model.blocks[1].norm.weight
     assert thin_out(model) == {}
 
 
-@pytest.mark.parametrize(
-    ("num", "shares"),
-    [
+def test_shares_of_blocks_are_different_numbers():
+    eighths = tuple(eighth / 8 for eighth in range(9))
+    for num, shares in (
         (1, (0.0, 1.0)),
         (2, (0.0, 0.5, 1.0)),
         (4, (0.0, 0.25, 0.5, 0.75, 1.0)),
         (5, (0.0, 0.25, 0.375, 0.625, 0.75, 1.0)),
-        (8, tuple(eighth / 8 for eighth in range(9))),
-        (80, tuple(eighth / 8 for eighth in range(9))),
-    ],
-)
-def test_shares_of_blocks_are_different_numbers(num, shares):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(num)))
-    assert shares_of_blocks(model, SHARES) == shares
+        (8, eighths),
+        (80, eighths),
+    ):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(num)))
+        assert shares_of_blocks(model, SHARES) == shares

@@ -1,10 +1,11 @@
-"""Do cluster files read, do shipped ones name their sources, and is what is wrong in one told in a line?"""
+"""Cluster files read, shipped ones name their sources, and what is wrong in one is told in a line."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from sherd.simulate.cluster import Link, Timed
 from sherd.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_cluster, shipped_clusters, texts_of
 from sherd.simulate.work import OpKind
 from sherd.train import cli
+from tests.support.commands import refusal
 from tests.support.suites import examples
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,14 @@ H100 = (ROOT / "sherd/simulate/clusters/h100.toml").read_text()
 def read(tmp_path, text):
     (tmp_path / "mine.toml").write_text(text)
     return read_cluster(tmp_path / "mine.toml")
+
+
+def complaint(tmp_path, text):
+    """The line in which a file with this text is refused."""
+    with pytest.raises(ClusterError) as error:
+        read(tmp_path, text)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def changed(name, value):
@@ -36,20 +46,17 @@ def changed(name, value):
 # What is shipped
 
 
-def test_the_clusters_that_are_promised_are_shipped():
+def test_the_promised_clusters_are_shipped_and_each_of_their_figures_has_a_source():
+    for name in shipped_clusters():
+        cluster = read_cluster(name)
+        assert cluster.name == name
+        assert all(0 < cluster.device.flops[dtype] <= peak for dtype, peak in cluster.device.peak_flops.items()), name
+        assert 0 < cluster.device.library_bytes < cluster.device.memory, name
+        assert cluster.within.bandwidth > cluster.across.bandwidth, name
+        figures = {field for field in texts_of(cluster) if field not in ("name", "device.name", "device.overlaps")}
+        told = {field for field in figures if any(f"{field}.".startswith(f"{source}.") for source in cluster.sources)}
+        assert figures - told == set(), name
     assert shipped_clusters() == ["a100", "b200", "h100", "h200", "laptop", "mi300x"]
-
-
-@pytest.mark.parametrize("name", shipped_clusters())
-def test_a_shipped_cluster_reads_and_each_of_its_figures_has_a_source(name):
-    cluster = read_cluster(name)
-    assert cluster.name == name
-    assert all(0 < cluster.device.flops[dtype] <= peak for dtype, peak in cluster.device.peak_flops.items())
-    assert 0 < cluster.device.library_bytes < cluster.device.memory
-    assert cluster.within.bandwidth > cluster.across.bandwidth
-    figures = {field for field in texts_of(cluster) if field not in ("name", "device.name", "device.overlaps")}
-    told = {field for field in figures if any(f"{field}.".startswith(f"{source}.") for source in cluster.sources)}
-    assert figures - told == set()
 
 
 def test_units_are_read():
@@ -64,12 +71,12 @@ def test_units_are_read():
     assert (cluster.device.beside, read_cluster("laptop").device.beside) == (0.84, 1.0)
 
 
-@pytest.mark.parametrize("name", shipped_clusters())
-def test_a_cluster_that_was_written_reads_as_it_was(tmp_path, name):
-    cluster = replace(read_cluster(name), sources={"device.flops": 'a "quoted" \\ text\nof two lines'})
-    again = read(tmp_path, cluster_toml(cluster))
-    assert texts_of(again) == texts_of(cluster)
-    assert again.sources == {"device.flops": 'a "quoted" \\ text of two lines'}
+def test_a_cluster_that_was_written_reads_as_it_was(tmp_path):
+    for name in shipped_clusters():
+        cluster = replace(read_cluster(name), sources={"device.flops": 'a "quoted" \\ text\nof two lines'})
+        again = read(tmp_path, cluster_toml(cluster))
+        assert texts_of(again) == texts_of(cluster)
+        assert again.sources == {"device.flops": 'a "quoted" \\ text of two lines'}
 
 
 def test_the_table_of_the_documents_is_that_of_the_files():
@@ -107,113 +114,88 @@ def test_skew_is_written_where_compute_waits_for_collectives(tmp_path):
     assert "skew" not in cluster_toml(h100)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        '"2 MB: 97 us"',
-        "[]",
-        '["2 MB"]',
-        '["2 MB: 97"]',
-        '["2 MB/s: 97 us"]',
-        '["-2 MB: 97 us"]',
-        '["1 GFLOP, 2 MB, deep: 97 us"]',
-        '["1 TFLOP/s, 2 MB, 3 deep: 97 us"]',
-        '["2 MB: 97 us", 3]',
-        "{a = 1}",
-        "3",
-    ],
+WRONG_OPERATIONS = (
+    '"2 MB: 97 us"',
+    "[]",
+    '["2 MB"]',
+    '["2 MB: 97"]',
+    '["2 MB/s: 97 us"]',
+    '["-2 MB: 97 us"]',
+    '["1 GFLOP, 2 MB, deep: 97 us"]',
+    '["1 TFLOP/s, 2 MB, 3 deep: 97 us"]',
+    '["2 MB: 97 us", 3]',
+    "{a = 1}",
+    "3",
 )
-def test_an_operation_that_is_wrong_is_told_in_one_line(tmp_path, value):
-    with pytest.raises(ClusterError, match=r"device\.timed\.mm\.float32") as error:
-        read(tmp_path, f"{H100}\n[device.timed.mm]\nfloat32 = {value}\n")
-    assert "\n" not in str(error.value)
 
 
-def test_a_dtype_of_timed_operations_that_is_none_is_unknown(tmp_path):
-    text = '\n[device.timed.mm]\n{} = ["2 MB: 97 us"]\n'
-    with pytest.raises(ClusterError, match=r"unknown field 'device\.timed\.mm\.float99'"):
-        read(tmp_path, H100 + text.format("float99"))
+def test_a_timed_operation_that_is_wrong_and_half_an_optimizer_are_told_in_one_line(tmp_path):
+    text = H100 + "\n[device.timed.mm]\n{} = {}\n"
+    for value in WRONG_OPERATIONS:
+        assert "device.timed.mm.float32" in complaint(tmp_path, text.format("float32", value)), value
+    good = '["2 MB: 97 us"]'
+    assert "unknown field 'device.timed.mm.float99'" in complaint(tmp_path, text.format("float99", good))
     for dtype in ("float32", "bool", "int64", "float8_e4m3fn"):
-        assert {*read(tmp_path, H100 + text.format(dtype)).device.timed} == {f"mm.{dtype}"}
-
-
-@pytest.mark.parametrize(("left", "missing"), [("latency", "bandwidth"), ("bandwidth", "latency")])
-def test_half_an_optimizer_is_missing_the_other_half(tmp_path, left, missing):
-    value = {"latency": "1 us", "bandwidth": "1 GB/s"}[left]
-    with pytest.raises(ClusterError, match=f"optimizer.{missing} is missing; expected"):
-        read(tmp_path, f'{H100}\n[optimizer]\n{left} = "{value}"\n')
+        assert {*read(tmp_path, text.format(dtype, good)).device.timed} == {f"mm.{dtype}"}
+    for left, missing in (('latency = "1 us"', "bandwidth"), ('bandwidth = "1 GB/s"', "latency")):
+        said = complaint(tmp_path, f"{H100}\n[optimizer]\n{left}\n")
+        assert f"optimizer.{missing} is missing; expected" in said
 
 
 # What is wrong
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "why"),
-    [
-        ("device.memory", '"80 Gib"', 'device.memory = \'80 Gib\'; expected bytes, as "80 GiB" or "80 GB"'),
-        ("device.memory", "80", "device.memory = 80; expected bytes"),
-        ("device.memory", '"-80 GiB"', "device.memory = '-80 GiB'; expected bytes"),
-        ("device.memory", '"80 GiB/s"', "device.memory = '80 GiB/s'; expected bytes"),
-        ("device.memory", '"1e400 GiB"', "device.memory = '1e400 GiB'; expected bytes"),
-        ("device.bandwidth", '"3.35 TB"', "device.bandwidth = '3.35 TB'; expected bytes per second"),
-        ("device.bandwidth", '"0 TB/s"', "device.bandwidth = '0 TB/s'; expected bytes per second"),
-        ("device.flops.bfloat16", '"700 TFLOPS"', "device.flops.bfloat16 = '700 TFLOPS'; expected FLOP per second"),
-        ("device.launch", '"5"', "device.launch = '5'; expected a time, as"),
-        ("device.launch", '"5 us\\n"', "device.launch = '5 us\\n'; expected a time, as"),
-        ("device.launch", '"\\u0665 us"', "device.launch = '\u0665 us'; expected a time, as"),
-        ("device.memory", '"0 GiB"', "device.memory = '0 GiB'; expected bytes"),
-        ("device.attention_share", "-0.5", "device.attention_share = -0.5; expected a number above 0"),
-        ("device.attention_share", "nan", "device.attention_share = nan; expected a number above 0"),
-        ("device.attention_share", "1.5", "device.attention_share = 1.5; expected a number above 0 and up to 1"),
-        ("device.shares.copy", "2", "device.shares.copy = 2; expected a number above 0 and up to 1"),
-        ("device.memory", '"0.4 B"', "device.memory = '0.4 B'; expected bytes"),
-        ("device.memory", '"1 GiB"', "device.library_bytes = '1.8 GiB'; expected less than device.memory, 1 GiB"),
-        ("device.flops.bfloat16", '"1 PFLOP/s"', "device.flops.bfloat16 = '1 PFLOP/s'; expected at most device.peak_"),
-        ("device.flops.bfloat16", None, "device.flops.bfloat16 is missing; expected FLOP per second"),
-        ("device.peak_flops.bfloat16", None, "device.peak_flops.bfloat16 is missing; expected FLOP per second"),
-        ("device.attention_share", '"0.5"', "device.attention_share = '0.5'; expected a number above 0"),
-        ("device.attention_share", "true", "device.attention_share = True; expected a number above 0"),
-        ("device.overlaps", "1", "device.overlaps = 1; expected true or false"),
-        ("device.name", '" "', "device.name = ' '; expected a text"),
-        ("devices_per_node", "0", "devices_per_node = 0; expected a whole number"),
-        ("devices_per_node", "8.0", "devices_per_node = 8.0; expected a whole number"),
-        ("price_per_hour", '"3 dollars"', "price_per_hour = '3 dollars'; expected a price"),
-        ("price_per_hour", "3.0", "price_per_hour = 3.0; expected a price"),
-        ("within.latency", None, "within.latency is missing; expected a time"),
-        ("device.flops.float32", None, "device.flops.float32 is missing; expected FLOP per second"),
-        ("device.memory", '["80 GiB"]', "device.memory = ['80 GiB']; expected bytes"),
-        ("device.memory", "{a = 1}", "unknown field 'device.memory.a' = 1; did you mean device.memory?"),
-    ],
+EXPECTED = {  # of fields, with values in TOML's words that they do not take
+    "device.memory": (
+        "bytes",
+        ('"80 Gib"', "80", '"-80 GiB"', '"80 GiB/s"', '"1e400 GiB"', '"0 GiB"', '"0.4 B"', '["80 GiB"]'),
+    ),
+    "device.bandwidth": ("bytes per second", ('"3.35 TB"', '"0 TB/s"')),
+    "device.flops.bfloat16": ("FLOP per second", ('"700 TFLOPS"', None)),
+    "device.flops.float32": ("FLOP per second", (None,)),
+    "device.peak_flops.bfloat16": ("FLOP per second", (None,)),
+    "device.launch": ("a time, as", ('"5"', '"5 us\\n"', '"\\u0665 us"')),
+    "device.attention_share": ("a number above 0 and up to 1", ("-0.5", "nan", "1.5", '"0.5"', "true")),
+    "device.shares.copy": ("a number above 0 and up to 1", ("2",)),
+    "device.overlaps": ("true or false", ("1",)),
+    "device.name": ("a text", ('" "',)),
+    "devices_per_node": ("a whole number", ("0", "8.0")),
+    "price_per_hour": ("a price", ('"3 dollars"', "3.0")),
+    "within.latency": ("a time", (None,)),
+}
+WRONG_FIELDS = (
+    ("device.memory", '"80 Gib"', 'device.memory = \'80 Gib\'; expected bytes, as "80 GiB" or "80 GB"'),
+    ("device.memory", '"1 GiB"', "device.library_bytes = '1.8 GiB'; expected less than device.memory, 1 GiB"),
+    ("device.flops.bfloat16", '"1 PFLOP/s"', "device.flops.bfloat16 = '1 PFLOP/s'; expected at most device.peak_"),
+    ("device.memory", "{a = 1}", "unknown field 'device.memory.a' = 1; did you mean device.memory?"),
 )
-def test_a_field_that_is_wrong_is_told_in_one_line(tmp_path, field, value, why):
-    with pytest.raises(ClusterError) as error:
-        read(tmp_path, changed(field, value))
-    assert str(error.value).startswith(f"{tmp_path / 'mine.toml'}: {why}")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (f'nmae = "h100"\n{H100}', "unknown field 'nmae' = 'h100'; did you mean name?"),
-        (f'{H100}\n[device.shares.lookups]\nx = "{"y" * 99}"\n', "unknown field 'device.shares.lookups.x' = 'yyyy"),
-        (f'{H100}"device.flop" = "me"\n', "unknown field 'sources.device.flop'; expected the name of a field"),
-        (f'{H100}"device" = 3\n', "sources.device = 3; expected a text"),
-        (f"{'a.' * 3000}a = 1\n{H100}", "unknown field 'a.a.a."),
-        ("name = ", "does not parse as TOML"),
-        ("a = " + "[" * 20000, "does not parse as TOML"),
-        ("", "name is missing; expected a text"),
-    ],
+WRONG_FILES = (
+    (f'nmae = "h100"\n{H100}', "unknown field 'nmae' = 'h100'; did you mean name?"),
+    (f'{H100}\n[device.shares.lookups]\nx = "{"y" * 99}"\n', "unknown field 'device.shares.lookups.x' = 'yyyy"),
+    (f'{H100}"device.flop" = "me"\n', "unknown field 'sources.device.flop'; expected the name of a field"),
+    (f'{H100}"device" = 3\n', "sources.device = 3; expected a text"),
+    (f"{'a.' * 3000}a = 1\n{H100}", "unknown field 'a.a.a."),
+    ("name = ", "does not parse as TOML"),
+    ("a = " + "[" * 20000, "does not parse as TOML"),
+    ("", "name is missing; expected a text"),
 )
-def test_a_file_that_is_wrong_is_told_in_one_line(tmp_path, text, why):
-    with pytest.raises(ClusterError) as error:
-        read(tmp_path, text)
-    assert why in str(error.value)
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 1500
 
 
-def test_a_cluster_that_is_not_there_is_told_with_those_that_are(tmp_path):
+def test_a_field_or_a_file_that_is_wrong_is_told_in_one_line(tmp_path):
+    rows = [*WRONG_FIELDS]
+    for field, (expected, values) in EXPECTED.items():
+        for value in values:
+            found = "is missing" if value is None else f"= {tomllib.loads(f'a = {value}')['a']!r}"
+            rows.append((field, value, f"{field} {found}; expected {expected}"))
+    for field, value, why in rows:
+        assert complaint(tmp_path, changed(field, value)).startswith(f"{tmp_path / 'mine.toml'}: {why}"), (field, value)
+    for text, why in WRONG_FILES:
+        said = complaint(tmp_path, text)
+        assert why in said
+        assert len(said) < 1500
+
+
+def test_a_cluster_that_is_not_there_is_told_with_those_that_are(tmp_path, capsys, monkeypatch):
     for name, why in (
         ("h10", "cannot read the cluster 'h10': No such file or directory; did you mean h100?"),
         ("mine.yaml", "expected a file, or one of a100, b200"),
@@ -225,15 +207,10 @@ def test_a_cluster_that_is_not_there_is_told_with_those_that_are(tmp_path):
     (tmp_path / "x.toml").write_bytes(b"\xff")
     with pytest.raises(ClusterError, match="does not parse as TOML"):
         read_cluster(tmp_path / "x.toml")
-
-
-def test_the_command_tells_it_in_one_line(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(cli, "parse", lambda words: read_cluster("h10"))
-    assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err == (
-        "sherd doctor: cannot read the cluster 'h10': No such file or directory; did you mean h100?\n"
-    )
+    said = "sherd doctor: cannot read the cluster 'h10': No such file or directory; did you mean h100?\n"
+    assert refusal(capsys, "doctor") == said
 
 
 VALUES = st.one_of(

@@ -1,4 +1,4 @@
-"""Are costs those of the formulas, worked out by hand, and do they grow with bytes and ranks?"""
+"""Costs are those of the formulas, worked out by hand, and they grow with bytes and ranks."""
 
 from dataclasses import replace
 
@@ -51,15 +51,16 @@ def test_small_matrix_products_are_slower_and_at_half_the_speed_where_computing_
     assert half / op_seconds(op(OpKind.MATMUL, half, 0), device) == pytest.approx(device.flops["bfloat16"] / 2)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "as_dtype"),
-    [("float16", "bfloat16"), ("float32", "float32"), ("float64", "float32"), ("int8", "float32")],
-)
-def test_a_dtype_without_a_figure_computes_as_its_neighbour(dtype, as_dtype):
+def test_a_dtype_without_a_figure_computes_as_its_neighbour():
     device = replace(H100.device, flops={"bfloat16": 2e12, "float32": 1e12})
-    assert op_seconds(op(OpKind.MATMUL, 10**12, 0, dtype), device) == pytest.approx(
-        1e12 / device.flops[as_dtype] + 4e-6
-    )
+    for dtype, as_dtype in (
+        ("float16", "bfloat16"),
+        ("float32", "float32"),
+        ("float64", "float32"),
+        ("int8", "float32"),
+    ):
+        took = op_seconds(op(OpKind.MATMUL, 10**12, 0, dtype), device)
+        assert took == pytest.approx(1e12 / device.flops[as_dtype] + 4e-6), dtype
 
 
 def timed(*each, name="mm", launch=0.0):
@@ -67,7 +68,7 @@ def timed(*each, name="mm", launch=0.0):
     return replace(H100.device, launch=launch, timed={f"{name}.bfloat16": each})
 
 
-def test_an_operation_that_was_timed_takes_what_it_took():
+def test_an_operation_takes_what_it_was_timed_with_and_a_product_what_one_with_as_many_flop_per_byte_does():
     points = Timed(10**9, 10**6, 64, 0.5), Timed(10**9, 10**6, 512, 0.1), Timed(10**10, 10**7, 64, 6.0)
     device = timed(*points)
     for each in points:
@@ -76,6 +77,9 @@ def test_an_operation_that_was_timed_takes_what_it_took():
         assert op_seconds(replace(product, dtype="float32"), device) == op_seconds(
             replace(product, dtype="float32"), replace(H100.device, launch=0.0)
         ), "another dtype was not timed"
+    many, few = Timed(10**9, 10**6, 64, 1.0), Timed(10**11, 10**9, 64, 1.0)
+    product = Op(OpKind.MATMUL, "aten.mm", 10**11, 10**8, "bfloat16", 64)
+    assert op_seconds(product, timed(many, few)) == pytest.approx(100, rel=0.2)
 
 
 @given(st.integers(10**3, 10**12))
@@ -87,53 +91,39 @@ def test_between_operations_that_were_timed_it_is_as_much_slower_as_they_are(nby
     assert min(rates) * (1 - 1e-6) <= nbytes / took <= max(rates) * (1 + 1e-6)
 
 
-def test_a_product_is_like_one_with_as_many_flop_per_byte_and_not_like_one_that_is_as_large():
-    many, few = Timed(10**9, 10**6, 64, 1.0), Timed(10**11, 10**9, 64, 1.0)
-    product = Op(OpKind.MATMUL, "aten.mm", 10**11, 10**8, "bfloat16", 64)
-    assert op_seconds(product, timed(many, few)) == pytest.approx(100, rel=0.2)
-
-
 # Collectives
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "seconds"),
-    [
-        # 8 ranks of a node: 7 steps, 7/8 GB at 100 GB/s.
-        ("all-gather", Ranks(8, 8), 7e-6 + 0.875e-2),
-        ("reduce-scatter", Ranks(8, 8), 7e-6 + 0.875e-2),
-        ("all-reduce", Ranks(8, 8), 2 * (7e-6 + 0.875e-2)),
-        ("broadcast", Ranks(8, 8), 7e-6 + 1e-2),
-        ("all-to-all", Ranks(8, 8), 7e-6 + 0.875e-2),
-        ("send", Ranks(2, 2), 1e-6 + 1e-2),
-        # 2 nodes of 4 ranks: 6 steps within, 1 across, and 4 x 10 GB/s between the nodes.
-        ("all-gather", Ranks(8, 4), 6e-6 + 1e-5 + 0.875 / 40),
-        ("all-reduce", Ranks(8, 4), 2 * (6e-6 + 1e-5 + 0.875 / 40)),
-        ("broadcast", Ranks(8, 4), 6e-6 + 1e-5 + 1 / 40),
-        ("all-to-all", Ranks(8, 4), 3e-6 + 4e-5 + 0.125 * (3 / 100 + 4 / 10)),
-        # A rank per node: log2 of the steps, 10 GB/s.
-        ("all-gather", Ranks(8, 1), 3e-5 + 0.875 / 10),
-        ("send", Ranks(2, 1), 1e-5 + 1 / 10),
-        ("all-gather", Ranks(1, 1), 0.0),
-    ],
+TAKEN = (
+    # 8 ranks of a node: 7 steps, 7/8 GB at 100 GB/s.
+    ("all-gather", Ranks(8, 8), 7e-6 + 0.875e-2),
+    ("reduce-scatter", Ranks(8, 8), 7e-6 + 0.875e-2),
+    ("all-reduce", Ranks(8, 8), 2 * (7e-6 + 0.875e-2)),
+    ("broadcast", Ranks(8, 8), 7e-6 + 1e-2),
+    ("all-to-all", Ranks(8, 8), 7e-6 + 0.875e-2),
+    ("send", Ranks(2, 2), 1e-6 + 1e-2),
+    # 2 nodes of 4 ranks: 6 steps within, 1 across, and 4 x 10 GB/s between the nodes.
+    ("all-gather", Ranks(8, 4), 6e-6 + 1e-5 + 0.875 / 40),
+    ("all-reduce", Ranks(8, 4), 2 * (6e-6 + 1e-5 + 0.875 / 40)),
+    ("broadcast", Ranks(8, 4), 6e-6 + 1e-5 + 1 / 40),
+    ("all-to-all", Ranks(8, 4), 3e-6 + 4e-5 + 0.125 * (3 / 100 + 4 / 10)),
+    # A rank per node: log2 of the steps, 10 GB/s.
+    ("all-gather", Ranks(8, 1), 3e-5 + 0.875 / 10),
+    ("send", Ranks(2, 1), 1e-5 + 1 / 10),
+    ("all-gather", Ranks(1, 1), 0.0),
 )
-def test_a_collective_of_a_gigabyte_takes_what_was_worked_out_by_hand(kind, ranks, seconds):
-    assert collective_seconds(kind, 10**9, ranks, ROUND) == pytest.approx(seconds)
 
 
-def test_a_small_all_reduce_over_many_nodes_goes_by_a_tree():
+def test_a_collective_takes_what_was_worked_out_by_hand_and_what_others_have_measured():
+    for kind, ranks, seconds in TAKEN:
+        assert collective_seconds(kind, 10**9, ranks, ROUND) == pytest.approx(seconds), (kind, ranks)
+    # A small all-reduce over many nodes goes by a tree.
     assert collective_seconds("all-reduce", 0, Ranks(1024, 8), ROUND) == pytest.approx(2 * (7e-6 + 7 * 1e-5))
-
-
-@pytest.mark.parametrize(
     # Bekman, Machine Learning Engineering, all-reduce over 8 H200: what came of each size, in GB/s.
-    ("nbytes", "rate"),
-    [(2**15, 0.82), (2**18, 6.71), (2**20, 22.82), (2**22, 61.23), (2**24, 125.65), (2**26, 198.01)],
-)
-def test_an_all_reduce_over_a_node_takes_what_others_have_measured(nbytes, rate):
-    assert collective_seconds("all-reduce", nbytes, Ranks(8, 8), read_cluster("h200")) == pytest.approx(
-        nbytes / (rate * 1e9), rel=0.25
-    )
+    rates = {2**15: 0.82, 2**18: 6.71, 2**20: 22.82, 2**22: 61.23, 2**24: 125.65, 2**26: 198.01}
+    for nbytes, rate in rates.items():
+        took = collective_seconds("all-reduce", nbytes, Ranks(8, 8), read_cluster("h200"))
+        assert took == pytest.approx(nbytes / (rate * 1e9), rel=0.25), nbytes
 
 
 @given(
@@ -154,11 +144,9 @@ def test_more_bytes_or_more_ranks_never_take_less(name, kind, size, more, per_no
         assert took <= collective_seconds(kind, nbytes, Ranks(size + more, per_node), cluster) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("size", "stride", "per_node"), [(16, 1, 8), (4, 1, 4), (2, 8, 1), (4, 2, 4), (8, 2, 4), (131072, 8, 1)]
-)
-def test_a_group_of_ranks_apart_knows_how_many_share_a_node(size, stride, per_node):
-    assert Ranks.of(Group(size, stride), devices_per_node=8) == Ranks(size, per_node)
+def test_a_group_of_ranks_apart_knows_how_many_share_a_node():
+    for size, stride, per_node in ((16, 1, 8), (4, 1, 4), (2, 8, 1), (4, 2, 4), (8, 2, 4), (131072, 8, 1)):
+        assert Ranks.of(Group(size, stride), devices_per_node=8) == Ranks(size, per_node)
 
 
 def test_an_optimizer_takes_its_time_for_each_shard_and_each_byte():

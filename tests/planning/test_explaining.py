@@ -1,4 +1,4 @@
-"""Does an out of memory error say what held the memory and when, and do the changes that it names fit?"""
+"""An out of memory error says what held the memory and when, and the changes that it names fit."""
 
 import re
 import traceback
@@ -7,79 +7,28 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.checkpoint import checkpoint
 
 import sherd
 from bench.peak import LiveBytes
-from sherd.api.blocks import evenly_spread
+from sherd._torch import imagined_ranks
 from sherd.errors import ClusterError, MemoryLimitError, ModuleError, PolicyError, StateError, UnsupportedError
 from sherd.planning.plain import plain_copy
 from sherd.planning.report.in_words import in_bytes
 from sherd.planning.tracing import traced
 from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
-
-WIDTH, VOCABULARY, LENGTH, SAMPLES = 64, 96, 32, 8
-
-
-class Block(nn.Module):
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
-
-    def forward(self, x):
-        return x + self.out(F.gelu(self.into(x)))
-
-
-class Stack(nn.Module):
-    """Blocks between an embedding and a head that share a weight."""
-
-    def __init__(self, checkpoints=False, blocks=4):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        self.checkpoints = checkpoints
-
-    def forward(self, tokens, scale=None):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            again = block in evenly_spread(self.blocks, self.checkpoints)
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
-        return self.head(x if scale is None else x * scale)
-
-
-def composed(checkpoints=False, mesh=None, **options):
-    torch.manual_seed(0)
-    model = Stack(checkpoints)
-    for each in (*model.blocks, model):
-        sherd.fully_shard(each, mesh=mesh, **options)
-    return model
-
-
-def wrapped(use_orig_params=True, checkpoints=False, **options):
-    torch.manual_seed(0)
-    return sherd.FullyShardedDataParallel(
-        Stack(checkpoints),
-        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) is Block,
-        use_orig_params=use_orig_params,
-        **options,
-    )
-
-
-def tokens(samples=SAMPLES):
-    return torch.arange(samples * LENGTH).view(samples, LENGTH) % VOCABULARY
+from tests.planning.models import next_token
+from tests.planning.tied_stack import LENGTH, SAMPLES, VOCABULARY, WIDTH, Stack, composed, tokens, wrapped
+from tests.support.models import Block
 
 
 def step(model, optimizer, micro_batch=SAMPLES):
     for _ in range(SAMPLES // micro_batch):
         batch = tokens(micro_batch)
-        F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten()).backward()
+        next_token(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -90,6 +39,24 @@ def adamw(model):
 
 def notes_of(error):
     return "\n".join(getattr(error, "__notes__", ()))
+
+
+def in_turn(model, optimizer, calls):
+    for call in calls:
+        call(model, optimizer)
+
+
+def error_of(model, optimizer, *calls, kind=torch.OutOfMemoryError, **options):
+    """The error of these calls in turn, with its note."""
+    with pytest.raises(kind) as raised, sherd.explain_memory(model, optimizer, **options):
+        in_turn(model, optimizer, calls)
+    return raised.value
+
+
+def on_second(run, *args):
+    """What `run` returns on the second of two ranks, of which the first is imagined."""
+    with imagined_ranks(2, 1):
+        return run(*args)
 
 
 # A limit
@@ -105,14 +72,14 @@ def peak_and_failure(make):
         step(model, optimizer)
     peak = trace.timeline.peak
     with sherd.explain_memory(model, optimizer, limit=peak.nbytes):
-        step(model, optimizer)
-        step(model, optimizer)
-    with (
-        pytest.raises(MemoryLimitError) as raised,
-        sherd.explain_memory(model, optimizer, limit=peak.nbytes - 1),
-    ):
-        step(model, optimizer)
-    return peak, str(raised.value), notes_of(raised.value)
+        in_turn(model, optimizer, [step, step])
+    error = error_of(model, optimizer, step, kind=MemoryLimitError, limit=peak.nbytes - 1)
+    return peak, str(error), notes_of(error)
+
+
+def held_in(said):
+    """Kinds of memory and how much of each is said to be held."""
+    return dict(re.findall(r"^  (\w[\w ]*?) {2,}([\d.,]+ \w+)", said, re.MULTILINE))
 
 
 MAKES = {
@@ -131,8 +98,7 @@ def test_the_limit_is_exact_and_the_error_says_what_is_held(world, way):
         assert said.splitlines()[0].endswith(
             f"{in_bytes(peak.nbytes)} are alive {peak.moment}, more than the limit of {in_bytes(peak.nbytes - 1)}"
         )
-        held = dict(re.findall(r"^  (\w[\w ]*?) {2,}([\d.,]+ \w+)", said, re.MULTILINE))
-        assert held == {kind: in_bytes(nbytes) for kind, nbytes in peak.by_kind.items()}
+        assert held_in(said) == {kind: in_bytes(nbytes) for kind, nbytes in peak.by_kind.items()}
         assert "blocks.0 " in said
         assert note.startswith("explained by sherd: what would fit")
 
@@ -154,10 +120,8 @@ def applied(make, share, **options):
     with traced(model, optimizer) as trace:
         step(model, optimizer)
     limit = int(share * trace.timeline.peak.nbytes)
-    with pytest.raises(MemoryLimitError) as raised, sherd.explain_memory(model, optimizer, limit=limit):
-        step(model, optimizer)
+    note = notes_of(error_of(model, optimizer, step, kind=MemoryLimitError, limit=limit))
     del model, optimizer, trace
-    note = notes_of(raised.value)
     changes = re.findall(r"^  (.+): saves (.+), (.+) (?:longer|shorter)$", note, re.MULTILINE)
     for change, saved, _ in changes:
         assert not saved.startswith("-")
@@ -190,11 +154,6 @@ def test_changes_that_are_named_fit(world, make, share):
         assert share < 0.7 or any("blocks computed again" in change for change in changes)
 
 
-def test_parameters_that_are_kept_may_be_freed(world):
-    for changes, _ in world(2).run(applied, composed, 0.98, reshard_after_forward=False):
-        assert "freed after forward" in changes
-
-
 class WithStates(Stack):
     """Runs with batches of one size: it has a state of each sample."""
 
@@ -211,13 +170,12 @@ def with_states(checkpoints=False, **options):
     return sherd.fully_shard(WithStates(checkpoints), **options)
 
 
-def test_a_smaller_batch_that_the_model_does_not_run_with_is_not_named(world):
+def test_only_changes_that_the_model_runs_with_are_named_and_none_where_nothing_fits(world):
+    for changes, _ in world(2).run(applied, composed, 0.98, reshard_after_forward=False):
+        assert "freed after forward" in changes
     for changes, _ in world(2).run(applied, with_states, 0.9):
         assert any("computed again" in change for change in changes)
         assert not any("at once" in change for change in changes)
-
-
-def test_where_nothing_fits_it_is_said(world):
     for changes, note in world(2).run(applied, composed, 0.3):
         assert changes == []
         assert note.startswith("explained by sherd: nothing that was tried would fit, instead of 2 ranks, ")
@@ -226,11 +184,6 @@ def test_where_nothing_fits_it_is_said(world):
 def below_what_rests():
     """The notes under a limit that shards, gradients and optimizer state alone exceed: in the first forward, before it,
     and after a step; and how much each of the three is."""
-
-    def run(model, optimizer, before):
-        before(model, optimizer)
-        step(model, optimizer)
-
     found = []
     for before in (lambda *_: None, lambda *_: torch.zeros(3), step):
         model = composed()
@@ -238,26 +191,25 @@ def below_what_rests():
         if before is step:
             step(model, optimizer)
         shards = sum(each.to_local().nbytes for each in model.parameters())
-        with pytest.raises(MemoryLimitError) as raised, sherd.explain_memory(model, optimizer, limit=2 * shards):
-            run(model, optimizer, before)
-        found.append(notes_of(raised.value))
+        error = error_of(model, optimizer, before, step, kind=MemoryLimitError, limit=2 * shards)
+        found.append(notes_of(error))
     return found, shards
 
 
-def test_a_limit_below_what_rests_is_said_with_the_cheapest_change(world):
-    for notes, shards in world(2).run(below_what_rests):
-        for note in notes:
-            said = f"shards, gradients and optimizer state alone take {in_bytes(4 * shards)}, more than the limit:"
-            assert said in note.removeprefix("explained by sherd: ").splitlines()
-            assert f"{in_bytes(2 * shards)} of optimizer state" in note
-            assert "  the cheapest change: shard over 4 ranks at least; now there are 2 to shard over" in note
-            assert "no more can be said" not in note
+def test_a_limit_below_what_rests_is_said_with_the_cheapest_change():
+    notes, shards = on_second(below_what_rests)
+    for note in notes:
+        said = f"shards, gradients and optimizer state alone take {in_bytes(4 * shards)}, more than the limit:"
+        assert said in note.removeprefix("explained by sherd: ").splitlines()
+        assert f"{in_bytes(2 * shards)} of optimizer state" in note
+        assert "  the cheapest change: shard over 4 ranks at least; now there are 2 to shard over" in note
+        assert "no more can be said" not in note
 
 
 # An error of torch's
 
 
-def failing(make, where, named=None):
+def failing(make, where):
     """The error, with its note, of a step that fails in a place, and that of the step after it."""
     model = make()
     optimizer = adamw(model)
@@ -271,19 +223,18 @@ def failing(make, where, named=None):
 
     before = [list(model._forward_pre_hooks), list(optimizer._optimizer_step_post_hooks)]
     if where == "forward":
-        hook = inner.out.register_forward_pre_hook(fail)
+        hook = inner.down.register_forward_pre_hook(fail)
     elif where == "backward":
-        hook = inner.out.register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+        hook = inner.down.register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
     else:
         hook = optimizer.register_step_pre_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError) as raised, sherd.explain_memory(model, optimizer):
-        step(model, optimizer)
+    error = error_of(model, optimizer, step)
     hook.remove()
     assert before == [list(model._forward_pre_hooks), list(optimizer._optimizer_step_post_hooks)]
     optimizer.zero_grad()
     with sherd.explain_memory(model, optimizer):
         step(model, optimizer)
-    return str(raised.value), notes_of(raised.value)
+    return str(error), notes_of(error)
 
 
 WHERE = {"forward": "forward of blocks.2", "backward": "backward of blocks.2", "optimizer": "optimizer"}
@@ -292,16 +243,15 @@ WHERE = {"forward": "forward of blocks.2", "backward": "backward of blocks.2", "
 @pytest.mark.values
 @pytest.mark.parametrize("make", [composed, wrapped, partial(wrapped, False), partial(composed, checkpoints=True)])
 @pytest.mark.parametrize("where", WHERE)
-def test_an_error_of_torch_goes_on_with_a_note(world, make, where):
-    for said, note in world(2).run(failing, make, where):
-        assert said == "CUDA out of memory. Tried to allocate 20.00 MiB"
-        lines = note.splitlines()
-        assert lines[0] == f"explained by sherd: out of memory in {WHERE[where]}"
-        assert lines[1].startswith("predicted to be alive then: ")
-        held = dict(re.findall(r"^  (\w[\w ]*?) {2,}([\d.,]+ \w+)", note, re.MULTILINE))
-        assert {"optimizer state", "shards"} < held.keys()
-        assert any(line.startswith("what would fit") for line in lines)
-        assert re.search(r"samples? at once: saves ", note)
+def test_an_error_of_torch_goes_on_with_a_note(make, where):
+    said, note = on_second(failing, make, where)
+    assert said == "CUDA out of memory. Tried to allocate 20.00 MiB"
+    lines = note.splitlines()
+    assert lines[0] == f"explained by sherd: out of memory in {WHERE[where]}"
+    assert lines[1].startswith("predicted to be alive then: ")
+    assert {"optimizer state", "shards"} < held_in(note).keys()
+    assert any(line.startswith("what would fit") for line in lines)
+    assert re.search(r"samples? at once: saves ", note)
 
 
 def run_out(*_):
@@ -319,32 +269,27 @@ def alone(path):
         store.wait(["explained"])
         return ""
     optimizer.register_step_pre_hook(run_out)
-    with pytest.raises(torch.OutOfMemoryError) as raised, sherd.explain_memory(model, optimizer):
-        step(model, optimizer)
+    error = error_of(model, optimizer, step)
     store.set("explained", "yes")
-    return notes_of(raised.value)
+    return "".join(traceback.format_exception(error))
 
 
-def test_an_error_of_one_rank_is_explained_without_the_others(world, tmp_path):
-    note, other = world(2).run(alone, str(tmp_path / "store"))
+def test_an_error_of_one_rank_is_explained_without_the_others_and_its_traceback_shows_the_note(world, tmp_path):
+    shown, other = world(2).run(alone, str(tmp_path / "store"))
     assert other == ""
-    assert "out of memory in optimizer" in note
-    assert "what would fit" in note
+    assert "OutOfMemoryError: no room\nexplained by sherd: out of memory in optimizer\n" in shown
+    assert "what would fit" in shown
 
 
-def note_of(make, run, error=torch.OutOfMemoryError, **arguments):
+def note_of(make, run, kind=torch.OutOfMemoryError, optimizer=adamw, **options):
     """The note of the error that `run(model)` raises in the second step."""
-    model = make()
-    optimizer = arguments.pop("optimizer", adamw)(model)
 
-    def second_step():
+    def first_step(model, optimizer):
         model(tokens()).sum().backward()
         optimizer.step()
-        run(model)
 
-    with pytest.raises(error) as raised, sherd.explain_memory(model, optimizer, **arguments):
-        second_step()
-    return notes_of(raised.value)
+    model = make()
+    return notes_of(error_of(model, optimizer(model), first_step, lambda *_: run(model), kind=kind, **options))
 
 
 def ends_in_forward(model):
@@ -357,7 +302,7 @@ class Reading(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
 
     def forward(self, batch):
         return self.blocks[int(batch.sum()) % 2](torch.ones(3, WIDTH))
@@ -376,7 +321,7 @@ class Around(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(3))])
+        self.blocks = nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH), *(Block(WIDTH) for _ in range(3))])
 
     def forward(self, tokens, scale=1):
         x = tokens
@@ -412,9 +357,6 @@ def kinds_of_notes():
     def too_large(model):
         torch.empty(1 << 60)
 
-    def values_needed(model):
-        run_out()
-
     def mean(output):
         return output.float().square().mean()
 
@@ -423,7 +365,7 @@ def kinds_of_notes():
         "loss": note_of(composed, ends_in_forward, loss=mean, cluster="h100"),
         "a loss that fails": note_of(composed, ends_in_forward, loss=bad_loss),
         "a cluster that is not there": note_of(composed, ends_in_forward, cluster="h1000"),
-        "values": note_of(reading, values_needed),
+        "values": note_of(reading, run_out),
         "replicas": note_of(hybrid, ends_in_forward),
         "bare root": note_of(bare_root, ends_in_forward),
         "checkpoints": note_of(checkpointed_by_torch, run_out),
@@ -433,32 +375,25 @@ def kinds_of_notes():
         "not on the error that it has caused": note_of(composed, cause, RuntimeError),
     }
     model = composed()
-    with pytest.raises(torch.OutOfMemoryError) as raised, sherd.explain_memory(model, adamw(model)):
-        run_out()
-    found["before the first forward"] = notes_of(raised.value)
+    found["before the first forward"] = notes_of(error_of(model, adamw(model), run_out))
     return found
 
 
-def test_notes_of_many_models(world):
-    for rank, found in enumerate(world(2).run(kinds_of_notes)):
-        for way in ("keywords", "loss", "replicas", "bare root", "SGD", "runs"):
-            assert "out of memory in forward of blocks.1\n" in found[way], way
-            assert "2 samples at once: saves" in found[way], way
-        assert "2 replicas, " in found["replicas"]
-        assert "blocks computed again, as the model does, shards" in found["checkpoints"]
-        assert "explained by sherd: out of memory in the step\n" in found["of the CPU"]
-        assert "optimizer state" not in found["SGD"]
-        assert found["not on the error that it has caused"] == ""
-        said = "explained by sherd: no more can be said: "
-        assert found["a loss that fails"] == f"{said}InputError: the loss does not run without values: no"
-        assert found["a cluster that is not there"].startswith(f"{said}ClusterError: cannot read the cluster")
-        assert found["values"].startswith(f"{said}InputError: the model (Reading) does not run without values")
-        assert found["before the first forward"] == f"{said}StateError: [rank {rank}] the model has not run in here yet"
-
-
-def fails(model, optimizer):
-    step(model, optimizer)
-    run_out()
+def test_notes_of_many_models():
+    found = on_second(kinds_of_notes)
+    for way in ("keywords", "loss", "replicas", "bare root", "SGD", "runs"):
+        assert "out of memory in forward of blocks.1\n" in found[way], way
+        assert "2 samples at once: saves" in found[way], way
+    assert "2 replicas, " in found["replicas"]
+    assert "blocks computed again, as the model does, shards" in found["checkpoints"]
+    assert "explained by sherd: out of memory in the step\n" in found["of the CPU"]
+    assert "optimizer state" not in found["SGD"]
+    assert found["not on the error that it has caused"] == ""
+    said = "explained by sherd: no more can be said: "
+    assert found["a loss that fails"] == f"{said}InputError: the loss does not run without values: no"
+    assert found["a cluster that is not there"].startswith(f"{said}ClusterError: cannot read the cluster")
+    assert found["values"].startswith(f"{said}InputError: the model (Reading) does not run without values")
+    assert found["before the first forward"] == f"{said}StateError: the model has not run in here yet"
 
 
 def uses():
@@ -492,7 +427,7 @@ def uses():
             sherd.explain_memory(model, optimizer, limit=outer),
             sherd.explain_memory(model, optimizer, limit=inner),
         ):
-            fails(model, optimizer)
+            in_turn(model, optimizer, [step, run_out])
         notes += [raised.value.__notes__]
     # A program may catch it, and go on with less.
     with sherd.explain_memory(model, optimizer, limit="2 MiB"):
@@ -508,65 +443,33 @@ def uses():
     return notes
 
 
-def test_blocks_in_blocks_and_wrong_uses(world):
-    for notes in world(2).run(uses):
-        assert [len(each) for each in notes] == [1, 1, 1]
-        assert "out of memory in" in notes[0][0]
-        assert all(each[0].startswith("explained by sherd: what would fit") for each in notes[1:])
+def test_blocks_in_blocks_and_wrong_uses():
+    notes = on_second(uses)
+    assert [len(each) for each in notes] == [1, 1, 1]
+    assert "out of memory in" in notes[0][0]
+    assert all(each[0].startswith("explained by sherd: what would fit") for each in notes[1:])
 
 
-def plain_and_sharded(make):
-    sharded = make()
-    plain = plain_copy(sharded)
-    batch = tokens().to("meta")
-    return (
-        [name for name, _ in plain.named_modules()] == [name for name, _ in Stack().named_modules()],
-        {name: (each.shape, each.dtype) for name, each in plain.named_parameters()}
-        == {name: (each.shape, each.dtype) for name, each in Stack().named_parameters()},
-        plain.head.weight is plain.embedding.weight,
-        {type(each).__name__ for each in plain.modules()},
-        all(each.is_meta for each in plain.parameters()),
-        tuple(plain(batch).shape),
-        any(each._forward_hooks or each._forward_pre_hooks for each in plain.modules()),
-        type(sharded).__name__,
-    )
+def forms(model):
+    return {name: (each.shape, each.dtype) for name, each in model.named_parameters()}
 
 
 @pytest.mark.parametrize("make", [composed, wrapped, partial(wrapped, False)])
-def test_a_plain_copy_is_the_model_before_it_was_sharded(world, make):
-    names, shapes, tied, classes, on_meta, shape, hooked, kind = world(2).run(plain_and_sharded, make)[0]
-    assert all([names, shapes, tied, on_meta])
-    assert not hooked
-    assert classes == {"Stack", "Embedding", "ModuleList", "Block", "Linear"}
-    assert shape == (SAMPLES, LENGTH, VOCABULARY)
-    assert kind in ("FSDPStack", "FullyShardedDataParallel")
+def test_a_plain_copy_is_the_model_before_it_was_sharded(make):
+    with imagined_ranks(2):
+        plain, before = plain_copy(make()), Stack()
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in before.named_modules()]
+    assert forms(plain) == forms(before)
+    assert plain.head.weight is plain.embedding.weight
+    assert {type(each) for each in plain.modules()} == {type(each) for each in before.modules()}
+    assert all(each.is_meta for each in plain.parameters())
+    assert plain(tokens().to("meta")).shape == (SAMPLES, LENGTH, VOCABULARY)
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in plain.modules())
 
 
-def copied_with_a_group():
-    model = composed()
-    model.blocks[0].ring = torch.distributed.group.WORLD
-    with pytest.raises(UnsupportedError) as raised:
-        plain_copy(model)
-    return str(raised.value)
-
-
-def test_a_model_that_holds_a_process_group_is_named(world):
-    for said in world(2).run(copied_with_a_group):
-        assert "a Block of the model holds what cannot be copied: " in said
-        assert "ProcessGroup" in said
-
-
-def test_the_traceback_shows_the_note(world):
-    (text, _) = world(2).run(shown)
-    assert re.search(r"OutOfMemoryError: no room\nexplained by sherd: out of memory in optimizer\n", text)
-
-
-def shown():
-    model = composed()
-    optimizer = adamw(model)
-    optimizer.register_step_pre_hook(run_out)
-    try:
-        with sherd.explain_memory(model, optimizer):
-            step(model, optimizer)
-    except torch.OutOfMemoryError:
-        return traceback.format_exc()
+def test_a_model_that_holds_a_process_group_is_named():
+    with imagined_ranks(2):
+        model = composed()
+        model.blocks[0].ring = dist.group.WORLD
+        with pytest.raises(UnsupportedError, match=r"a Block of the model holds what cannot be copied: .*ProcessGroup"):
+            plain_copy(model)

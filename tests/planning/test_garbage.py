@@ -1,4 +1,4 @@
-"""Is garbage left alone inside of the context only, and what others have frozen left frozen?"""
+"""Garbage is left alone inside of the context only, and what others have frozen is left frozen."""
 
 import gc
 
@@ -33,15 +33,12 @@ def test_nobody_looks_for_garbage_inside_and_then_all_is_old(nothing_frozen):
     assert any(each is kept for each in gc.get_objects(generation=2))
 
 
-def test_an_error_ends_it(nothing_frozen):
-    with pytest.raises(ZeroDivisionError), garbage_left():
-        1 / 0  # noqa: B018
-    assert gc.isenabled()
-
-
-def test_what_is_frozen_stays_so(nothing_frozen):
+def test_what_is_frozen_stays_so_and_an_error_ends_it(nothing_frozen):
     gc.freeze()
     before = gc.get_freeze_count()
     with garbage_left():
         made()
     assert gc.get_freeze_count() == before
+    with pytest.raises(ZeroDivisionError), garbage_left():
+        1 / 0  # noqa: B018
+    assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""Is the predicted goodput what a simulation with random failures, jitter and stragglers has?"""
+"""The predicted goodput is what a simulation with random failures, jitter and stragglers has."""
 
 import math
 import random
@@ -9,15 +9,12 @@ import pytest
 from sherd.simulate.goodput import Faults, best_interval, goodput, jitter_slowdown, straggler_slowdown, useful_share
 
 
-@pytest.mark.parametrize(("num_ranks", "jitter"), [(1, 0.2), (2, 0.05), (8, 0.3), (64, 0.1), (1000, 0.02)])
-def test_jitter_slows_all_ranks_down_to_the_slowest(num_ranks, jitter):
-    draw = random.Random(0).gauss
-    steps = 40_000 // num_ranks + 400
-    slowest = [max(math.exp(draw(-(jitter**2) / 2, jitter)) for _ in range(num_ranks)) for _ in range(steps)]
-    assert jitter_slowdown(num_ranks, jitter) == pytest.approx(mean(slowest), rel=0.01)
-
-
-def test_one_slow_device_slows_all_down():
+def test_jitter_and_one_slow_device_slow_all_ranks_down_to_the_slowest():
+    for num_ranks, jitter in ((1, 0.2), (2, 0.05), (8, 0.3), (64, 0.1), (1000, 0.02)):
+        draw = random.Random(0).gauss
+        steps = 40_000 // num_ranks + 400
+        slowest = [max(math.exp(draw(-(jitter**2) / 2, jitter)) for _ in range(num_ranks)) for _ in range(steps)]
+        assert jitter_slowdown(num_ranks, jitter) == pytest.approx(mean(slowest), rel=0.01), num_ranks
     draw = random.Random(0).random
     clusters = [1.2 if any(draw() < 0.01 for _ in range(50)) else 1.0 for _ in range(4000)]
     assert straggler_slowdown(50, 0.01, 0.2) == pytest.approx(mean(clusters), rel=0.01)
@@ -36,37 +33,27 @@ def simulated_share(interval, mtbf, checkpoint, restart, intervals):
     return intervals * interval / clock
 
 
-@pytest.mark.parametrize(
-    ("interval", "mtbf", "checkpoint", "restart"),
-    [(100.0, 5000.0, 5.0, 60.0), (600.0, 1000.0, 30.0, 120.0), (10.0, 100_000.0, 1.0, 10.0)],
-)
-def test_failures_leave_what_a_simulation_has(interval, mtbf, checkpoint, restart):
-    simulated = simulated_share(interval, mtbf, checkpoint, restart, 20_000)
-    assert useful_share(interval, mtbf, checkpoint, restart) == pytest.approx(simulated, rel=0.02)
+def test_failures_leave_what_a_simulation_has_and_no_other_interval_leaves_more():
+    for given in ((100.0, 5000.0, 5.0, 60.0), (600.0, 1000.0, 30.0, 120.0), (10.0, 100_000.0, 1.0, 10.0)):
+        assert useful_share(*given) == pytest.approx(simulated_share(*given, 20_000), rel=0.02), given
+    for mtbf, checkpoint in ((10_000.0, 10.0), (3_000.0, 60.0), (500.0, 100.0)):
+        best = best_interval(mtbf, checkpoint)
+        left = useful_share(best, mtbf, checkpoint, 300.0)
+        others = [useful_share(best * by, mtbf, checkpoint, 300.0) for by in (0.5, 0.8, 1.25, 2)]
+        assert max(others) <= left * 1.001, mtbf
+        if checkpoint < mtbf / 100:
+            assert best == pytest.approx(math.sqrt(2 * checkpoint * mtbf), rel=0.1)
 
 
-@pytest.mark.parametrize(("mtbf", "checkpoint"), [(10_000.0, 10.0), (3_000.0, 60.0), (500.0, 100.0)])
-def test_no_other_interval_leaves_more_and_youngs_is_close(mtbf, checkpoint):
-    best = best_interval(mtbf, checkpoint)
-    left = useful_share(best, mtbf, checkpoint, 300.0)
-    assert all(useful_share(best * by, mtbf, checkpoint, 300.0) <= left * 1.001 for by in (0.5, 0.8, 1.25, 2))
-    if checkpoint < mtbf / 100:
-        assert best == pytest.approx(math.sqrt(2 * checkpoint * mtbf), rel=0.1)
+def test_more_devices_leave_less():
+    for num_devices in (1, 8, 1024, 16_384, 131_072):
+        few, many = (goodput(number, Faults(slow_share=1e-4)) for number in (num_devices, 2 * num_devices))
+        for part in ("jitter", "stragglers", "failures", "share"):
+            assert 0 < getattr(many, part) <= getattr(few, part) <= 1, (num_devices, part)
+        assert many.interval < few.interval, num_devices
 
 
-@pytest.mark.parametrize("num_devices", [1, 8, 1024, 16_384, 131_072])
-def test_more_devices_leave_less(num_devices):
-    few, many = goodput(num_devices, Faults(slow_share=1e-4)), goodput(2 * num_devices, Faults(slow_share=1e-4))
-    for part in ("jitter", "stragglers", "failures", "share"):
-        assert 0 < getattr(many, part) <= getattr(few, part) <= 1
-    assert many.interval < few.interval
-
-
-def test_without_faults_everything_is_left():
-    left = goodput(131_072, Faults(jitter=0.0, mtbf=1e15))
-    assert left.share == pytest.approx(1, rel=1e-3)
+def test_without_faults_everything_is_left_and_of_a_cluster_that_fails_before_it_has_started_nothing():
+    assert goodput(131_072, Faults(jitter=0.0, mtbf=1e15)).share == pytest.approx(1, rel=1e-3)
     assert goodput(8, Faults(jitter=0.0, checkpoint=0.0, restart=0.0)).share == 1
-
-
-def test_a_cluster_that_fails_before_it_has_started_does_nothing():
     assert goodput(131_072, Faults(mtbf=1.0, restart=3600.0)).share == 0

@@ -1,4 +1,4 @@
-"""Does the page say what the timeline holds, whatever its names are?"""
+"""The page says what the timeline holds, whatever its names are."""
 
 import dataclasses
 import fnmatch
@@ -8,8 +8,6 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-
-import pytest
 
 import sherd
 from sherd.planning.report import page
@@ -67,20 +65,14 @@ def test_the_page_says_the_facts_the_peak_the_units_the_advice_and_the_best_sett
         "48 settings were tried; 29 fit",
     ):
         assert words in text
-    assert "Recorded while it ran" in Reader(page([timeline(is_predicted=False)])).text
-
-
-def test_each_kind_that_is_drawn_is_in_the_table_with_its_colour_though_it_takes_nothing_at_the_peak():
-    made = Reader(page([timeline()]))
-    for level, kind in enumerate(made.data["kinds"]):
-        assert f"<i class=key style='background:var(--k{level})'></i>{kind}" in page([timeline()])
-    assert "gradients 0 B 0.0%" in made.text
-
-
-def test_without_a_search_or_advice_their_sections_are_absent():
-    text = Reader(page([timeline()])).text
-    assert "Settings" not in text
-    assert "What to change first" not in text
+    recorded = page([timeline(is_predicted=False)])
+    alone = Reader(recorded)
+    assert "Recorded while it ran" in alone.text
+    assert "Settings" not in alone.text
+    assert "What to change first" not in alone.text
+    for level, kind in enumerate(alone.data["kinds"]):  # though it takes nothing at the peak
+        assert f"<i class=key style='background:var(--k{level})'></i>{kind}" in recorded
+    assert "gradients 0 B 0.0%" in alone.text
 
 
 def hostile():
@@ -119,10 +111,8 @@ def test_thousands_of_spans_take_under_two_megabytes_and_the_shortest_of_too_man
     assert len(page([shown], search(400)).encode()) < 400_000
     spans = [dataclasses.replace(span, start=span.start / 17, end=span.end / 17) for span in shown.spans]
     late = [
-        dataclasses.replace(
-            span, start=span.start + shown.seconds * turn / 17, end=span.end + shown.seconds * turn / 17
-        )
-        for turn in range(17)
+        dataclasses.replace(span, start=span.start + begin, end=span.end + begin)
+        for begin in (shown.seconds * turn / 17 for turn in range(17))
         for span in spans
     ]
     many = dataclasses.replace(shown, spans=tuple(late))
@@ -133,60 +123,55 @@ def test_thousands_of_spans_take_under_two_megabytes_and_the_shortest_of_too_man
     assert sum(len(lane["starts"]) for step in Reader(made).data["steps"] for lane in step["lanes"]) <= SPANS
 
 
-def test_two_timelines_share_their_scales_and_colours():
+def test_two_timelines_share_their_scales_and_colours_and_each_lane_has_its_name():
     made = Reader(page([timeline(), timeline(slow=2.0, title="run 17", is_predicted=False)]))
     first, second = made.data["steps"]
     assert made.data["seconds"] == second["seconds"] > first["seconds"]
     assert [lane["name"] for lane in first["lanes"]] == [lane["name"] for lane in second["lanes"]]
     assert len(first["levels"]) == len(second["levels"]) == len(made.data["kinds"])
+    assert {lane["name"] for lane in Reader(page([timeline()])).data["steps"][0]["lanes"]} == {
+        lane.value for lane in Lane
+    }
+    assert html.escape("a<b") in page([timeline(title="a<b")])
+    assert Path(sherd.__file__).is_relative_to(ROOT)
 
 
 def bytes_at(shown, time):
     return sum(change.nbytes for change in shown.changes if change.time <= time)
 
 
-@pytest.mark.parametrize(("layers", "micro_batches"), [(1, 1), (12, 1), (80, 4)])
-def test_folding_keeps_the_peak_and_each_kept_moment_is_true(layers, micro_batches):
-    shown = timeline(layers, micro_batches)
-    found = levels(shown, kinds_of([shown]))
-    assert found.most == shown.peak.nbytes
-    assert found.times == sorted(found.times)
-    assert found.times[0] == 0
-    for number in range(0, len(found.times), 17):
-        assert sum(column[number] for column in found.of.values()) == bytes_at(shown, found.times[number])
+def test_folding_keeps_the_peak_and_each_kept_moment_is_true():
+    for shown in (timeline(1, 1), timeline(12, 1), timeline(80, 4)):
+        found = levels(shown, kinds_of([shown]))
+        assert found.most == shown.peak.nbytes
+        assert found.times == sorted(found.times)
+        assert found.times[0] == 0
+        for number in range(0, len(found.times), 17):
+            assert sum(column[number] for column in found.of.values()) == bytes_at(shown, found.times[number])
 
 
-def test_after_a_short_peak_the_drawn_memory_falls_at_once_and_not_at_the_next_change():
-    changes = (
-        Change(0.0, "shards", -1, 5),
-        Change(0.1, "a", -1, 9),
-        Change(0.1000001, "a", -1, -9),
-        Change(0.9, "a", -1, 1),
-    )
-    shown = Timeline("t", True, (), (), changes, Peak(14, 0.1, "m", {}, {}), 1.0)
+def of_changes(*changes, peak=1):
+    changed = tuple(Change(time, kind, -1, nbytes) for time, kind, nbytes in changes)
+    return Timeline("t", True, (), (), changed, Peak(peak, 0.0, "m", {}, {}), 1.0)
+
+
+def test_drawn_memory_falls_at_once_and_kinds_are_as_many_as_there_are_colours():
+    shown = of_changes((0.0, "shards", 5), (0.1, "a", 9), (0.1000001, "a", -9), (0.9, "a", 1), peak=14)
     found = levels(shown, kinds_of([shown]))
     assert list(zip(found.times, found.of["a"], strict=True)) == [(0.0, 0), (0.1, 9), (0.1000001, 0), (0.9, 1)]
-
-
-def test_kinds_beyond_the_colours_are_one():
-    changes = tuple(Change(0.0, f"kind {number}", -1, 100 + number) for number in range(KINDS + 3))
-    shown = Timeline("t", True, (), (), changes, Peak(1, 0.0, "m", {}, {}), 1.0)
+    shown = of_changes(*((0.0, f"kind {number}", 100 + number) for number in range(KINDS + 3)))
     kinds = kinds_of([shown])
     assert len(kinds) == KINDS
     assert levels(shown, kinds).of["other"] == [sum(100 + number for number in range(4))]
-
-
-def test_a_kind_that_only_goes_is_not_drawn_and_breaks_nothing():
-    changes = (Change(0.0, "a", -1, 8), Change(0.1, "b", -1, -4), Change(0.2, "a", -1, -9))
-    shown = Timeline("t", True, (), (), changes, Peak(8, 0.0, "m", {}, {}), 1.0)
-    assert levels(shown, kinds_of([shown])).of == {"a": [8, 8, 0]}
+    shown = of_changes((0.0, "a", 8), (0.1, "b", -4), (0.2, "a", -9), peak=8)
+    assert levels(shown, kinds_of([shown])).of == {"a": [8, 8, 0]}, "one that only goes is not drawn"
     assert page([shown, timeline()])
 
 
-@pytest.mark.parametrize("units", [(), units_of(0), units_of(2)])
-def test_a_timeline_of_nothing_is_shown(units):
-    empty = Timeline("", False, units, (), (), Peak(0, 0.0, "", {}, {}), 1e-9)
-    assert "Units" in Reader(page([empty], Search((), -1, None))).text
+def test_a_timeline_of_nothing_is_shown():
+    for units in ((), units_of(0), units_of(2)):
+        empty = Timeline("", False, units, (), (), Peak(0, 0.0, "", {}, {}), 1e-9)
+        assert "Units" in Reader(page([empty], Search((), -1, None))).text
 
 
 def unit(name, kind="Block", numel=1):
@@ -205,22 +190,11 @@ def test_neighbours_that_are_alike_fold_with_all_that_is_below_them_and_others_d
     assert [each.unit.name for each in root.below[0].below] == ["layers.0.mlp"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (in_bytes(0), "0 B"),
-        (in_bytes(1023), "1.00 KiB"),
-        (in_bytes(-1536), "-1.50 KiB"),
-        (in_bytes(1 << 30), "1.00 GiB"),
-        (in_bytes(999.6 * 2**20), "0.98 GiB"),
-        (in_seconds(0), "0.00 ms"),
-        (in_seconds(0.0125), "12.5 ms"),
-        (in_seconds(3.1e-6), "3.10 µs"),
-        (in_seconds(1234.5), "1,234 s"),
-    ],
-)
-def test_sizes_have_three_digits(words, expected):
-    assert words == expected
+def test_sizes_have_three_digits():
+    sizes = {0: "0 B", 1023: "1.00 KiB", -1536: "-1.50 KiB", 1 << 30: "1.00 GiB", 999.6 * 2**20: "0.98 GiB"}
+    assert {size: in_bytes(size) for size in sizes} == sizes
+    times = {0: "0.00 ms", 0.0125: "12.5 ms", 3.1e-6: "3.10 µs", 1234.5: "1,234 s"}
+    assert {time: in_seconds(time) for time in times} == times
 
 
 # Colours
@@ -230,8 +204,7 @@ def tokens(block):
     return dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block))
 
 
-LIGHT, DARK = (tokens(block) for block in re.findall(r":root \{(.*?)\}", CSS, re.DOTALL))
-THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+THEMES = [tokens(block) for block in re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)]
 
 
 def linear(color):
@@ -269,21 +242,18 @@ def difference(one, other, eyes):
     return sum((a - b) ** 2 for a, b in zip(lab(one, eyes), lab(other, eyes), strict=True)) ** 0.5
 
 
-@THEMES
-def test_all_text_has_the_contrast_that_wcag_asks_for(theme):
-    fills = [theme[f"k{number}"] for number in range(KINDS)]
-    pairs = [(theme["paper"], theme[name]) for name in ("ink", "dim", "wait", "focus")]
-    pairs += [(theme["wash"], theme[name]) for name in ("ink", "dim")]
-    pairs += [(theme["paper"], fill) for fill in fills]  # labels on bars and bands are of the paper's colour
-    assert min(contrast(*pair) for pair in pairs) >= 4.5
-
-
-@THEMES
-@pytest.mark.parametrize("eyes", EYES)
-def test_colours_are_told_apart_by_colour_blind_readers(theme, eyes):
-    fills = [theme[f"k{number}"] for number in range(KINDS)]
-    assert min(difference(one, other, eyes) for i, one in enumerate(fills) for other in fills[i + 1 :]) > 15
-    assert min(difference(one, other, eyes) for one, other in itertools.pairwise(fills)) > 20
+def test_text_has_the_contrast_that_wcag_asks_for_and_colours_are_told_apart_by_colour_blind_readers():
+    for theme in THEMES:
+        pairs = [(theme["paper"], theme[name]) for name in ("ink", "dim", "wait", "focus")]
+        pairs += [(theme["wash"], theme[name]) for name in ("ink", "dim")]
+        # Labels on bars and bands are of the paper's colour.
+        pairs += [(theme["paper"], theme[f"k{number}"]) for number in range(KINDS)]
+        assert min(contrast(*pair) for pair in pairs) >= 4.5
+    assert len(THEMES) == 2, "light and dark"
+    for theme, eyes in itertools.product(THEMES, EYES):
+        fills = [theme[f"k{number}"] for number in range(KINDS)]
+        assert min(difference(*pair, eyes) for pair in itertools.combinations(fills, 2)) > 15
+        assert min(difference(*pair, eyes) for pair in itertools.pairwise(fills)) > 20
 
 
 def test_the_css_and_the_script_are_shipped():
@@ -291,11 +261,3 @@ def test_the_css_and_the_script_are_shipped():
     patterns = re.findall(r'"([^"]+)"', re.search(r"^sherd = (\[.*\])$", text, re.MULTILINE)[1])
     for name in ("page.css", "page.js"):
         assert any(fnmatch.fnmatch(f"planning/report/{name}", pattern) for pattern in patterns)
-
-
-def test_each_lane_has_its_name_on_the_page():
-    assert {lane["name"] for lane in Reader(page([timeline()])).data["steps"][0]["lanes"]} == {
-        lane.value for lane in Lane
-    }
-    assert html.escape("a<b") in page([timeline(title="a<b")])
-    assert Path(sherd.__file__).is_relative_to(ROOT)

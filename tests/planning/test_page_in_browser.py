@@ -1,4 +1,4 @@
-"""Does the page work in a browser: in narrow and wide windows, in light and dark, by keyboard, without a network?"""
+"""The page works in a browser: in narrow and wide windows, in light and dark, by keyboard, without a network."""
 
 import itertools
 
@@ -72,37 +72,30 @@ def test_a_page_fits_its_window_and_asks_for_nothing(shown, pages, name, width, 
     tab = shown(name, width, dark)
     tab.screenshot(pages[name].parent / f"{name}-{width}-{'dark' if dark else 'light'}.png")
     assert tab.ask("document.documentElement.scrollWidth") == width
-    assert tab.ask("document.querySelectorAll('svg.plot').length") == (4 if name == "two" else 2)
+    assert tab.count("svg.plot") == (4 if name == "two" else 2)
     assert tab.requests == [pages[name].as_uri()]
     assert tab.complaints == []
 
 
-@pytest.mark.parametrize(("width", "dark"), WINDOWS, ids=lambda value: str(value))
-def test_the_peak_is_in_sight_and_named(shown, width, dark):
-    tab = shown("one", width, dark)
-    box = tab.ask(
-        """(() => { const r = document.querySelector("circle.peak").getBoundingClientRect();
+def test_the_peak_is_in_sight_and_named(shown):
+    in_sight = """(() => { const r = document.querySelector("circle.peak").getBoundingClientRect();
         const s = document.querySelector(".scroll").getBoundingClientRect();
         return r.width > 0 && r.left >= s.left - 6 && r.right <= s.right + 6 && r.top >= s.top })()"""
-    )
-    assert box is True
-    assert "peak 8.29 GiB" in tab.ask("document.querySelector('svg.plot').textContent")
+    for window in WINDOWS:
+        tab = shown("one", *window)
+        assert tab.ask(in_sight) is True, window
+        assert "peak 8.29 GiB" in tab.ask("document.querySelector('svg.plot').textContent"), window
 
 
 def test_tab_reaches_zoom_charts_units_and_the_search_and_each_stop_is_seen(shown):
-    found = stops(shown("one"))
     order = ["out", "in", "memory", "gantt", "unit", "unit", "point best"]
-    assert [stop for stop in found if stop in order] == order
+    assert [stop for stop in stops(shown("one")) if stop in order] == order
+    assert [stop for stop in stops(shown("two")) if stop in ("memory", "gantt")] == ["memory", "gantt"] * 2
     tab = shown("one")
     for _ in order:
         tab.press("Tab")
         assert tab.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid"
         assert tab.ask("parseFloat(getComputedStyle(document.activeElement).outlineWidth)") >= 2
-
-
-def test_tab_reaches_the_charts_of_both_timelines(shown):
-    found = stops(shown("two"))
-    assert [stop for stop in found if stop in ("memory", "gantt")] == ["memory", "gantt"] * 2
 
 
 def readout(tab, figure="figure.step"):
@@ -111,7 +104,7 @@ def readout(tab, figure="figure.step"):
 
 def test_arrow_keys_move_through_memory_and_p_goes_to_the_peak(shown):
     tab = shown("one")
-    tab.ask("document.querySelector('[data-chart=memory]').focus()")
+    tab.focus("[data-chart=memory]")
     at_peak = readout(tab)
     assert ": 8.29 GiB: activations 4.92 GiB" in at_peak
     tab.press("ArrowRight")
@@ -128,7 +121,7 @@ def test_arrow_keys_move_through_memory_and_p_goes_to_the_peak(shown):
 
 def test_arrow_keys_move_through_spans_and_lanes(shown):
     tab = shown("one")
-    tab.ask("document.querySelector('[data-chart=gantt]').focus()")
+    tab.focus("[data-chart=gantt]")
     assert readout(tab).startswith("compute: wait (root)")
     tab.press("ArrowRight")
     assert readout(tab).startswith("compute: forward (root), 400 µs from 3.10 ms")
@@ -138,16 +131,14 @@ def test_arrow_keys_move_through_spans_and_lanes(shown):
     tab.press("End")
     tab.press("ArrowDown")
     assert readout(tab).startswith("reduce-scatter: ")
-    for _ in range(9):
-        tab.press("ArrowDown")
+    tab.press("ArrowDown", 9)
     assert readout(tab).startswith("host copies: copy")
 
 
 def test_zoom_keeps_the_focus_and_what_is_picked_stays_in_sight_while_the_page_does_not_grow(shown):
     tab = shown("large", 400)
-    tab.ask("document.querySelector('[data-chart=gantt]').focus()")
-    for _ in range(4):
-        tab.press("+")
+    tab.focus("[data-chart=gantt]")
+    tab.press("+", 4)
     assert tab.ask(STOPS) == "gantt"
     assert tab.ask("document.documentElement.scrollWidth") == 400
     tab.press("End")
@@ -156,8 +147,7 @@ def test_zoom_keeps_the_focus_and_what_is_picked_stays_in_sight_while_the_page_d
         return p.left <= s.right && p.right >= s.left })()"""
     assert tab.ask(inside) is True
     assert readout(tab).startswith("compute: optimizer")
-    for _ in range(9):
-        tab.press("-")
+    tab.press("-", 9)
     scroll = "document.querySelector('.scroll').scrollWidth <= document.querySelector('.scroll').clientWidth"
     assert tab.ask(scroll) is True
 
@@ -173,59 +163,56 @@ def test_a_pointer_shows_the_span_under_it(shown):
     assert readout(tab).startswith("compute: wait (root)")
 
 
-def test_arrow_keys_go_from_candidate_to_candidate(shown):
+def test_arrow_keys_go_from_candidate_to_candidate_and_units_open_by_keyboard(shown):
     tab = shown("one")
-    tab.ask("document.querySelector('.point.best').focus()")
+    tab.focus(".point.best")
     assert readout(tab, "figure.search").startswith("micro-batch 2, blocks of 3: 136 ms a step, 7.78 GiB at the peak.")
     tab.press("End")
     assert "Does not fit: its peak is above the memory of the device" in readout(tab, "figure.search")
     assert tab.ask("document.activeElement.getAttribute('aria-label')").endswith("does not fit")
     tab.press("ArrowRight")
     tab.press("Home")
-    assert tab.ask("document.querySelectorAll('.point[tabindex=\"0\"]').length") == 1
-    assert tab.ask("document.querySelectorAll('.point').length") == 48
-
-
-def test_units_open_and_close_by_keyboard(shown):
-    tab = shown("one")
+    assert tab.count('.point[tabindex="0"]') == 1
+    assert tab.count(".point") == 48
     tab.ask("document.querySelectorAll('summary')[1].focus()")
     tab.press("Enter")
     assert tab.ask("document.querySelectorAll('details')[1].open") is True
     assert "layers.11" in tab.ask("document.querySelectorAll('details')[1].innerText")
 
 
-@pytest.mark.parametrize("name", ["one", "two", "hostile"])
-def test_everything_that_takes_the_focus_has_a_name_and_headings_go_down_one_by_one(shown, name):
-    tab = shown(name)
-    unnamed = """[...document.querySelectorAll("[tabindex], button, summary, svg, figure")].filter((e) =>
-        !e.getAttribute("aria-label") && !e.textContent.trim() && e.getAttribute("aria-hidden") !== "true"
-        && !e.querySelector("[aria-label]")).length"""
-    assert tab.ask(unnamed) == 0
-    ids = tab.ask("[...document.querySelectorAll('[id]')].map((e) => e.id)")
-    assert len(ids) == len(set(ids))
-    levels = tab.ask("[...document.querySelectorAll('h1,h2,h3,h4')].map((e) => +e.tagName[1])")
-    assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert tab.ask("document.documentElement.lang && document.title && true") is True
-    small = """[...document.querySelectorAll("button, summary")].filter((e) => {
-        const r = e.getBoundingClientRect(); return r.width && (r.width < 24 || r.height < 24) }).length"""
-    assert tab.ask(small) == 0
+UNNAMED = """[...document.querySelectorAll("[tabindex], button, summary, svg, figure")].filter((e) =>
+    !e.getAttribute("aria-label") && !e.textContent.trim() && e.getAttribute("aria-hidden") !== "true"
+    && !e.querySelector("[aria-label]")).length"""
+SMALL = """[...document.querySelectorAll("button, summary")].filter((e) => {
+    const r = e.getBoundingClientRect(); return r.width && (r.width < 24 || r.height < 24) }).length"""
+CUT = """[...document.querySelectorAll("svg text")].filter((e) => { const t = e.getBoundingClientRect(),
+    s = e.ownerSVGElement.getBoundingClientRect();
+    return t.left < s.left - 1 || t.right > s.right + 1 || t.top < s.top - 2 || t.bottom > s.bottom + 2 })
+    .map((e) => e.textContent)"""
+
+
+def test_everything_that_takes_the_focus_has_a_name_and_headings_go_down_one_by_one(shown):
+    for name in ("one", "two", "hostile"):
+        tab = shown(name)
+        assert tab.ask(UNNAMED) == 0, name
+        ids = tab.ask("[...document.querySelectorAll('[id]')].map((e) => e.id)")
+        assert len(ids) == len(set(ids)), name
+        levels = tab.ask("[...document.querySelectorAll('h1,h2,h3,h4')].map((e) => +e.tagName[1])")
+        assert levels[0] == 1, name
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), name
+        assert tab.ask("document.documentElement.lang && document.title && true") is True, name
+        assert tab.ask(SMALL) == 0, name
 
 
 def test_no_label_of_a_chart_is_cut_off_at_its_border(shown):
     for width in (1280, 400):
-        tab = shown("one", width)
-        cut = """[...document.querySelectorAll("svg text")].filter((e) => { const t = e.getBoundingClientRect(),
-            s = e.ownerSVGElement.getBoundingClientRect();
-            return t.left < s.left - 1 || t.right > s.right + 1 || t.top < s.top - 2 || t.bottom > s.bottom + 2 })
-            .map((e) => e.textContent)"""
-        assert tab.ask(cut) == []
+        assert shown("one", width).ask(CUT) == [], width
 
 
 def test_a_timeline_of_nothing_and_a_search_without_a_result_bear_all_keys(shown):
     tab = shown("empty")
     for chart in ("[data-chart=memory]", "[data-chart=gantt]", ".point"):
-        tab.ask(f"document.querySelector('{chart}').focus()")
+        tab.focus(chart)
         for key in ("ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End", "p", "+", "-"):
             tab.press(key)
     assert "Does not fit: too large." in readout(tab, "figure.search")
@@ -234,11 +221,10 @@ def test_a_timeline_of_nothing_and_a_search_without_a_result_bear_all_keys(shown
 
 def test_hostile_names_are_shown_and_run_nothing(shown):
     tab = shown("hostile")
-    assert tab.ask("document.querySelectorAll('img').length") == 0
+    assert tab.count("img") == 0
     assert HOSTILE.replace("\ud800", "?").strip() in tab.ask("document.querySelector('h1').textContent")
-    tab.ask("document.querySelector('[data-chart=gantt]').focus()")
-    for _ in range(3):
-        tab.press("ArrowRight")
+    tab.focus("[data-chart=gantt]")
+    tab.press("ArrowRight", 3)
     assert "</script>" in readout(tab)
     assert tab.complaints == []
 

@@ -1,6 +1,9 @@
-"""Is a step played as the schedule runs it, with times and bytes that can be added up by hand?"""
+"""A step is played as the schedule runs it, with times and bytes that can be added up by hand; stages of a pipeline in
+the order of 1F1B."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import accumulate, product
 from unittest import mock
 
 import pytest
@@ -10,15 +13,24 @@ from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Limits
 from sherd.simulate import play as player
 from sherd.simulate.moments import moments_of
+from sherd.simulate.pipeline import Stage, begins
 from sherd.simulate.sharded import Optimizer
 from sherd.simulate.stretches import parts_of
 from sherd.simulate.timeline import Lane
 from sherd.simulate.work import Allocate, Group, Release, TensorKind
+from tests.planning.played import most
 from tests.planning.stacks import KEPT, SHARD, RoundCosts, sharded_stack, stack
 
 
 def play(work, sharded, costs, **options):
     return player.play(parts_of(work, sharded, costs.op), sharded, costs, **options)
+
+
+def played(num_blocks=4, depth=1, is_offloaded=False, costs=None, micro_batches=1, reduces_each=True, **seconds):
+    """A step of the stack, of which collectives take so many seconds."""
+    sharded = sharded_stack(num_blocks, Limits(forward_depth=depth, backward_depth=depth), is_offloaded=is_offloaded)
+    costs = costs or RoundCosts(**{"gather": 0, "reduce": 0} | seconds)
+    return play(stack(num_blocks), sharded, costs, micro_batches=micro_batches, reduces_each=reduces_each)
 
 
 def spans(timeline, lane, name):
@@ -30,7 +42,7 @@ def waited(timeline):
 
 
 def test_without_communication_a_step_takes_what_it_computes():
-    timeline = play(stack(4), sharded_stack(4), RoundCosts(0, 0))
+    timeline = played()
     assert timeline.seconds == 4 * (1 + 2) + 1
     assert waited(timeline) == 0
     assert [unit for unit, _, _ in spans(timeline, Lane.COMPUTE, "forward")] == [1, 2, 3, 4]
@@ -38,66 +50,55 @@ def test_without_communication_a_step_takes_what_it_computes():
 
 
 def test_gathers_hide_behind_the_compute_of_the_unit_before():
-    timeline = play(stack(4), sharded_stack(4), RoundCosts(gather=1, reduce=0))
+    timeline = played(gather=1)
     gathered = spans(timeline, Lane.GATHER, "gather")
     # The first all-gather is waited for, the others run beside the unit before; so does backward's, but for the first.
     assert gathered[:4] == [(1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 4)]
     assert spans(timeline, Lane.COMPUTE, "forward") == [(1, 1, 2), (2, 2, 3), (3, 3, 4), (4, 4, 5)]
     assert timeline.seconds == 4 * 3 + 1 + waited(timeline)
     assert waited(timeline) == 2
-
-
-def test_slow_gathers_are_exposed_by_what_compute_does_not_hide():
-    fast, slow = (play(stack(4), sharded_stack(4), RoundCosts(gather, 0)).seconds for gather in (0, 3))
+    assert waited(played(gather=1, depth=0)) == 8, "without prefetch each is waited for"
     # In forward each of four gathers takes 3, of which a compute of 1 hides 1; in backward a compute of 2 hides 2.
-    assert slow - fast == 3 + 3 * (3 - 1) + 3 + 3 * (3 - 2)
+    assert played(gather=3).seconds - played().seconds == 3 + 3 * (3 - 1) + 3 + 3 * (3 - 2)
 
 
 def test_compute_is_slower_while_a_collective_runs_beside_it():
-    alone, beside = (play(stack(2), sharded_stack(2), RoundCosts(0, reduce=2, beside=each)) for each in (1.0, 0.5))
+    alone, beside = (played(2, reduce=2, beside=each) for each in (1.0, 0.5))
     backward = [spans(each, Lane.COMPUTE, "backward") for each in (alone, beside)]
     # Backward of the first block takes 2, and the reduction of the second one's gradients takes 2 too: of these at half
     # speed 1 is computed, and 1 is left.
     assert [end - start for _, start, end in backward[0]] == [2, 2]
     assert [end - start for _, start, end in backward[1]] == [2, 3]
     assert beside.seconds == alone.seconds + 1
+    for overlaps in (True, False):
+        fast, slow = (played(1, 0, gather=1, reduce=1, overlaps=overlaps, beside=each) for each in (1.0, 0.5))
+        assert slow.seconds == fast.seconds, "nothing runs beside it"
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_compute_is_not_slowed_where_nothing_runs_beside_it(overlaps):
-    costs = [RoundCosts(1, 1, overlaps=overlaps, beside=each) for each in (1.0, 0.5)]
-    limits = Limits(forward_depth=0, backward_depth=0)
-    fast, slow = (play(stack(1), sharded_stack(1, limits), each) for each in costs)
-    assert slow.seconds == fast.seconds
-
-
-def test_without_prefetch_each_gather_is_waited_for():
-    limits = Limits(forward_depth=0, backward_depth=0)
-    timeline = play(stack(4), sharded_stack(4, limits), RoundCosts(gather=1, reduce=0))
-    assert waited(timeline) == 8
-
-
-def test_reductions_run_beside_backward_and_only_the_last_is_waited_for():
-    timeline = play(stack(4), sharded_stack(4), RoundCosts(gather=0, reduce=2))
+def test_reductions_run_beside_backward_once_or_after_each_micro_batch():
+    timeline = played(reduce=2)
     assert waited(timeline) == 2
     assert [unit for unit, _, _ in spans(timeline, Lane.REDUCE, "reduce")] == [4, 3, 2, 1]
-
-
-def test_a_device_without_streams_waits_for_every_collective():
-    timeline = play(stack(4), sharded_stack(4), RoundCosts(gather=1, reduce=2, overlaps=False))
-    assert timeline.seconds == 4 * 3 + 1 + 8 * 1 + 4 * 2
+    for reduces_each, times in ((True, 3), (False, 1)):
+        timeline = played(2, reduce=1, micro_batches=3, reduces_each=reduces_each)
+        assert len(spans(timeline, Lane.REDUCE, "reduce")) == 2 * times
 
 
 def test_without_streams_ranks_wait_for_the_slowest_by_what_each_has_computed_since_they_met():
     costs = RoundCosts(gather=1, reduce=2, overlaps=False)
-    even = play(stack(4), sharded_stack(4), costs)
+    even = played(costs=costs)
+    assert even.seconds == 4 * 3 + 1 + 8 * 1 + 4 * 2, "every collective is waited for"
     with mock.patch.object(costs, "waited", lambda computed: 10 * computed):
-        uneven = play(stack(4), sharded_stack(4), costs)
+        uneven = played(costs=costs)
     # Of what is computed only the optimizer's second is behind the last collective. Nothing is before the first one.
     assert uneven.seconds == even.seconds + 10 * 4 * 3
     gathers = [end - start for _, start, end in spans(uneven, Lane.GATHER, "gather")]
     assert gathers == [1, 11, 11, 11, 11, 1, 1, 1]  # in backward a reduction is just before
     assert [end - start for _, start, end in spans(uneven, Lane.REDUCE, "reduce")] == [22] * 4
+    costs.overlaps = True
+    with_streams = played(costs=costs)
+    with mock.patch.object(costs, "waited", lambda computed: 10 * computed):
+        assert played(costs=costs) == with_streams, "with streams nobody waits for the slowest besides"
 
 
 def test_without_streams_collectives_of_a_units_groups_between_the_same_ranks_are_one():
@@ -120,27 +121,13 @@ def test_without_streams_collectives_of_a_units_groups_between_the_same_ranks_ar
     assert (longer, len(apart)) == (seconds + 4 * 1 + 2 * 2, 2 * len(sent))
 
 
-def test_with_streams_nobody_waits_for_the_slowest_besides():
-    costs = RoundCosts(gather=1, reduce=2)
-    even = play(stack(2), sharded_stack(2), costs)
-    with mock.patch.object(costs, "waited", lambda computed: 10 * computed):
-        assert play(stack(2), sharded_stack(2), costs) == even
-
-
 def test_a_slow_host_leaves_the_device_waiting():
-    fast, slow = (play(stack(4), sharded_stack(4), RoundCosts(0, 0, host=host)) for host in (0.0, 5.0))
-    num_queued = len(slow.spans)
-    assert slow.seconds >= 5 * num_queued > fast.seconds
-
-
-def test_gradients_of_several_micro_batches_are_reduced_once_or_each_time():
-    for reduces_each, times in ((True, 3), (False, 1)):
-        timeline = play(stack(2), sharded_stack(2), RoundCosts(0, 1), micro_batches=3, reduces_each=reduces_each)
-        assert len(spans(timeline, Lane.REDUCE, "reduce")) == 2 * times
+    fast, slow = (played(host=host) for host in (0.0, 5.0))
+    assert slow.seconds >= 5 * len(slow.spans) > fast.seconds
 
 
 def test_offloaded_shards_travel_before_they_are_gathered():
-    timeline = play(stack(2), sharded_stack(2, is_offloaded=True), RoundCosts(gather=1, reduce=1, copy=2))
+    timeline = played(2, is_offloaded=True, gather=1, reduce=1, copy=2)
     copies = spans(timeline, Lane.COPY, "copy")
     assert copies[0] == (1, 0, 2)
     assert spans(timeline, Lane.GATHER, "gather")[0] == (1, 2, 3)
@@ -155,37 +142,31 @@ def test_the_engines_buffers_are_those_of_the_forecast(num_blocks, depth):
     step = [moment for _, moments in moments_of(work, sharded) for moment in moments]
     expected = forecast(sharded.specs, sharded.limits, [unit.groups for unit in sharded.units], step, batch_bytes=0)
     # Without activations and states, which the forecast does not know.
-    bare = replace(work, events=tuple(event for event in work.events if type(event).__name__ not in NOT_ENGINES))
+    bare = replace(work, events=tuple(event for event in work.events if not isinstance(event, (Allocate, Release))))
     peak = play(bare, replace(sharded, optimizer=Optimizer(states=0, accesses=3)), RoundCosts(1, 1)).peak
     assert peak.nbytes == expected.peak
     assert sum(peak.by_kind.values()) == sum(peak.by_unit.values()) == peak.nbytes
-    by_kind = {}
+    by_kind = Counter()
     for (_, kind), nbytes in expected.parts.items():
-        by_kind[kind.value] = by_kind.get(kind.value, 0) + nbytes
+        by_kind[kind.value] += nbytes
     assert peak.by_kind == by_kind
 
 
-NOT_ENGINES = {"Allocate", "Release"}
-
-
 def test_activations_and_states_count_and_what_comes_goes_again():
-    timeline = play(stack(3), sharded_stack(3), RoundCosts(1, 1))
-    held, most = {}, {}
+    timeline = played(3, gather=1, reduce=1)
+    assert timeline == played(3, gather=1, reduce=1), "the same step is played the same way"
+    held = Counter()
     for change in timeline.changes:
-        held[change.kind] = held.get(change.kind, 0) + change.nbytes
-        most[change.kind] = max(most.get(change.kind, 0), held[change.kind])
-    assert most["activations"] == 3 * KEPT
-    assert held == dict.fromkeys(held, 0) | {
+        held[change.kind] += change.nbytes
+    assert most(timeline)["activations"] == 3 * KEPT
+    assert {kind: nbytes for kind, nbytes in held.items() if nbytes} == {
         MemoryKind.SHARDS.value: 3 * SHARD,
         MemoryKind.GRADIENTS.value: 3 * SHARD,
         MemoryKind.OPTIMIZER.value: 6 * SHARD,
     }
-    total = peak = 0
-    for change in timeline.changes:
-        total += change.nbytes
-        peak = max(peak, total)
-    assert peak == timeline.peak.nbytes
-    assert all(a.time <= b.time for a, b in zip(timeline.changes, timeline.changes[1:], strict=False))
+    assert max(accumulate(change.nbytes for change in timeline.changes)) == timeline.peak.nbytes
+    times = [change.time for change in timeline.changes]
+    assert times == sorted(times)
 
 
 def test_what_is_released_before_something_comes_is_never_there_beside_it():
@@ -198,16 +179,8 @@ def test_what_is_released_before_something_comes_is_never_there_beside_it():
         else:
             events.append(event)
     timeline = play(replace(work, events=tuple(events)), sharded_stack(3), RoundCosts(1, 1))
-    held = most = 0
-    for change in timeline.changes:
-        held += change.nbytes if change.kind in ("activations", "temporaries") else 0
-        most = max(most, held)
-    assert most == 2 * KEPT + 110
-
-
-def test_the_same_step_is_played_the_same_way():
-    first, second = (play(stack(3), sharded_stack(3), RoundCosts(1, 1), title="a") for _ in range(2))
-    assert first == second
+    held = [change.nbytes for change in timeline.changes if change.kind in ("activations", "temporaries")]
+    assert max(accumulate(held)) == 2 * KEPT + 110
 
 
 def test_a_wait_for_a_sum_over_replicas_is_one_for_an_all_reduce():
@@ -219,3 +192,50 @@ def test_a_wait_for_a_sum_over_replicas_is_one_for_an_all_reduce():
         model = replace(sharded, units=units)
         waits.append({*play(stack(2), model, costs).exposed})
     assert [each - {"all-gather"} for each in waits] == [{"reduce-scatter"}, {"all-reduce"}]
+
+
+# Stages of a pipeline
+
+F, B = True, False
+
+
+def test_a_stage_runs_ahead_by_those_behind_it_and_what_is_sent_and_a_slow_stage_hold_the_others_up():
+    assert Stage(3, 4).order(3) == [F, B, F, B, F, B]
+    assert Stage(2, 4).order(3) == [F, F, B, F, B, B]
+    assert Stage(0, 4).order(5) == [F, F, F, F, B, F, B, B, B, B]
+    assert Stage(0, 4).order(2) == [F, F, B, B]
+    # Narayanan et al. 2021: a step takes (micro_batches + stages - 1) forwards and backwards.
+    for num_stages, micro_batches in product((1, 2, 4, 7), (1, 4, 9)):
+        times = begins([(1.0, 2.0)] * num_stages, micro_batches, send=0.0)
+        assert times[0][-1] + 2.0 == 3.0 * (micro_batches + num_stages - 1)
+    assert begins([(1.0, 2.0)] * 2, 1, send=0.5) == [(0.0, 5.0), (1.5, 2.5)]
+    slow = begins([(1.0, 2.0), (3.0, 4.0)], 3, send=0.0)
+    assert slow[1] == (1.0, 4.0, 8.0, 11.0, 15.0, 18.0)
+    assert slow[0][-1] == 22.0
+
+
+def stage_of(number, micro_batches, begin=None):
+    """A step of one of two stages."""
+    stage = Stage(number, 2, sent=10, pair=Group(2, 8), begins=begin)
+    return play(stack(2), sharded_stack(2), RoundCosts(0, 0), micro_batches=micro_batches, stage=stage)
+
+
+def test_a_stage_holds_the_activations_of_the_micro_batches_that_are_under_way():
+    one, first, last = most(stage_of(0, 1)), most(stage_of(0, 3)), most(stage_of(1, 3))
+    assert one["activations"] == 2 * KEPT + 10  # and its output, until its gradient comes
+    assert first["activations"] == 2 * one["activations"]  # two are under way on the first of two stages, never three
+    assert last["activations"] == 2 * KEPT
+    assert first["inputs"] == 3 * 10  # there is memory for the gradient of each output
+
+
+def test_a_stage_waits_gathers_once_and_reduces_once():
+    durations = [(2.0, 4.0)] * 2
+    (begin, _) = begins(durations, 3, send=0.0)
+    timeline = stage_of(0, 3, begin)
+    gathers = [span.unit for span in timeline.spans if span.lane is Lane.GATHER]
+    reduces = [span.unit for span in timeline.spans if span.lane is Lane.REDUCE]
+    assert (gathers, reduces) == ([], [])  # in no time
+    sends = [span for span in timeline.spans if span.name == "send"]
+    assert len(sends) == 3  # the first stage sends outputs, and no gradients
+    assert timeline.seconds == 6.0 * 4 + 1.0  # and the optimizer's second
+    assert timeline.exposed["model parallel"] == 6.0

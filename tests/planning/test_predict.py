@@ -1,4 +1,4 @@
-"""Does a prediction say what its parts say: time, memory as the device sees it, bytes on links, tokens and price?"""
+"""A prediction says what its parts say: time, memory as the device sees it, bytes on links, tokens and price."""
 
 from dataclasses import replace
 
@@ -15,9 +15,10 @@ from sherd.simulate.work import Collective, Group, Op, OpKind
 from tests.planning.stacks import BACKWARD, FORWARD, WEIGHT, sharded_stack, stack
 
 H100 = read_cluster("h100")
+EIGHT = Mesh(8)
 
 
-def predicted(work, sharded, cluster, mesh, **options):
+def predicted(work, sharded, cluster=H100, mesh=EIGHT, **options):
     rank = RankWork(work, sharded, parts_of(work, sharded, ClusterCosts(cluster).op))
     return predict(rank, cluster, mesh, **options)
 
@@ -36,34 +37,32 @@ def heavy(num_blocks, gflops):
 def test_mfu_is_of_what_the_model_computes():
     work = heavy(4, 7000)
     for each in (work, checkpointed(work, [1, 2, 3, 4])):
-        found = predicted(each, sharded_stack(4), H100, Mesh(8), micro_batches=2)
+        found = predicted(each, sharded_stack(4), micro_batches=2)
         assert found.flops == 2 * work.flops
         assert found.mfu == pytest.approx(found.flops / found.timeline.seconds / 989.4e12)
         assert found.tokens_per_second == pytest.approx(8 * 2 * 4096 / found.timeline.seconds)
         assert found.samples_per_second == pytest.approx(8 * 2 * 2 / found.timeline.seconds)
     # Operations reach 600 of 989.4 TFLOP/s, and there is nearly nothing else.
-    assert predicted(work, sharded_stack(4), H100, Mesh(8)).mfu == pytest.approx(600 / 989.4, rel=0.01)
+    assert predicted(work, sharded_stack(4)).mfu == pytest.approx(600 / 989.4, rel=0.01)
 
 
-@pytest.mark.parametrize(("dtype", "peak"), [("float64", 66.9e12), ("float16", 989.4e12)])
-def test_mfu_of_a_dtype_without_a_figure_is_of_another_ones_peak(dtype, peak):
+def test_mfu_of_a_dtype_without_a_figure_is_of_another_ones_peak():
     figures = {name: H100.device.peak_flops[name] for name in ("bfloat16", "float32")}
-    device = replace(H100.device, peak_flops=figures)
-    work = heavy(4, 7000)
-    events = (replace(each, dtype=dtype) if isinstance(each, Op) else each for each in work.events)
-    found = predicted(replace(work, events=tuple(events)), sharded_stack(4), replace(H100, device=device), Mesh(8))
-    assert found.mfu == pytest.approx(found.flops / found.timeline.seconds / peak)
+    cluster, work = replace(H100, device=replace(H100.device, peak_flops=figures)), heavy(4, 7000)
+    for dtype, peak in (("float64", 66.9e12), ("float16", 989.4e12)):
+        events = (replace(each, dtype=dtype) if isinstance(each, Op) else each for each in work.events)
+        found = predicted(replace(work, events=tuple(events)), sharded_stack(4), cluster)
+        assert found.mfu == pytest.approx(found.flops / found.timeline.seconds / peak), dtype
 
 
 def test_the_price_is_that_of_all_devices():
-    found = predicted(heavy(4, 7000), sharded_stack(4), H100, Mesh(8))
+    found = predicted(heavy(4, 7000), sharded_stack(4))
     assert found.cost_per_million_tokens == pytest.approx(3.0 * 8 / 3600 / found.tokens_per_second * 1e6)
     assert found.cost_per_million_samples == pytest.approx(3.0 * 8 / 3600 / found.samples_per_second * 1e6)
     twice = found.lasting(2 * found.timeline.seconds)
     assert twice.cost_per_million_samples == pytest.approx(2 * found.cost_per_million_samples)
-    free = replace(H100, price_per_hour=None)
-    assert predicted(heavy(4, 7000), sharded_stack(4), free, Mesh(8)).cost_per_million_samples is None
-    assert predicted(heavy(4, 7000), sharded_stack(4), free, Mesh(8)).cost_per_million_tokens is None
+    free = predicted(heavy(4, 7000), sharded_stack(4), replace(H100, price_per_hour=None))
+    assert free.cost_per_million_samples is free.cost_per_million_tokens is None
 
 
 def test_links_carry_what_collectives_send():
@@ -96,24 +95,18 @@ def test_without_streams_each_collective_of_the_model_is_sent_by_its_own_link():
     assert found.sent == {"within nodes": 2 * 2 * 50, "across nodes": 2 * 3500}
 
 
-@pytest.mark.parametrize("cluster", ["laptop", "h100"])
-def test_groups_of_a_unit_send_as_much_together_as_one_by_one(cluster):
-    twice = tuple(
-        replace(each, groups=each.groups * 2, traffic=each.traffic * 2) for each in sharded_stack(2).units[1:]
-    )
-    sharded = replace(sharded_stack(2, ranks=2), units=(sharded_stack(2).units[0], *twice))
-    once = predicted(stack(2), sharded_stack(2), read_cluster(cluster), Mesh(8)).sent
-    found = predicted(stack(2), sharded, read_cluster(cluster), Mesh(8)).sent
-    assert found == {link: 2 * nbytes for link, nbytes in once.items()}
+def test_groups_of_a_unit_send_as_much_together_as_one_by_one():
+    root, *blocks = sharded_stack(2).units
+    twice = (replace(each, groups=each.groups * 2, traffic=each.traffic * 2) for each in blocks)
+    sharded = replace(sharded_stack(2, ranks=2), units=(root, *twice))
+    for cluster in map(read_cluster, ("laptop", "h100")):
+        once, found = (predicted(stack(2), each, cluster).sent for each in (sharded_stack(2), sharded))
+        assert found == {link: 2 * nbytes for link, nbytes in once.items()}, cluster.name
 
 
-def test_what_is_reserved_is_more_than_what_is_alive_and_the_driver_takes_its_part():
-    found = predicted(heavy(4, 10), sharded_stack(4), H100, Mesh(8))
+def test_what_is_reserved_is_more_than_what_is_alive_and_a_rank_alone_sends_nothing():
+    found = predicted(heavy(4, 10), sharded_stack(4))
     assert found.timeline.peak.nbytes <= found.reserved_bytes
     assert found.driver_bytes == found.reserved_bytes + H100.device.library_bytes
-
-
-def test_a_rank_alone_sends_nothing():
-    found = predicted(heavy(2, 10), sharded_stack(2, ranks=1), H100, Mesh(1))
-    assert found.sent == {}
-    assert found.timeline.exposed == {}
+    found = predicted(heavy(2, 10), sharded_stack(2, ranks=1), mesh=Mesh(1))
+    assert found.sent == found.timeline.exposed == {}

@@ -1,4 +1,4 @@
-"""Is what is read of any model, put together at random, what a real step on the CPU takes?"""
+"""What is read of any model, put together at random, is what a real step on the CPU takes."""
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sherd.simulate.transform import checkpointed
 from sherd.simulate.work import Allocate, Enter
-from tests.planning.models import sum_of_all
+from tests.planning.models import MultiHead, sum_of_all
 from tests.planning.played import flops, heights, measured, peak, read
 from tests.support.suites import examples
 
@@ -74,17 +74,8 @@ LEAVES = {
     "identity": lambda: nn.Identity(),
     "attention": lambda: Attention(mask=False),
     "masked attention": lambda: Attention(mask=True),
-    "multi-head": lambda: Own(),
+    "multi-head": lambda: MultiHead(WIDTH),
 }
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Transposed(nn.Module):

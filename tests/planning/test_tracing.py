@@ -1,76 +1,36 @@
-"""Is a recorded step what has happened: every byte that an independent follower sees, and every collective?"""
+"""A recorded step is what has happened: every byte that an independent follower sees, and every collective."""
 
 import gc
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import sherd
 from bench.peak import LiveBytes
+from sherd._torch import imagined_ranks
 from sherd.errors import ModuleError, StateError
 from sherd.layout.runs import Flat
 from sherd.planning.files import from_json, to_json
 from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy, MixedPrecisionPolicy
-from sherd.schedule.moments import MemoryKind
 from sherd.simulate.timeline import Lane
-
-WIDTH, ROWS = 64, 16
-ENGINE = {kind.value for kind in MemoryKind}
-
-
-class Tied(nn.Module):
-    """Two blocks between an embedding and a head that share a weight."""
-
-    def __init__(self, checkpoints=False):
-        super().__init__()
-        self.embedding = nn.Embedding(50, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.ReLU(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(3)
-        )
-        self.head = nn.Linear(WIDTH, 50, bias=False)
-        self.head.weight = self.embedding.weight
-        self.checkpoints = checkpoints
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
-        return self.head(x)
+from tests.planning.models import next_token
+from tests.planning.tied_stack import Stack, composed, tokens, wrapped
+from tests.support.meshes import mesh_of
 
 
-def composed(mesh=None, checkpoints=False, **options):
-    torch.manual_seed(0)
-    model = Tied(checkpoints)
-    for each in (*model.blocks, model):
-        sherd.fully_shard(each, mesh=mesh, **options)
-    return model
-
-
-def wrapped(use_orig_params=True, **options):
-    torch.manual_seed(0)
-    return sherd.FullyShardedDataParallel(
-        Tied(),
-        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) is nn.Sequential,
-        use_orig_params=use_orig_params,
-        **options,
-    )
-
-
-def recorded(model, micro_batches=1):
-    """The third step of `model`, and the most bytes alive in it by another follower."""
+def recorded(make, micro_batches=1):
+    """The third step of what `make` returns, and the most bytes alive in it by another follower."""
+    model, batch = make(), tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.arange(ROWS * 8).view(ROWS, 8) % 50
 
     def step():
         with sherd.accumulate(model, micro_batches):
             for _ in range(micro_batches):
-                F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+                next_token(model, batch).backward()
         optimizer.step()
 
     step()
@@ -86,29 +46,23 @@ def recorded(model, micro_batches=1):
 
 
 WAYS = {
-    "one dimension, torch's calls": (composed, {"comm_policy": CommPolicy("torch")}),
-    "one dimension, shared memory": (composed, {}),
-    "runs, torch's calls": (composed, {"placement": Flat(), "comm_policy": CommPolicy("torch")}),
-    "runs, gloo": (composed, {"placement": Flat(), "comm_policy": CommPolicy("gloo")}),
-    "runs, shared memory": (composed, {"placement": Flat()}),
-    "mixed precision": (composed, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
-    "kept": (composed, {"reshard_after_forward": False}),
-    "checkpoints": (composed, {"checkpoints": True}),
-    "wrapper": (wrapped, {}),
-    "wrapper, flat parameters": (wrapped, {"use_orig_params": False}),
+    "one dimension, torch's calls": partial(composed, comm_policy=CommPolicy("torch")),
+    "one dimension, shared memory": composed,
+    "runs, torch's calls": partial(composed, placement=Flat(), comm_policy=CommPolicy("torch")),
+    "runs, gloo": partial(composed, placement=Flat(), comm_policy=CommPolicy("gloo")),
+    "runs, shared memory": partial(composed, placement=Flat()),
+    "mixed precision": partial(composed, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "kept": partial(composed, reshard_after_forward=False),
+    "checkpoints": partial(composed, checkpoints=1.0),
+    "wrapper": wrapped,
+    "wrapper, flat parameters": partial(wrapped, use_orig_params=False),
 }
-
-
-def peaks(way, micro_batches=1):
-    make, options = WAYS[way]
-    timeline, peak = recorded(make(**options), micro_batches)
-    return timeline, peak
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_peak_is_that_of_all_tensors(world, way, micro_batches):
-    for timeline, peak in world(2).run(peaks, way, micro_batches):
+    for timeline, peak in world(2).run(recorded, WAYS[way], micro_batches):
         assert timeline.peak.nbytes == peak
         assert sum(timeline.peak.by_kind.values()) == sum(timeline.peak.by_unit.values()) == peak
         assert not timeline.is_predicted
@@ -116,20 +70,19 @@ def test_the_peak_is_that_of_all_tensors(world, way, micro_batches):
 
 
 def test_a_step_over_replicas_is_recorded(world):
-    for timeline, peak in world(4).run(of_replicas):
+    for timeline, peak in world(4).run(recorded, over_replicas):
         assert timeline.peak.nbytes == peak
-        assert sum(each.lane is Lane.ALL_REDUCE and each.nbytes > 0 for each in timeline.spans) == 4
+        assert sum(each.lane is Lane.ALL_REDUCE and each.nbytes > 0 for each in timeline.spans) == 5
 
 
-def of_replicas():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return recorded(composed(mesh))
+def over_replicas():
+    return composed(mesh=mesh_of((2, 2)))
 
 
 def test_spans_are_what_the_schedule_does(world):
-    (timeline, _), _ = world(2).run(peaks, "one dimension, torch's calls", 2)
+    (timeline, _), _ = world(2).run(recorded, WAYS["one dimension, torch's calls"], 2)
     sent = Counter((each.lane, each.unit) for each in timeline.spans if each.nbytes)
-    blocks = range(1, 4)
+    blocks = range(1, 5)
     assert all(sent[Lane.REDUCE, unit] == 2 for unit in (0, *blocks))
     assert all(sent[Lane.GATHER, unit] in (2, 3, 4) for unit in blocks)
     names = [each.name for each in timeline.spans if each.lane is Lane.COMPUTE and each.unit == 1]
@@ -139,11 +92,11 @@ def test_spans_are_what_the_schedule_does(world):
     assert ends == sorted(ends)
     assert max(ends) == timeline.seconds
     assert timeline.exposed[Lane.GATHER.value] > 0
-    assert [each.name for each in timeline.units] == ["Tied", "blocks.0", "blocks.1", "blocks.2"]
+    assert [each.name for each in timeline.units] == ["Stack", *(f"blocks.{number}" for number in range(4))]
 
 
 def test_what_is_alive_is_told_by_its_purpose(world):
-    (timeline, _), _ = world(2).run(peaks, "checkpoints")
+    (timeline, _), _ = world(2).run(recorded, WAYS["checkpoints"])
     kinds = {each.kind for each in timeline.changes}
     assert {"activations", "inputs", "temporaries", "logits", "optimizer state", "shards", "unsharded"} <= kinds
     assert any(each.name == "recompute" for each in timeline.spans)
@@ -151,41 +104,35 @@ def test_what_is_alive_is_told_by_its_purpose(world):
     for each in timeline.changes:
         if each.time == 0:
             at_rest[each.kind] += each.nbytes
-    assert at_rest["inputs"] == ROWS * 8 * 8
-    assert at_rest["optimizer state"] == 2 * at_rest["shards"] + 4 * len(list(Tied().parameters()))
+    assert at_rest["inputs"] == tokens().nbytes
+    assert at_rest["optimizer state"] == 2 * at_rest["shards"] + 4 * len(list(Stack().parameters()))
     # Blocks keep only their inputs.
-    kept = sum(each.nbytes for each in timeline.changes if each.kind == "activations" and each.nbytes > 0)
-    (plain, _), _ = world(2).run(peaks, "one dimension, shared memory")
-    assert kept
+    assert any(each.kind == "activations" and each.nbytes > 0 for each in timeline.changes)
+    (plain, _), _ = world(2).run(recorded, composed)
     assert plain.peak.by_kind["activations"] > 2 * timeline.peak.by_kind["activations"]
 
 
-def wrong_uses():
-    model = composed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooks = list(model._forward_hooks)
-    resize = torch.UntypedStorage.resize_
-    with pytest.raises(ModuleError, match="traced expects"), traced(nn.Linear(2, 2), optimizer):
-        pass
-    with traced(model, optimizer) as trace:
-        with pytest.raises(StateError, match="not over"):
-            trace.timeline  # noqa: B018
-        with pytest.raises(StateError, match="tracked already"), traced(model, optimizer):
+def test_wrong_uses_are_refused_and_nothing_is_left_behind():
+    with imagined_ranks(2):
+        model, batch = composed(), tokens(2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hooks, resize = list(model._forward_hooks), torch.UntypedStorage.resize_
+        with pytest.raises(ModuleError, match="traced expects"), traced(nn.Linear(2, 2), optimizer):
             pass
-        model(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
-        optimizer.step()
-        model(torch.zeros(2, 2, dtype=torch.int64))  # the step is over
-    with pytest.raises(ValueError, match="lunch"), traced(model, optimizer):
-        raise ValueError("lunch")
-    model(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
-    assert torch.UntypedStorage.resize_ is resize
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-    assert list(model._forward_hooks) == hooks
-    return trace.timeline.spans[-1].name, trace.timeline.peak.nbytes
-
-
-def test_wrong_uses_are_refused_and_nothing_is_left_behind(world):
-    for last, nbytes in world(2).run(wrong_uses):
-        assert last == "optimizer"
-        assert nbytes > 0
+        with traced(model, optimizer) as trace:
+            with pytest.raises(StateError, match="not over"):
+                trace.timeline  # noqa: B018
+            with pytest.raises(StateError, match="tracked already"), traced(model, optimizer):
+                pass
+            model(batch).sum().backward()
+            optimizer.step()
+            model(batch)  # the step is over
+        with pytest.raises(ValueError, match="lunch"), traced(model, optimizer):
+            raise ValueError("lunch")
+        model(batch).sum().backward()
+        assert torch.UntypedStorage.resize_ is resize
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        assert list(model._forward_hooks) == hooks
+    assert trace.timeline.spans[-1].name == "optimizer"
+    assert trace.timeline.peak.nbytes > 0

@@ -24,6 +24,7 @@ SPEECH |= {"vocab_size": 50, "pad_token_id": 1, "decoder_start_token_id": 2}
 WAVES = {**SMALL, "conv_dim": [16, 16], "conv_stride": [64, 64], "conv_kernel": [64, 64], "num_feat_extract_layers": 2}
 WAVES |= {"num_conv_pos_embedding_groups": 2, "num_conv_pos_embeddings": 4, "vocab_size": 30}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}
 CLIP = {
     "text_config": {**WORDS, "projection_dim": 16},
     "vision_config": {**IMAGES, "projection_dim": 16},
@@ -34,7 +35,7 @@ MODELS = [
     ("bert", WORDS, "BertForMaskedLM", {"input_ids": (2, 8)}),
     ("bert", WORDS, "BertForSequenceClassification", {"input_ids": (2, 8)}),
     ("bert", WORDS, "BertModel", {"input_ids": (2, 8)}),
-    ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "GPT2LMHeadModel", {"input_ids": (2, 8)}),
+    ("gpt2", GPT2, "GPT2LMHeadModel", {"input_ids": (2, 8)}),
     ("opt", {**WORDS, "ffn_dim": 32, "word_embed_proj_dim": 16}, "OPTForCausalLM", {"input_ids": (2, 8)}),
     ("t5", T5, "T5ForConditionalGeneration", {"input_ids": (2, 8), "labels": (2, 8)}),
     (
@@ -89,26 +90,18 @@ def test_a_config_makes_the_class_that_it_names_and_a_batch_for_it(config, kind,
     assert flops(work) == counter.get_total_flops()
 
 
-def test_a_config_without_architectures_makes_a_causal_lm(config):
-    fields = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}
-    planned = model_from(config("gpt2", fields))
+def test_a_config_without_architectures_makes_a_causal_lm_and_a_padding_token_is_no_hindrance(config):
+    planned = model_from(config("gpt2", GPT2 | {"n_positions": 32, "pad_token_id": 0}))
     assert type(planned.model).__name__ == "GPT2LMHeadModel"
     assert planned.context == 32
+    assert read_work(planned.model, planned.batch(1, 8), planned.layout.loss).tokens == 8
 
 
-def test_a_class_that_transformers_has_not_is_named(config):
+def test_a_class_that_transformers_has_not_and_a_model_whose_batch_is_not_known_are_named(config):
     with pytest.raises(InputError, match="architectures names MyModel, which transformers"):
         model_from(config("bert", WORDS, "MyModel"))
-
-
-def test_a_model_whose_batch_is_not_known_is_named(config):
     with pytest.raises(InputError, match="PatchTSTForPrediction reads past_values, of which no batch is known"):
         model_from(config("patchtst", {"d_model": 16, "num_hidden_layers": 1}, "PatchTSTForPrediction"))
-
-
-def test_a_padding_token_is_no_hindrance(config):
-    planned = model_from(config("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "pad_token_id": 0}))
-    assert read_work(planned.model, planned.batch(1, 8), planned.layout.loss).tokens == 8
 
 
 def test_a_model_with_images_among_its_tokens_is_planned_with_tokens_alone(config):
