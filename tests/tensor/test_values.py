@@ -1,4 +1,4 @@
-"""Is a value that all ranks know computed with as on one rank, and does it get along with torch's own DTensors?"""
+"""A value that all ranks know is computed with as on one rank, and gets along with torch's own DTensors."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Is a tensor right whose ranks on one axis have vectors of their own: a flat parameter over tensor parallelism?"""
+"""A tensor whose ranks on one axis have vectors of their own: a flat parameter over tensor parallelism."""
 
 import copy
 import pickle
