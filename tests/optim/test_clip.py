@@ -1,4 +1,4 @@
-"""Is the norm that of all gradients, wherever their pieces lie, and are they scaled as on one rank?"""
+"""The norm is that of all gradients, wherever their pieces lie, and they are scaled as on one rank."""
 
 import itertools
 import math
@@ -11,11 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from sherd import Blocks, Flat, Owned, fully_shard
+from sherd import Flat, fully_shard
 from sherd.clip import clip_grad_norm_
 from sherd.errors import GradientError, MeshError, PolicyError
-from tests.optim.twins import NAMES, assert_same, backward, pair, whole
+from tests.optim.twins import NAMES, Pair, backward
+from tests.support.comparing import assert_same, whole, whole_grads
 from tests.support.meshes import mesh_of
+from tests.support.sharding import PLACEMENTS, sharded
 from tests.tensor.cuts import cuts, line, numbers, ragged
 
 ORDERS = [2.0, 1.0, 0.5, math.inf]
@@ -30,28 +32,11 @@ def second_dim(parameter):
     return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % 2 == 0 else None
 
 
-MODELS = {
-    "Shard(0)": {},
-    "Shard(1)": {"shard_placement_fn": second_dim},
-    "Flat": {"placement": Flat()},
-    "Blocks": {"placement": Blocks(2)},
-    "Whole": {"placement": Owned()},
-}
-
-
-def grads_of(model):
-    return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-
-
-def clip_a_model(choices, replicas, orders, names, max_norm=0.5):
+def clip_a_model(front, replicas, orders, names, max_norm=0.5):
     """The norms on this rank, after a comparison of the gradients with those of an unsharded twin."""
-    mesh = None
-    if replicas:
-        shape = (replicas, dist.get_world_size() // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model, lone = pair(), pair()
-    for unit in (model.first, model.second, model):
-        fully_shard(unit, mesh=mesh, **choices)
+    mesh = mesh_of((replicas, dist.get_world_size() // replicas) if replicas else None)
+    columns = {"shard_placement_fn": second_dim} if front == "columns" else {}
+    lone, model = Pair(), sharded(Pair(), "shard" if columns else front, mesh=mesh, **columns)
     norms = []
     for order in orders:
         for each in (model, lone):
@@ -62,7 +47,7 @@ def clip_a_model(choices, replicas, orders, names, max_norm=0.5):
         assert type(norm) is torch.Tensor
         assert (norm.shape, norm.dtype) == ((), torch.float32)
         assert_close_at(order, norm, expected)
-        assert_same(grads_of(model), grads_of(lone), f"order {order}:", rtol=1e-5, atol=1e-6)
+        assert_same(whole_grads(model), whole_grads(lone), f"order {order}:", rtol=1e-5, atol=1e-6)
         norms.append(norm.item())
     return tuple(norms)
 
@@ -71,48 +56,37 @@ def assert_close_at(case, found, expected, **tolerance):
     torch.testing.assert_close(found, expected, **tolerance, msg=lambda text: f"{case}: {text}")
 
 
-@pytest.mark.parametrize("placement", MODELS)
-def test_a_models_norm_is_that_of_the_unsharded_model(threads, placement):
-    for num_ranks, replicas in ((1, 0), (2, 0), (4, 2)):
-        norms = threads(num_ranks).run(clip_a_model, MODELS[placement], replicas, ORDERS, NAMES)
-        assert len(set(norms)) == 1
-    # So many ranks that most of them hold nothing of the small parameters.
-    if placement != "Shard(1)":
-        assert len(set(threads(8).run(clip_a_model, MODELS[placement], 0, ORDERS, NAMES))) == 1
-
-
-@pytest.mark.parametrize("placement", MODELS)
-def test_gradients_below_the_norm_are_left_as_they_are(threads, placement):
-    threads(2).run(clip_a_model, MODELS[placement], 0, [2.0], NAMES, max_norm=1e6)
-
-
-@pytest.mark.parametrize("placement", MODELS)
-def test_parameters_without_a_gradient_do_not_count(threads, placement):
-    threads(3 if placement != "Shard(1)" else 2).run(clip_a_model, MODELS[placement], 0, [2.0], NAMES[2:5])
-    threads(2).run(clip_a_model, MODELS[placement], 0, [math.inf], [])
+@pytest.mark.parametrize("front", [*PLACEMENTS, "columns"])
+def test_a_models_norm_and_gradients_are_those_of_the_unsharded_model(threads, front):
+    # On eight, most ranks hold nothing of the small parameters.
+    for num_ranks, replicas in ((1, 0), (2, 0), (4, 2), (8, 0)) if front != "columns" else ((1, 0), (2, 0), (4, 2)):
+        assert len(set(threads(num_ranks).run(clip_a_model, front, replicas, ORDERS, NAMES))) == 1
+    # Gradients below the norm are left as they are, and parameters without one do not count.
+    threads(2).run(clip_a_model, front, 0, [2.0], NAMES, max_norm=1e6)
+    threads(2 if front == "columns" else 3).run(clip_a_model, front, 0, [2.0], NAMES[2:5])
+    threads(2).run(clip_a_model, front, 0, [math.inf], [])
 
 
 def test_processes_agree_bit_by_bit(world):
-    assert len(set(world(2).run(clip_a_model, {"placement": Flat()}, 0, (2.0, math.inf), NAMES))) == 1
+    assert len(set(world(2).run(clip_a_model, "flat", 0, (2.0, math.inf), NAMES))) == 1
 
 
 def clip_two_models_of_other_meshes():
     """One is sharded over all ranks, one over pairs of them; a frozen and a plain part are clipped with them."""
-    pairs = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    sharded, lone = [pair() for _ in range(3)], [pair() for _ in range(3)]
-    fully_shard(sharded[0], placement=Flat())
-    fully_shard(sharded[1], mesh=pairs)
-    for models in (sharded, lone):
+    mine, lone = [Pair() for _ in range(3)], [Pair() for _ in range(3)]
+    fully_shard(mine[0], placement=Flat())
+    fully_shard(mine[1], mesh=mesh_of((2, 2)))
+    for models in (mine, lone):
         models[2].first.w.requires_grad_(False)
-    given = [[each for model in models for each in model.parameters()] for models in (sharded, lone)]
+    given = [[each for model in models for each in model.parameters()] for models in (mine, lone)]
     for order in ORDERS:
-        for step, model in itertools.chain(enumerate(sharded), enumerate(lone)):
+        for step, model in itertools.chain(enumerate(mine), enumerate(lone)):
             model.zero_grad()
             backward(model, step)
         expected = nn.utils.clip_grad_norm_(given[1], 2.0, order)
         assert_close_at(order, clip_grad_norm_(given[0], 2.0, order), expected)
-        for model, like in zip(sharded, lone, strict=True):
-            assert_same(grads_of(model), grads_of(like), f"order {order}:", rtol=1e-5, atol=1e-6)
+        for model, like in zip(mine, lone, strict=True):
+            assert_same(whole_grads(model), whole_grads(like), f"order {order}:", rtol=1e-5, atol=1e-6)
 
 
 def test_two_meshes_frozen_and_plain_parameters_are_clipped_together(threads):
@@ -176,13 +150,9 @@ def clip_a_mixture(meshes, dtype, order, foreach):
         assert_close_at(case, whole(each.grad), like.grad.to(dtype))
 
 
-def test_any_mixture_of_dtensors_on_any_axes(threads):
-    threads(4).run(clip_anything, torch.float32, [*ORDERS, 3])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_gradients_keep_their_dtype_and_the_norm_of_halves_is_in_float32(threads, dtype):
-    threads(4).run(clip_anything, dtype, [2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_any_mixture_keeps_its_dtype_and_the_norm_of_halves_is_in_float32(threads, dtype):
+    threads(4).run(clip_anything, dtype, [*ORDERS, 3] if dtype is torch.float32 else [2.0])
 
 
 def sum_of_many_small_ones(dtype):
@@ -192,9 +162,9 @@ def sum_of_many_small_ones(dtype):
     return clip_grad_norm_(given, 1.0).item()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_norm_of_halves_is_exact(threads, dtype):
-    assert threads(2).run(sum_of_many_small_ones, dtype) == [8.0, 8.0]
+def test_the_norm_of_halves_is_exact(threads):
+    for dtype in (torch.bfloat16, torch.float16):
+        assert threads(2).run(sum_of_many_small_ones, dtype) == [8.0, 8.0], dtype
 
 
 class Squares(nn.Module):
@@ -270,24 +240,19 @@ def clip_with_missing(order, drop):
     return clip_grad_norm_(given, 1.0, order).item()
 
 
-def on_all_but_one(index, rank):
-    return rank != 1
+DROPS = {"on all but one": lambda index, rank: rank != 1, "on one": lambda index, rank: rank == index}
 
 
-def on_one(index, rank):
-    return rank == index
-
-
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("drop", [on_all_but_one, on_one])
-def test_gradients_that_some_ranks_lack_count_as_zeros(threads, drop, order):
+@pytest.mark.parametrize("name", DROPS)
+def test_gradients_that_some_ranks_lack_count_as_zeros(threads, name):
+    drop = DROPS[name]
     rows = torch.stack([numbers((4, 3), seed=index) for index in range(3)])
-    for index in range(3):
-        for rank in range(4):
-            if drop(index, rank):
-                rows[index, rank] = 0
-    expected = torch.linalg.vector_norm(torch.cat([rows.flatten(), torch.ones(2)]), order).item()
-    assert threads(4).run(clip_with_missing, order, drop) == [pytest.approx(expected)] * 4
+    for index, rank in itertools.product(range(3), range(4)):
+        if drop(index, rank):
+            rows[index, rank] = 0
+    for order in (1.0, 2.0, math.inf):
+        expected = torch.linalg.vector_norm(torch.cat([rows.flatten(), torch.ones(2)]), order).item()
+        assert threads(4).run(clip_with_missing, order, drop) == [pytest.approx(expected)] * 4, order
 
 
 def clip_none():
@@ -339,38 +304,29 @@ def test_extra_groups_join_the_norms_of_stages(threads):
 # What is given, and what is refused
 
 
-@pytest.mark.parametrize("order", [*ORDERS, 3, "inf"])
-@pytest.mark.parametrize("foreach", [True, False, None])
-def test_plain_tensors_without_any_process_group_are_clipped_as_by_torch(order, foreach):
-    given, like = (plain_with([numbers(shape) for shape in SHAPES.values()]) for _ in range(2))
-    expected = nn.utils.clip_grad_norm_(like, 0.5, order, False, foreach)
-    torch.testing.assert_close(clip_grad_norm_(given, 0.5, order, False, foreach), expected)
-    for each, other in zip(given, like, strict=True):
-        torch.testing.assert_close(each.grad, other.grad)
+def test_plain_tensors_without_any_process_group_are_clipped_as_by_torch():
+    for order, foreach in itertools.product((*ORDERS, 3, "inf"), (True, False, None)):
+        given, like = (plain_with([numbers(shape) for shape in SHAPES.values()]) for _ in range(2))
+        expected = nn.utils.clip_grad_norm_(like, 0.5, order, False, foreach)
+        assert_close_at((order, foreach), clip_grad_norm_(given, 0.5, order, False, foreach), expected)
+        for each, other in zip(given, like, strict=True):
+            assert_close_at((order, foreach), each.grad, other.grad)
 
 
-def test_one_tensor_a_generator_and_one_given_twice():
-    def one():
-        return plain_with([torch.tensor([3.0, 4.0])])[0]
-
-    first, second, third = one(), one(), one()
-    assert clip_grad_norm_(first, 1.0) == 5
-    assert clip_grad_norm_((each for each in [second]), 1.0) == 5
-    assert clip_grad_norm_([third, third], 1.0) == 5
-    for each in (first, second, third):
+def test_one_tensor_a_generator_and_one_given_twice_outside_autograd():
+    first, second, third = (plain_with([torch.tensor([3.0, 4.0])])[0] for _ in range(3))
+    norms = [clip_grad_norm_(each, 1.0) for each in (first, (each for each in [second]), [third, third])]
+    for each, norm in zip((first, second, third), norms, strict=True):
+        assert norm == 5
+        assert not norm.requires_grad
         torch.testing.assert_close(each.grad, torch.tensor([0.6, 0.8]))
+        assert each.grad.grad_fn is None
 
 
 def test_a_generator_that_was_used_up_is_told_of():
     with pytest.warns(UserWarning, match="generator without parameters") as told:
         assert clip_grad_norm_((each for each in []), 1.0) == 0
     assert told[0].filename == __file__
-
-
-def test_the_norm_and_the_gradients_are_outside_autograd():
-    given = plain_with([torch.ones(4)])
-    assert not clip_grad_norm_(given, 1.0).requires_grad
-    assert given[0].grad.grad_fn is None
 
 
 def test_a_sparse_gradient_counts_an_index_that_is_there_twice_once():
@@ -381,39 +337,32 @@ def test_a_sparse_gradient_counts_an_index_that_is_there_twice_once():
     torch.testing.assert_close(parameter.grad.to_dense(), torch.tensor([0.6, 0.0, 0.8, 0.0]))
 
 
-def clip_bad_numbers(bad, order, strict):
+def clip_bad_numbers(bad, order):
     """One element of rank 1's shard is `bad`."""
     grad = torch.arange(8.0)
     grad[-1] = bad
     given = [parameter_with(grad, (line(dist.get_world_size()), [Shard(0)])), parameter_with(torch.ones(3), None)]
-    if strict:
-        with pytest.raises(
-            GradientError, match=f"norm of order {float(order)} of all gradients is .*overflows"
-        ) as told:
-            clip_grad_norm_(given, 1.0, order, error_if_nonfinite=True)
-        assert isinstance(told.value, RuntimeError)
-        assert torch.equal(whole(given[0].grad)[:-1], grad[:-1])
-        return None
+    with pytest.raises(GradientError, match=f"norm of order {float(order)} of all gradients is .*overflows") as told:
+        clip_grad_norm_(given, 1.0, order, error_if_nonfinite=True)
+    assert isinstance(told.value, RuntimeError)
+    assert torch.equal(whole(given[0].grad)[:-1], grad[:-1])
     like = plain_with([grad, torch.ones(3)])
     expected = nn.utils.clip_grad_norm_(like, 1.0, order)
     torch.testing.assert_close(clip_grad_norm_(given, 1.0, order), expected, equal_nan=True)
     for each, other in zip(given, like, strict=True):
         torch.testing.assert_close(whole(each.grad), other.grad, equal_nan=True)
-    return None
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
-def test_what_is_not_finite_on_one_rank_is_seen_by_all(threads, world, order, bad):
-    for ranks in (threads(2), world(2)):
-        ranks.run(clip_bad_numbers, bad, order, True)
-        ranks.run(clip_bad_numbers, bad, order, False)
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(threads, world):
+    for bad, order in itertools.product((math.inf, -math.inf, math.nan), (1.0, 2.0, math.inf)):
+        for ranks in (threads(2), world(2)):
+            ranks.run(clip_bad_numbers, bad, order)
 
 
-@pytest.mark.parametrize("order", [-1, -math.inf, math.nan])
-def test_an_order_that_is_no_norms_is_refused(order):
-    with pytest.raises(PolicyError, match=r"norm_type=.*expected a number of 0 or more, or inf"):
-        clip_grad_norm_(plain_with([torch.ones(2)]), 1.0, order)
+def test_an_order_that_is_no_norms_is_refused():
+    for order in (-1, -math.inf, math.nan):
+        with pytest.raises(PolicyError, match=r"norm_type=.*expected a number of 0 or more, or inf"):
+            clip_grad_norm_(plain_with([torch.ones(2)]), 1.0, order)
 
 
 def clip_a_partial_gradient():

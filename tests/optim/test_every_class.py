@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import optim
 
-from tests.optim.twins import WORLDS, same_training
+from tests.optim.twins import WORLDS, Pair, same_training
 
 CLASSES = {
     "SGD": (optim.SGD, {}),
@@ -52,14 +52,14 @@ def test_a_flat_step_is_the_step_of_each_tensor_in_every_layout(threads, name, f
     threads(num_ranks).run(step, name, form, placement)
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2)])
+@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("owned", 2)])
 def test_dtypes_of_two_groups_are_stepped_side_by_side(threads, placement, num_ranks):
-    dtypes = (torch.bfloat16, torch.float32)
+    build = functools.partial(Pair, (torch.bfloat16, torch.float32))
     for form in ARGUMENTS:
-        threads(num_ranks).run(step, "AdamW", form, placement, dtypes=dtypes)
+        threads(num_ranks).run(step, "AdamW", form, placement, build=build)
 
 
-@pytest.mark.parametrize("placement", ["shard", "flat"])
-def test_a_learning_rate_may_be_a_tensor(threads, placement):
+def test_a_learning_rate_may_be_a_tensor(threads):
     make = functools.partial(torch.optim.AdamW, lr=torch.tensor(0.1), foreach=False, weight_decay=0.0)
-    threads(2).run(same_training, make, placement)
+    for placement in ("shard", "flat"):
+        threads(2).run(same_training, make, placement)

@@ -1,6 +1,5 @@
 """What torch's optimizers cannot step is refused by name, and nothing that they can."""
 
-import copy
 import functools
 
 import pytest
@@ -12,24 +11,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd import Flat, Owned, fully_shard, replicate
 from sherd.errors import OptimizerError
-from tests.wrapper.training import seeded
+from tests.support.training import made
 
+# By name: the optimizer, and the placement that it steps; None: it takes only unsharded parameters.
 REFUSED = {
-    "SGD": functools.partial(optim.SGD, lr=0.1, fused=True),
-    "Adagrad": functools.partial(optim.Adagrad, fused=True),
-    "Rprop": functools.partial(optim.Rprop, foreach=True),
-    "Rprop for-loop": functools.partial(optim.Rprop, foreach=False),
-    "Adafactor": functools.partial(optim.Adafactor, foreach=True),
-    "Adafactor for-loop": functools.partial(optim.Adafactor, foreach=False),
-    "LBFGS": optim.LBFGS,
-}
-WORKS = {
-    "SGD": Flat(),
-    "Adagrad": Flat(),
-    "Rprop": Flat(),
-    "Rprop for-loop": Flat(),
-    "Adafactor": Owned(),
-    "Adafactor for-loop": Owned(),
+    "SGD": (functools.partial(optim.SGD, lr=0.1, fused=True), Flat()),
+    "Adagrad": (functools.partial(optim.Adagrad, fused=True), Flat()),
+    "Rprop": (functools.partial(optim.Rprop, foreach=True), Flat()),
+    "Rprop for-loop": (functools.partial(optim.Rprop, foreach=False), Flat()),
+    "Adafactor": (functools.partial(optim.Adafactor, foreach=True), Owned()),
+    "Adafactor for-loop": (functools.partial(optim.Adafactor, foreach=False), Owned()),
+    "LBFGS": (optim.LBFGS, None),
 }
 
 
@@ -52,39 +44,28 @@ def trained(model, make):
 
 
 def refuse_by_name(name):
-    model = seeded(odd)
-    plain = copy.deepcopy(model)
-    fully_shard(model)
+    make, works = REFUSED[name]
     kind = name.partition(" ")[0]
     with pytest.raises(OptimizerError, match=f"{kind}.* cannot step 0.weight, of shape .5, 4.*shard"):
-        trained(model, REFUSED[name])
-    expected = trained(copy.deepcopy(plain), REFUSED[name])
-    model = copy.deepcopy(plain)
-    if name in WORKS:
-        fully_shard(model, placement=WORKS[name])
-    else:
-        replicate(model)
-    assert trained(model, REFUSED[name]) == pytest.approx(expected, rel=1e-4)
+        trained(fully_shard(made(odd)), make)
+    remedied = fully_shard(made(odd), placement=works) if works else replicate(made(odd))
+    assert trained(remedied, make) == pytest.approx(trained(made(odd), make), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_stepped_is_named_and_the_remedy_works(threads, name):
-    threads(2).run(refuse_by_name, name)
-
-
-def step_stock(name):
+def torch_cannot_step(name):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = [nn.Parameter(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])) for _ in range(2)]
     for each in parameters:
         each.grad = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
-    optimizer = REFUSED[name](parameters)
+    optimizer = REFUSED[name][0](parameters)
     with pytest.raises((RuntimeError, NotImplementedError)):
         optimizer.step(lambda: torch.ones(()))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_torch_cannot_step(threads, name):
-    threads(2).run(step_stock, name)
+def test_what_torch_cannot_step_is_refused_by_name_and_the_remedy_works(threads, name):
+    threads(2).run(refuse_by_name, name)
+    threads(2).run(torch_cannot_step, name)
 
 
 def even():
@@ -92,11 +73,11 @@ def even():
 
 
 def step_even():
-    expected = trained(seeded(even), optim.LBFGS)
-    assert trained(fully_shard(seeded(even)), optim.LBFGS) == pytest.approx(expected, rel=1e-3)
+    expected = trained(made(even), optim.LBFGS)
+    assert trained(fully_shard(made(even)), optim.LBFGS) == pytest.approx(expected, rel=1e-3)
     for placement in (Flat(), Owned()):
         with pytest.raises(OptimizerError, match=r"LBFGS cannot step 0\.weight"):
-            trained(fully_shard(seeded(even), placement=placement), optim.LBFGS)
+            trained(fully_shard(made(even), placement=placement), optim.LBFGS)
 
 
 def test_lbfgs_steps_what_divides_evenly(threads):
